@@ -1,0 +1,1 @@
+"""Hosts, ranks and how processes are started."""

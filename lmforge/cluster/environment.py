@@ -1,0 +1,42 @@
+"""Who am I: the rank of this process among all, as its launcher tells it.
+
+torchrun (and every launcher that sets the same variables) is read here, and a process that nobody launched is alone.
+No torch: the answer is needed before it is imported.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmforge.errors import Mistake
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands: `rank` of `ranks`, and `local_rank` of `local_ranks` on its host."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    launched: bool = False
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def find_place(variables: Mapping[str, str] = os.environ) -> Place:
+    """Read the variables of torchrun. Raises Mistake when only some of them are set or one is not a number."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in variables]
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
+        return Place()
+    if missing:
+        raise Mistake(f"environment: RANK or WORLD_SIZE is set but {', '.join(missing)} is not; start with torchrun, or unset them")
+    try:
+        rank, ranks, local_rank = (int(variables[name]) for name in names[:3])
+        local_ranks = int(variables.get("LOCAL_WORLD_SIZE", ranks))
+    except ValueError:
+        raise Mistake("environment: RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers") from None
+    return Place(rank, ranks, local_rank, local_ranks, launched=True)

@@ -1,0 +1,52 @@
+"""Starting ranks on this machine through torch's own elastic launcher, and telling how they ended."""
+
+import logging
+import os
+import signal
+import sys
+
+# A rank that was asked to stop finishes its step and saves; only then is it killed.
+GRACE_SECONDS = 120
+
+
+def launch_local(processes: int, arguments: list[str]) -> int:
+    """Run `python -m lmforge ARGUMENTS` as `processes` ranks and wait. Returns the exit status of the whole.
+
+    2 when a rank refused bad input, 128 + signal when it was interrupted, 1 when a rank failed otherwise.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"lmforge-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        shutdown_timeout=GRACE_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
+    except ChildFailedError as failed:
+        statuses = [failure.exitcode for failure in failed.failures.values()]
+        if 2 in statuses:
+            return 2
+        interrupted = [status for status in statuses if status in (128 + signal.SIGINT, 128 + signal.SIGTERM)]
+        if interrupted:
+            return interrupted[0]
+        killed = {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
+        if killed and len(killed) == len(statuses):
+            rank, number = next(iter(killed.items()))
+            print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr)
+        return 1
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0

@@ -1,0 +1,143 @@
+"""The ranks of a run as one thing: device, process groups, and how ranks agree before any of them goes on.
+
+Training traffic uses the default group. Decisions, checkpoints and errors use a gloo group of their own with a long
+time-out, so that they can never pair with a gradient's collective.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lmforge.cluster.environment import Place, find_place
+from lmforge.config import local_threads
+from lmforge.errors import Mistake, RunFailed
+
+CONTROL_TIMEOUT = timedelta(hours=2)
+T = TypeVar("T")
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """`auto`, `cpu` or `cuda` as a device of this process. Raises Mistake where CUDA is asked for and absent."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise Mistake("train.device = cuda: no CUDA device is visible to torch here; use --train.device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise Mistake(f"local rank {local_rank} has no GPU of its own: this host shows {torch.cuda.device_count()}; start fewer ranks")
+    return torch.device("cuda", local_rank)
+
+
+@dataclass
+class Ranks:
+    """This process among its peers. With one rank there are no process groups and every method is immediate."""
+
+    place: Place
+    device: torch.device
+    control: dist.ProcessGroup | None
+
+    @property
+    def first(self) -> bool:
+        return self.place.first
+
+    @property
+    def count(self) -> int:
+        return self.place.ranks
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, in rank order, on every rank."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def share(self, value: T) -> T:
+        """The first rank's `value`, on every rank."""
+        if self.control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over all ranks in place, on the device; the host does not wait."""
+        if self.control is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """What is done inside succeeds on all ranks, or raises on all: the first rank's problem that there is.
+
+        The block must not communicate: a rank that raised inside it would leave its peers waiting.
+        """
+        problem: BaseException | None = None
+        try:
+            yield
+        except (Mistake, RunFailed, OSError) as raised:
+            problem = raised
+        kinds = self.gather(None if problem is None else (type(problem), str(problem)))
+        for rank, kind in enumerate(kinds):
+            if kind is None:
+                continue
+            if problem is not None and rank == self.place.rank:
+                raise problem
+            raised_as = kind[0] if issubclass(kind[0], (Mistake, RunFailed)) else RunFailed
+            where = "" if rank == 0 or not issubclass(kind[0], OSError) else f"rank {rank}: "
+            raise raised_as(where + kind[1])
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """What `choose` returns on the first rank, on every rank; what it raises there is raised on every rank."""
+        answer: list[T] = []
+        with self.agreeing():
+            if self.first:
+                answer.append(choose())
+        return self.share(answer[0] if answer else None)  # type: ignore[return-value]
+
+
+def start(device: str = "auto", threads: int | None = None) -> Ranks:
+    """Join the other ranks as the launcher's variables say; alone where nobody launched this process."""
+    place = find_place()
+    chosen = choose_device(device, place.local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    # torchrun sets OMP_NUM_THREADS=1 for every rank: on a CPU that leaves cores idle, so it is decided here.
+    if chosen.type == "cpu" or threads:
+        torch.set_num_threads(threads or local_threads(place.local_ranks))
+    if place.ranks == 1:
+        return Ranks(place, chosen, None)
+    global _store
+    _store, rank, count = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo",
+        store=_store,
+        rank=rank,
+        world_size=count,
+        device_id=chosen if chosen.type == "cuda" else None,
+    )
+    return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+
+
+def stop() -> None:
+    """Leave the process groups, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# The store outlives the groups: it still answers when a peer has died and every collective fails.
+_store: dist.Store | None = None
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is the first of its peers to ask: the one that tells the user what went wrong."""
+    if _store is None:
+        return find_place().first
+    try:
+        return int(_store.add("lmforge/told", 1)) == 1
+    except RuntimeError:  # the store went with the host that kept it
+        return True

@@ -1,0 +1,303 @@
+"""Every option there is, with its default and its meaning: to read this file is to read the manual.
+
+Options are read once, at the edge, by `options.py`; below the stages, functions take plain values. Nothing here imports
+torch, so that `--help` and `--dry-run` answer at once. `batch_plan` is the one place where batch sizes are derived.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
+from lmforge.errors import Mistake
+from lmforge.options import Options, argument, option
+
+Resume = Literal["auto", "never", "required"]
+
+
+class RunOptions(Options):
+    """Where a run lives, and what to do when it is there already."""
+
+    name: str = option("", "name of the run; its directory is FOLDER/NAME (default: the recipe's file name)")
+    folder: Path = option(Path("runs"), "folder that holds the runs")
+    resume: Resume = option("auto", "continue a run that exists: auto (if it exists), required, or never")
+    overwrite: bool = option(False, "delete a run of this name first")
+
+
+class DataOptions(Options):
+    """What the model reads."""
+
+    folder: Path = option(Path("data/stdlib"), "folder of token shards, written by `lmforge prepare`")
+    length: int = option(1024, "tokens in a row", gt=0)
+
+
+class ModelOptions(Options):
+    """The shape: a preset or a Hugging Face folder, and what to change of it. Names are those of config.json."""
+
+    preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
+    source: Path | None = option(None, "a Hugging Face model folder: its config.json, and its weights where it has any")
+    load_weights: bool = option(True, "with --model.source: start from the folder's weights rather than at random")
+    hidden_size: int | None = option(None, "width of the residual stream", gt=0)
+    intermediate_size: int | None = option(None, "width of the feed-forward layer", gt=0)
+    num_hidden_layers: int | None = option(None, "number of blocks", gt=0)
+    num_attention_heads: int | None = option(None, "query heads", gt=0)
+    num_key_value_heads: int | None = option(None, "key and value heads (grouped-query attention)", gt=0)
+    head_dim: int | None = option(None, "width of one head (default: hidden_size / num_attention_heads)", gt=0)
+    max_position_embeddings: int | None = option(None, "longest row the model is made for", gt=0)
+    rope_theta: float | None = option(None, "base of the rotary frequencies", gt=0)
+    rms_norm_eps: float | None = option(None, "epsilon of the norms", gt=0)
+    tie_word_embeddings: bool | None = option(None, "use the input embedding as output head")
+    attention_bias: bool | None = option(None, "biases on the query, key and value projections")
+    mlp_bias: bool | None = option(None, "biases in the feed-forward layer")
+    qk_norm: bool | None = option(None, "normalise queries and keys per head")
+    sliding_window: int | None = option(None, "attend to this many last tokens only", gt=0)
+    initializer_range: float | None = option(None, "standard deviation of random weights", gt=0)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "ModelOptions":
+        if self.preset and self.source:
+            raise ValueError("model.preset and model.source: give one of them, not both")
+        return self
+
+    def overrides(self) -> dict[str, object]:
+        """The shape options that were given, by their Hugging Face names."""
+        chosen = self.model_dump(exclude={"preset", "source", "load_weights"})
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+class ParallelOptions(Options):
+    """How the model is spread over ranks."""
+
+    engine: Literal["auto", "alone", "ddp", "fsdp2"] = option("auto", "auto is fsdp2 on several ranks, alone on one")
+    sharding: Literal["full-shard"] = option("full-shard", "what fsdp2 shards: parameters, gradients, optimizer states")
+
+
+class TrainOptions(Options):
+    """The loop. The global batch is a contract: micro-batches and accumulation are derived from it."""
+
+    steps: int = option(1000, "optimizer steps in the whole run", gt=0)
+    global_batch_rows: int | None = option(None, "rows in one optimizer step, over all ranks", gt=0)
+    global_batch_tokens: int | None = option(None, "the same in tokens; a multiple of data.length", gt=0)
+    micro_batch_rows: int | None = option(None, "rows in one forward pass of a rank (default: what fits 16,384 tokens)", gt=0)
+    seed: int = option(0, "seed of the initial weights and the order of the data", ge=0)
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute dtype; auto is bf16 where the hardware multiplies it")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto is cuda where there is one")
+    compile: Literal["auto", "on", "off"] = option("auto", "compile each block; auto is on where a compiler is found")
+    threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)
+
+    @model_validator(mode="after")
+    def _one_batch_size(self) -> "TrainOptions":
+        if self.global_batch_rows and self.global_batch_tokens:
+            raise ValueError("train.global_batch_rows and train.global_batch_tokens: give one of them, not both")
+        return self
+
+
+class OptimizerOptions(Options):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    lr: float = option(3e-4, "peak learning rate", gt=0)
+    beta1: float = option(0.9, "decay of the first moment", ge=0, lt=1)
+    beta2: float = option(0.95, "decay of the second moment", ge=0, lt=1)
+    eps: float = option(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = option(0.1, "decoupled decay of matrices; vectors (norms, biases) never decay", ge=0)
+    clip_norm: float = option(1.0, "longest gradient norm; 0 leaves gradients as they are", ge=0)
+
+
+class ScheduleOptions(Options):
+    """The learning rate over the run."""
+
+    name: Literal["cosine", "linear", "warmup-stable-decay", "constant"] = option("cosine", "its shape after warm-up")
+    warmup_steps: int = option(100, "steps of linear warm-up", ge=0)
+    decay_steps: int | None = option(None, "last steps, in which warmup-stable-decay falls (default: a fifth of the run)", gt=0)
+    final_ratio: float = option(0.1, "last learning rate, as a share of the peak", ge=0, le=1)
+
+
+class ValidationOptions(Options):
+    """Loss on held-out documents while training."""
+
+    every_steps: int | None = option(None, "steps between validations; none for never (the last step always validates)", gt=0)
+    rows: int = option(64, "held-out rows of one validation, always the same ones", gt=0)
+
+
+class SampleOptions(Options):
+    """Text written by the model while it trains."""
+
+    every_steps: int | None = option(None, "steps between samples; none for never", gt=0)
+    prompts: tuple[str, ...] = option(("import ",), "what the samples begin with")
+    max_tokens: int = option(48, "tokens of one sample", gt=0)
+    temperature: float = option(0.8, "0 is greedy", ge=0)
+
+
+class CheckpointOptions(Options):
+    """What is kept of a run."""
+
+    every_steps: int | None = option(None, "steps between checkpoints (default: a tenth of the run); the last step always saves", gt=0)
+    keep_last: int = option(3, "newest checkpoints to keep", gt=0)
+
+
+class LogOptions(Options):
+    """What is told of a run."""
+
+    every_steps: int = option(10, "steps between lines of metrics", gt=0)
+    tensorboard: bool = option(False, "write TensorBoard events too (extra: tensorboard)")
+
+
+class LaunchOptions(Options):
+    """How processes are started."""
+
+    processes: int = option(1, "ranks to start on this machine; under torchrun leave it alone", gt=0)
+
+
+class Config(Options):
+    """One run. `lmforge pretrain RECIPE.toml --section.option value` overrides any of it."""
+
+    run: RunOptions = option(RunOptions(), "where the run lives")
+    data: DataOptions = option(DataOptions(), "what the model reads")
+    model: ModelOptions = option(ModelOptions(), "the shape: a preset or a Hugging Face folder, and what to change of it")
+    parallel: ParallelOptions = option(ParallelOptions(), "how the model is spread over ranks")
+    train: TrainOptions = option(TrainOptions(), "the loop")
+    optimizer: OptimizerOptions = option(OptimizerOptions(), "AdamW")
+    schedule: ScheduleOptions = option(ScheduleOptions(), "the learning rate over the run")
+    validation: ValidationOptions = option(ValidationOptions(), "loss on held-out documents while training")
+    sample: SampleOptions = option(SampleOptions(), "text written by the model while it trains")
+    checkpoint: CheckpointOptions = option(CheckpointOptions(), "what is kept")
+    log: LogOptions = option(LogOptions(), "what is told")
+    launch: LaunchOptions = option(LaunchOptions(), "how processes are started")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "Config":
+        tokens = self.train.global_batch_tokens
+        if tokens and tokens % self.data.length:
+            below = tokens // self.data.length * self.data.length
+            near = f"{below} or {below + self.data.length}" if below else str(self.data.length)
+            raise ValueError(
+                f"train.global_batch_tokens = {tokens} is not a multiple of data.length = {self.data.length}; nearest: {near}"
+            )
+        if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps}"
+                + (f" and schedule.decay_steps = {self.schedule.decay_steps}" if self.schedule.decay_steps else "")
+                + f" do not fit into train.steps = {self.train.steps}; lower them or train longer"
+            )
+        return self
+
+    def with_name(self, name: str) -> "Config":
+        """The same options for a run called `name`, unless they name it themselves."""
+        return self if self.run.name else self.model_copy(update={"run": self.run.model_copy(update={"name": name})})
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        return self.checkpoint.every_steps or max(1, self.train.steps // 10)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is cut: `rows = ranks × accumulation × micro_batch_rows`."""
+
+    rows: int
+    length: int
+    ranks: int
+    micro_batch_rows: int
+    accumulation: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows × {self.length} tokens = {self.tokens:,} tokens a step"
+            f" = {self.ranks} {'rank' if self.ranks == 1 else 'ranks'} × {self.accumulation} micro-batches × {self.micro_batch_rows} rows"
+        )
+
+
+# One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
+COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
+DEFAULT_GLOBAL_BATCH_ROWS = 32
+
+
+def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
+    """Cut the global batch for `ranks` data-parallel ranks. Raises Mistake naming the nearest sizes when it does not divide."""
+    rows = train.global_batch_rows or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_ROWS * length) // length
+    if rows < ranks:
+        raise Mistake(f"{ranks} ranks for a global batch of {rows} rows: a rank would have none; use at most {rows} ranks")
+    micro = train.micro_batch_rows
+    unit = ranks * (micro or 1)
+    if rows % unit:
+        below = rows // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        cut = f"{ranks} ranks" + (f" × {micro} micro-batch rows" if micro else "")
+        raise Mistake(f"a global batch of {rows} rows does not divide by {cut}; nearest global_batch_rows: {near}")
+    rows_per_rank = rows // ranks
+    if micro is None:
+        fits = max(1, COMFORTABLE_MICRO_BATCH_TOKENS // length)
+        micro = max(size for size in range(1, min(fits, rows_per_rank) + 1) if rows_per_rank % size == 0)
+    return BatchPlan(rows, length, ranks, micro, rows_per_rank // micro)
+
+
+class PrepareOptions(Options):
+    """lmforge prepare SOURCE OUT: text → tokenizer → token shards."""
+
+    source: str = argument("stdlib", "stdlib (the Python standard library's source), a text, jsonl(.gz/.zst) or parquet file, or a folder")
+    out: Path = argument(Path("data/stdlib"), "folder to write")
+    tokenizer: Path | None = option(None, "a tokenizer.json or a folder that holds one (default: train one)")
+    vocab_size: int = option(4096, "vocabulary of a tokenizer that is trained here", gt=300, le=1_000_000)
+    text_field: str = option("text", "field of the text in jsonl and parquet")
+    held_out: float = option(0.02, "share of the documents held out for validation", gt=0, lt=1)
+    shard_tokens: int = option(100_000_000, "tokens in one shard file", gt=0)
+    seed: int = option(0, "seed of the order of documents", ge=0)
+    workers: int | None = option(None, "processes (default: the cores there are)", gt=0)
+    overwrite: bool = option(False, "delete what another preparation left in OUT")
+
+
+class EvaluateOptions(Options):
+    """lmforge evaluate MODEL: loss and bits per byte on held-out documents."""
+
+    model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
+    data: Path | None = option(None, "folder of token shards (default: the one the run was trained on)")
+    split: Literal["held_out", "train"] = option("held_out", "which documents")
+    rows: int | None = option(None, "stop after so many rows (default: all)", gt=0)
+    length: int | None = option(None, "tokens in a row (default: as in training)", gt=0)
+    batch_rows: int = option(16, "rows in one forward pass", gt=0)
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto is cuda where there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "compute dtype")
+    output: Literal["text", "json"] = option("text", "how to print the result")
+
+
+class GenerateOptions(Options):
+    """lmforge generate MODEL PROMPT...: text from a run, a checkpoint or a Hugging Face folder."""
+
+    model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
+    prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
+    max_tokens: int = option(128, "tokens to write after each prompt", gt=0)
+    temperature: float = option(0.8, "0 is greedy", ge=0)
+    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", ge=0)
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", gt=0, le=1)
+    seed: int | None = option(None, "seed of the sampling (default: a fresh one, printed)", ge=0)
+    stop: tuple[str, ...] = option((), "texts that end a completion")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto is cuda where there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute dtype")
+
+
+class ShowOptions(Options):
+    """lmforge show THING: a recipe, a model, a folder of shards, a run or a checkpoint, in a few lines."""
+
+    thing: str = argument(..., "recipe.toml, preset name, Hugging Face folder, shard folder, run, checkpoint, or `presets`")
+
+
+class QuickstartOptions(Options):
+    """lmforge quickstart: the whole way on the standard library's source, at most 6 minutes on 2 cores."""
+
+    folder: Path = option(Path("."), "where data/stdlib and runs/quickstart are made")
+    steps: int | None = option(None, "train so many steps instead of the recipe's", gt=0)
+    processes: int = option(2, "ranks to start", gt=0)
+    prompt: str = option("def ", "what the model continues at the end")
+    overwrite: bool = option(False, "begin again instead of continuing")
+
+
+def local_threads(local_ranks: int) -> int:
+    """CPU threads for each of `local_ranks` processes on this machine, from the cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_ranks)

@@ -1,0 +1,1 @@
+"""Documents → shards → stream → batch. Nothing here knows of models."""

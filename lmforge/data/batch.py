@@ -1,0 +1,64 @@
+"""A batch: rows of tokens with what each predicts, where it stands and whose it is. The one thing a model is fed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from lmforge.data.packing import Row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Four tensors of shape [rows, length].
+
+    tokens     int64
+    targets    int64, the next token of the same document, −100 where nothing is scored
+    positions  int64, from 0 at each document's start, or at the row's where the document began in an earlier row
+    documents  int32, equal within a document, numbered from 0 in each row, −1 on padding
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """Stack rows of one length."""
+        return cls(
+            *(
+                torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
+                for name in ("tokens", "targets", "positions", "documents")
+            )
+        )
+
+    @classmethod
+    def cat(cls, batches: Sequence["Batch"]) -> Self:
+        """All rows of several batches of one length, in order."""
+        return cls(*(torch.cat(tensors) for tensors in zip(*(batch._tensors for batch in batches), strict=True)))
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.targets, self.positions, self.documents
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
+
+    def __getitem__(self, rows: slice) -> "Batch":
+        """Some of the rows, as views."""
+        return Batch(*(tensor[rows] for tensor in self._tensors))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors))
+
+    def pin_memory(self) -> "Batch":
+        """The same in page-locked memory, from which a copy to a GPU need not be waited for."""
+        return Batch(*(tensor.pin_memory() for tensor in self._tensors))

@@ -1,0 +1,83 @@
+"""Sample number → row: the only thing a trainer asks of its data.
+
+There is no state. Sample n belongs to epoch n div rows_per_epoch, where a keyed permutation of that epoch says which
+row it is. Ranks, batches and threads are not known here.
+"""
+
+import json
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import xxhash
+
+from lmforge.data.order import key, permutation
+from lmforge.data.packing import Concat, Row
+from lmforge.data.shards import TokenFolder
+from lmforge.errors import Mistake
+
+# Raised whenever the same plan would give other rows, so that a run is never resumed on other data unnoticed.
+ALGORITHM = 1
+
+
+class Stream:
+    """The rows of one split: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
+
+    An unshuffled stream ends in rows that are all padding, so that an evaluation may ask for whole batches and every
+    row still counts once.
+    """
+
+    def __init__(self, folder: TokenFolder, *, split: str = "train", length: int, seed: int = 0, shuffle: bool = True):
+        """`length` in tokens. Mistake if the folder has no such split."""
+        if length < 1:
+            raise ValueError(f"rows of {length} tokens")
+        self.length = length
+        self._source = split
+        self._seed = seed
+        self._shuffle = shuffle
+        tokens = folder.split(split)
+        self._packing = Concat(tokens, length)
+        self._order = lru_cache(maxsize=2)(self._order_of_epoch)
+        plan = ["concat", ALGORITHM, split, tokens.digest, length, seed if shuffle else None]
+        self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())
+        if shuffle and tokens.tokens <= length:
+            warnings.warn(
+                f"{folder.path}: {split} holds {tokens.tokens} tokens, less than one row of {length}: "
+                "every row is the same text and padding",
+                stacklevel=2,
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self._packing.rows
+
+    def row(self, n: int) -> Row:
+        """Sample `n`: a pure function of (data, length, seed, n)."""
+        return self.rows(n, n + 1)[0]
+
+    def rows(self, start: int, stop: int) -> list[Row]:
+        """Samples start … stop − 1. Mistake naming shard, offset and sample if one cannot be read."""
+        rows = []
+        for n, index in zip(range(start, stop), self.indices(start, stop), strict=True):
+            try:
+                rows.append(self._packing.row(int(index)))
+            except Mistake as mistake:
+                raise Mistake(f"sample {n}: {mistake}") from mistake
+        return rows
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """Which row of the split each of the samples start … stop − 1 is, int64."""
+        if not 0 <= start <= stop:
+            raise ValueError(f"samples {start} to {stop}")
+        samples = np.arange(start, stop)
+        if not self._shuffle:
+            return samples
+        epochs, offsets = np.divmod(samples, self.rows_per_epoch)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            samples[here] = self._order(int(epoch))(offsets[here])
+        return samples
+
+    def _order_of_epoch(self, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+        return permutation(self.rows_per_epoch, key(self._seed, "source", self._source, epoch))

@@ -1,0 +1,253 @@
+"""Text ↔ token ids: train a byte-level BPE, or open any tokenizer.json, and treat every one of them alike.
+
+Alike means: a text becomes its own tokens and no others. Tokenizers come with post-processors that add a token before
+or after, with truncation and padding set by whoever saved them, and with special tokens that text may happen to spell;
+all of that is switched off, and what stands between documents is put there by `prepare` alone.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import tokenizers
+import xxhash
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from lmforge.data.sealing import sealing
+from lmforge.errors import Mistake
+
+SEPARATOR = "<|endoftext|>"
+# Reserved from the start, so that a pretrained model can be taught to chat without growing its vocabulary.
+CHAT_SPECIALS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SMALLEST_VOCABULARY = 256 + 1 + len(CHAT_SPECIALS)
+
+# What a token may not straddle. A newline takes the indentation after it along, as code is mostly that; a word takes
+# the one blank, dot, underscore or other mark before it.
+SPLIT = "|".join(
+    (
+        r"(?:\r?\n)+[ \t]*",
+        r"[^\s\p{L}\p{N}]?\p{L}[\p{L}\p{M}]*",
+        r" \p{L}[\p{L}\p{M}]*",
+        r" ?\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+",
+        r"[ \t]+(?=[ \t]\S)",
+        r"\s",
+    )
+)
+
+# Files that say of a tokenizer.json what it does not say itself; kept with it wherever it goes.
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """Learn a byte-level BPE (Sennrich et al. 2016, over bytes as in Radford et al. 2019) of at most `vocab_size` ids.
+
+    The ids count the specials and the 256 bytes. A text too small to fill the vocabulary gives a smaller one.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise Mistake(f"vocab_size {vocab_size}: the bytes and the special tokens alone are {SMALLEST_VOCABULARY}")
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATOR, *CHAT_SPECIALS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SEPARATOR, "clean_up_tokenization_spaces": False}
+    return Tokenizer(bpe.to_str(pretty=True), {"tokenizer_config.json": json.dumps(config, indent=2)})
+
+
+class Tokenizer:
+    """An opened tokenizer. Ids are ints below `vocab_size`; `separator_id` ends a document; `bos_id` may be None."""
+
+    def __init__(self, text: str, companions: dict[str, str], where: str = "tokenizer.json"):
+        """`text` is the tokenizer.json, `companions` the files beside it by name. Mistake if they make no sense."""
+        self._text = text
+        self._companions = companions
+        self._where = where
+        try:
+            self._json: dict[str, Any] = json.loads(text)
+            self._tokens = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise Mistake(f"{where}: not a tokenizer.json this can open: {error}") from None
+        self._tokens.no_truncation()
+        self._tokens.no_padding()
+        self._tokens.encode_special_tokens = True
+        self._ids: dict[str, int] = self._tokens.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._ids.values())
+        self.separator_id = self._find_separator()
+        self.bos_id = self._named("bos_token")
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open a tokenizer.json, or a folder holding one, with the files beside it that name its special tokens."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        try:
+            text = file.read_text("utf-8")
+            companions = {
+                name: beside.read_text("utf-8") for name in COMPANIONS if (beside := file.parent / name).is_file()
+            }
+        except FileNotFoundError:
+            raise Mistake(f"{file}: no such tokenizer: name a tokenizer.json or a folder that holds one") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Mistake(f"{file}: cannot be read: {error}") from None
+        return cls(text, companions, str(file))
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and its companions, as they were, into a folder; tokenizer.json last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**self._companions, "tokenizer.json": self._text}.items():
+            with sealing(folder / name) as file:
+                file.write(text.encode())
+
+    @cached_property
+    def hash(self) -> str:
+        """xxh3 of the tokenizer.json, whatever its spacing and key order, and of which token separates."""
+        canonical = json.dumps([self._json, self.separator_id], sort_keys=True, separators=(",", ":"))
+        return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text and nothing else: what spells a special token is text too."""
+        return self._tokens.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each."""
+        return [encoding.ids for encoding in self._tokens.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
+        """The text of ids, with the special tokens spelled out or left out."""
+        return self._tokens.decode(list(ids), skip_special_tokens=not specials)
+
+    def stream_decoder(self) -> "StreamDecoder":
+        """Text as ids come, one at a time."""
+        return StreamDecoder(self._pieces, self._special_ids, self._drops_first_blank)
+
+    def token_bytes(self) -> np.ndarray:
+        """How many UTF-8 bytes of text each id stands for, int32 [vocab_size]; 0 for special tokens."""
+        sizes = np.array([len(piece) for piece in self._pieces], np.int32)
+        sizes[list(self._special_ids)] = 0
+        return sizes
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its spelling, special or not."""
+        return self._ids.get(token)
+
+    def _find_separator(self) -> int:
+        named = self._named("eos_token")
+        if named is not None:
+            return named
+        specials = [token["content"] for token in self._json.get("added_tokens", []) if token["special"]]
+        # A lone tokenizer.json does not say which token ends a text; these have never meant anything else.
+        known = [token for token in (SEPARATOR, "</s>", "<|end_of_text|>", "<eos>") if token in specials]
+        if len(known) == 1:
+            return self._ids[known[0]]
+        raise Mistake(
+            f"{self._where}: cannot tell which token ends a document: "
+            'put a tokenizer_config.json beside it that says "eos_token"'
+        )
+
+    def _named(self, role: str) -> int | None:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            try:
+                token = json.loads(self._companions.get(name, "{}")).get(role)
+            except (ValueError, AttributeError):
+                raise Mistake(f"{Path(self._where).parent / name}: not a JSON object") from None
+            if isinstance(token, dict):
+                token = token.get("content")
+            if token is not None:
+                if token not in self._ids:
+                    raise Mistake(f"{self._where}: has no token {token!r}, which {name} says is its {role}")
+                return self._ids[token]
+        return None
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        named = {id for id in (self.separator_id, self.bos_id) if id is not None}
+        return frozenset(named | {t["id"] for t in self._json.get("added_tokens", []) if t["special"]})
+
+    @cached_property
+    def _decoders(self) -> list[dict[str, Any]]:
+        decoder = self._json.get("decoder") or {}
+        return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+
+    @cached_property
+    def _drops_first_blank(self) -> bool:
+        return any(
+            (step.get("type") == "Strip" and step["content"] == " " and step["start"])
+            or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+            for step in self._decoders
+        )
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        """The bytes each id stands for within a text."""
+        kinds = {step.get("type"): step for step in self._decoders}
+        added = {token["id"] for token in self._json.get("added_tokens", [])}
+        pieces = [b""] * self.vocab_size
+        for token, id in self._ids.items():
+            if id in added:
+                pieces[id] = token.encode()
+            elif "ByteLevel" in kinds:
+                pieces[id] = bytes(_BYTE_OF[character] for character in token)
+            elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+                pieces[id] = bytes([int(token[3:5], 16)])
+            elif "WordPiece" in kinds:
+                prefix = kinds["WordPiece"]["prefix"]
+                pieces[id] = (token.removeprefix(prefix) if token.startswith(prefix) else " " + token).encode()
+            else:
+                blank = kinds["Metaspace"]["replacement"] if "Metaspace" in kinds else "▁"
+                pieces[id] = token.replace(blank, " ").encode()
+        return pieces
+
+
+class StreamDecoder:
+    """Turns ids into text as they come, keeping back the bytes of a character that is not whole yet."""
+
+    def __init__(self, pieces: list[bytes], special_ids: frozenset[int], drops_first_blank: bool):
+        self._pieces = pieces
+        self._special_ids = special_ids
+        self._at_start = drops_first_blank
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, id: int) -> str:
+        """The text that is certain once `id` has come; special tokens have none."""
+        if id in self._special_ids:
+            return ""
+        piece = self._pieces[id]
+        if self._at_start:
+            piece = piece.removeprefix(b" ")
+        self._at_start = False
+        return self._utf8.decode(piece)
+
+    def finish(self) -> str:
+        """What was kept back, with U+FFFD for a character that never became whole."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte.
+
+    Bytes that print as themselves stay; the others, in order, take the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(b): b for b in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+

@@ -1,0 +1,12 @@
+"""The two ways a command ends badly.
+
+Everything else that escapes is a defect of ours and keeps its traceback.
+"""
+
+
+class Mistake(Exception):
+    """What was asked cannot be done: one line saying what is wrong, where, and what to do. Exit status 2."""
+
+
+class RunFailed(Exception):
+    """A run that had started could not go on; the line says where its log and last good checkpoint are. Exit status 1."""

@@ -1,0 +1,49 @@
+"""Loss, perplexity and bits per byte of a model on rows of text, on one rank or shared out over many."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lmforge.cluster.ranks import Ranks
+from lmforge.data.batch import Batch
+from lmforge.data.stream import Stream
+from lmforge.objectives.language import score_text
+
+Score = Callable[[Batch], Tensor]
+
+
+def evaluate(
+    score: Score, stream: Stream, ranks: Ranks, *, rows: int | None, batch_rows: int, on_rows: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, float]:
+    """Measure the first `rows` rows (None: all) of an unshuffled `stream`.
+
+    `score` maps a batch on this rank's device to `score_text`'s four sums. Every rank makes the same number of forward
+    passes, over equal shares padded with masked rows, so that sharded models stay in step. Returns `loss` (nats per
+    target), `perplexity`, `bits_per_byte` (special tokens left out), `targets`, `bytes`.
+    """
+    total_rows = min(rows or stream.rows_per_epoch, stream.rows_per_epoch)
+    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    stride = batch_rows * ranks.count
+    for first in range(0, total_rows, stride):
+        start = first + ranks.place.rank * batch_rows
+        batch = Batch.of(stream.rows(start, start + batch_rows))
+        if start + batch_rows > total_rows:  # rows beyond the last one asked for are not scored
+            batch.targets[max(0, total_rows - start) :] = -100
+        sums += score(batch.to(ranks.device))
+        on_rows(min(first + stride, total_rows), total_rows)
+    nats, targets, text_nats, text_bytes = ranks.sum_(sums).tolist()
+    loss = nats / targets if targets else 0.0
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": text_nats / math.log(2) / text_bytes if text_bytes else 0.0,
+        "targets": targets,
+        "bytes": text_bytes,
+    }
+
+
+def scorer(model: nn.Module, token_bytes: Tensor) -> Score:
+    """`score` for a model that is not spread over ranks."""
+    return lambda batch: score_text(model, batch, token_bytes)

@@ -1,0 +1,35 @@
+"""What computes: shapes and their presets, the two model families, their attention and weights.
+
+Importing this package, shapes.py or flops.py does not import torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmforge.model.decoder import Decoder
+    from lmforge.model.gpt2 import GPT2
+    from lmforge.model.shapes import ModelConfig
+
+
+def build(
+    config: "ModelConfig", *, seed: int | None, device: "str | torch.device" = "cpu"
+) -> "Decoder | GPT2":
+    """A model of this shape in fp32, initialised from `seed` (see initial.py).
+
+    With seed None the weights are left as allocated, which is what loading, or device "meta", wants.
+    """
+    import torch
+
+    from lmforge.model.decoder import Decoder
+    from lmforge.model.gpt2 import GPT2
+    from lmforge.model.initial import initialise
+
+    with torch.device("meta"):
+        model = Decoder(config) if config.family == "llama" else GPT2(config)
+    model.to_empty(device=device)
+    model.tie()
+    if seed is not None:
+        initialise(model, seed)
+    return model

@@ -1,0 +1,146 @@
+"""Translates between ModelConfig's fields and the content of a Hugging Face config.json, dictionary to dictionary.
+
+Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`); writes the
+former, which both read. Refuses by name what lmforge cannot compute. Which values make sense together is not decided
+here but in shapes.py.
+"""
+
+from typing import Any
+
+from lmforge.errors import Mistake
+
+# The model_types that can be read, and which of our modules computes each.
+FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
+
+# What transformers assumes where a config.json leaves a field out; it differs from one model_type to the next.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
+    "mistral": {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "qwen2": {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    "gpt2": {"max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
+}
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_ALL_MODELS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "tie_word_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+_LLAMA_FAMILY = (*_ALL_MODELS, "num_key_value_heads", "head_dim", "rms_norm_eps")
+_GPT2_SPELLING = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def fields_of(content: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's fields out of a config.json. Raises Mistake, naming the field, for what lmforge cannot compute."""
+    model_type = content.get("model_type")
+    _refuse_other_computations(content)
+    if model_type not in FAMILIES:
+        raise Mistake(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILIES)}')
+    gpt2 = model_type == "gpt2"
+    found: dict[str, Any] = {"model_type": model_type, **_ABSENT[model_type]}
+    for ours in _ALL_MODELS if gpt2 else _LLAMA_FAMILY:
+        theirs = _GPT2_SPELLING.get(ours, ours) if gpt2 else ours
+        if theirs in content:
+            found[ours] = content[theirs]
+    for ours in _NEEDED:
+        if ours not in found:
+            raise Mistake(f"{_GPT2_SPELLING[ours] if gpt2 and ours in _GPT2_SPELLING else ours}: missing; add it")
+    if gpt2:
+        return {**found, "layer_norm_epsilon": content.get("layer_norm_epsilon", 1e-5)}
+
+    # transformers 5 writes one table where transformers 4 wrote a number and, if frequencies are scaled, a table.
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    found["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    found["rope_scaling"] = rope
+    biased = {"mistral": False, "qwen2": True}.get(model_type, content.get("attention_bias", False))
+    found["attention_bias"] = biased
+    found["attention_output_bias"] = biased and model_type != "qwen2"
+    found["mlp_bias"] = model_type == "llama" and content.get("mlp_bias", False)
+    found["qk_norm"] = model_type == "qwen3"
+    if model_type == "mistral":
+        found["sliding_window"] = content.get("sliding_window", 4096)
+    elif model_type != "llama" and content.get("use_sliding_window"):
+        found["sliding_window"] = content.get("sliding_window", 4096)
+        if found["sliding_window"] is not None:
+            first = content.get("max_window_layers", 28)
+            found["layer_types"] = content.get("layer_types") or [
+                "sliding_attention" if layer >= first else "full_attention"
+                for layer in range(found["num_hidden_layers"])
+            ]
+    return found
+
+
+def content_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model with these fields (all of ModelConfig's, rope_scaling as a dictionary)."""
+    model_type = fields["model_type"]
+    content: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
+    if model_type == "gpt2":
+        content |= {_GPT2_SPELLING.get(name, name): fields[name] for name in _ALL_MODELS}
+        content["layer_norm_epsilon"] = fields["layer_norm_epsilon"]
+        return content | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    content |= {name: fields[name] for name in _LLAMA_FAMILY}
+    scaling = fields["rope_scaling"]
+    content["rope_theta"] = fields["rope_theta"]
+    content["rope_scaling"] = scaling and {name: value for name, value in scaling.items() if value is not None}
+    content["attention_dropout"] = 0.0
+    if model_type in ("llama", "qwen3"):
+        content["attention_bias"] = fields["attention_bias"]
+    if model_type == "llama":
+        content["mlp_bias"] = fields["mlp_bias"]
+    if model_type == "mistral":
+        content["sliding_window"] = fields["sliding_window"]
+    if model_type in ("qwen2", "qwen3"):
+        window, layers = fields["sliding_window"], fields["num_hidden_layers"]
+        kinds = fields["layer_types"] or ["full_attention" if window is None else "sliding_attention"] * layers
+        content["use_sliding_window"] = window is not None
+        content["sliding_window"] = window
+        content["layer_types"] = list(kinds)
+        content["max_window_layers"] = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+    return content
+
+
+def _refuse_other_computations(content: dict[str, Any]) -> None:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if content.get(name):
+            raise Mistake(f"{name}: mixtures of experts are not supported; use a dense model")
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rotated = rope.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        raise Mistake(f"partial_rotary_factor: {rotated} is not supported; use a model that rotates whole heads")
+    if content.get("quantization_config"):
+        raise Mistake("quantization_config: quantized weights cannot be trained; use the unquantized model")
+    for name, computed in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        if content.get(name, computed) != computed:
+            raise Mistake(f"{name}: {content[name]} is not supported; use a gpt2 model with {computed}")

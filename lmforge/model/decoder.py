@@ -1,0 +1,137 @@
+"""The Llama family: Llama 2 and 3, CodeLlama, SmolLM, Mistral, Qwen 2, 2.5 and 3, by their Hugging Face tensor names.
+
+RMSNorm before each half of a block, rotary positions, grouped key and value heads, SwiGLU (arXiv 2302.13971); options
+are those of shapes.ModelConfig. No loss here: the objective applies the head.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from lmforge.model.attention import Mask, attend, attention_mask
+from lmforge.model.cache import Cache, LayerCache
+from lmforge.model.layers import Head, RMSNorm
+from lmforge.model.rope import Rotation, rotation
+from lmforge.model.shapes import ModelConfig
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        kept = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kept, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kept, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None) -> torch.Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = turn.turn(q).transpose(1, 2), turn.turn(k).transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer: hidden + attention(norm(hidden)), then the same with the feed-forward.
+
+    Nothing in it differs from layer to layer but the weights, so that one compilation serves them all.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self, hidden: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """hidden [rows, length, hidden_size] → the same shape and dtype."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Trunk(nn.Module):
+    """Everything under the name `model.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A Llama-family language model without its loss.
+
+    `embeddings`, `blocks`, `final_norm` and `lm_head` are the units that sharding wraps, the same in both families.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the shape says so; to be repeated after `to_empty`, which splits them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def embeddings(self) -> list[nn.Embedding]:
+        return [self.model.embed_tokens]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.model.norm
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
+
+        Args:
+            tokens, positions: int64 [rows, length]; positions restart at each document.
+            documents: int32 [rows, length], equal within a document, -1 on padding.
+            cache: keys and values of the tokens before these, extended in place; the tokens given follow them.
+        """
+        seen = None if cache is None else cache.extend(documents)
+        masks = {window: attention_mask(documents, window, seen) for window in set(self.config.windows)}
+        turn = rotation(positions, self.config)
+        hidden = self.model.embed_tokens(tokens)
+        for layer, (block, window) in enumerate(zip(self.model.layers, self.config.windows, strict=True)):
+            hidden = block(hidden, turn, masks[window], None if cache is None else cache.layers[layer])
+        return self.model.norm(hidden)

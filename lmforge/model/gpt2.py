@@ -1,0 +1,131 @@
+"""The GPT-2 family by its Hugging Face tensor names: LayerNorm, learned positions, tanh-approximated GELU.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. No dropout: it has no place in training on
+data seen once. No loss here: the objective applies the head.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu
+
+from lmforge.errors import Mistake
+from lmforge.model.attention import Mask, attend, attention_mask
+from lmforge.model.cache import Cache, LayerCache
+from lmforge.model.layers import Head
+from lmforge.model.shapes import ModelConfig
+
+
+class Conv1D(nn.Module):
+    """x @ weight + bias, with the weight [in, out]: GPT-2 stores its linear maps transposed."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.t(), self.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, mask: Mask, cache: LayerCache | None) -> torch.Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.c_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
+        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One layer: hidden + attention(norm(hidden)), then the same with the feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = FeedForward(config)
+
+    def forward(self, hidden: torch.Tensor, mask: Mask, cache: LayerCache | None = None) -> torch.Tensor:
+        """hidden [rows, length, hidden_size] → the same shape and dtype."""
+        hidden = hidden + self.attn(self.ln_1(hidden), mask, cache)
+        return hidden + self.mlp(self.ln_2(hidden))
+
+
+class Trunk(nn.Module):
+    """Everything under the name `transformer.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+
+
+class GPT2(nn.Module):
+    """A GPT-2 language model without its loss.
+
+    `embeddings`, `blocks`, `final_norm` and `lm_head` are the units that sharding wraps, the same in both families.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Trunk(config)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the shape says so; to be repeated after `to_empty`, which splits them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    @property
+    def embeddings(self) -> list[nn.Embedding]:
+        return [self.transformer.wte, self.transformer.wpe]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.transformer.h
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.transformer.ln_f
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
+
+        Args as in decoder.Decoder.forward. Raises Mistake for rows longer than the learned positions.
+        """
+        limit = self.config.max_position_embeddings
+        if tokens.shape[1] > limit:
+            raise Mistake(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
+        seen = None if cache is None else cache.extend(documents)
+        mask = attention_mask(documents, None, seen)
+        hidden = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        for layer, block in enumerate(self.transformer.h):
+            hidden = block(hidden, mask, None if cache is None else cache.layers[layer])
+        return self.transformer.ln_f(hidden)

@@ -1,0 +1,49 @@
+"""First values of the weights.
+
+Every tensor is drawn from a generator of its own, keyed by the seed and the tensor's name. So the values depend on
+nothing else: not on the order of construction, the device, the number of ranks, or which other tensors exist.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lmforge.model.shapes import ModelConfig
+
+# The projections that write into the residual stream, in both families.
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
+
+
+def initial_value(name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, seed: int) -> torch.Tensor:
+    """The first value of one tensor, fp32 on the CPU.
+
+    Norm weights are one and biases zero; the rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
+    projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
+    """
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    deviation = config.initializer_range
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        deviation /= math.sqrt(2 * config.num_hidden_layers)
+    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
+    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Give every parameter of a model its first value, in place; of a sharded one (DTensor) each rank keeps its part.
+
+    Nothing is sent between ranks: each draws a whole tensor and drops the rest, one tensor at a time.
+    """
+    for name, parameter in model.named_parameters():
+        value = initial_value(name, parameter.shape, model.config, seed)  # type: ignore[arg-type]
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+        parameter.copy_(value)

@@ -1,0 +1,92 @@
+"""The ready-made shapes, as fields of ModelConfig.
+
+Those named after a published model have that model's shape, so a folder of its weights fits; `nano` and `124m` are ours.
+"""
+
+from typing import Any
+
+_LLAMA2 = {"vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_CODELLAMA = {**_LLAMA2, "max_position_embeddings": 16384, "rope_theta": 1e6}
+_LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+_LLAMA31_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA31 = {**_LLAMA3, "max_position_embeddings": 131072, "rope_scaling": _LLAMA31_SCALING}
+
+
+def _sizes(hidden: int, feed_forward: int, layers: int, heads: int, groups: int | None = None) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups or heads,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "nano": {"vocab_size": 4096, "tie_word_embeddings": True, **_sizes(256, 704, 6, 4)},
+    "124m": {"vocab_size": 50257, "tie_word_embeddings": True, **_sizes(768, 2048, 12, 12)},
+    "1b": {
+        **_LLAMA31,
+        **_sizes(2048, 8192, 16, 32, 8),
+        "rope_scaling": {**_LLAMA31_SCALING, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "gpt2-124m": {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "smollm-135m": {
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        **_sizes(576, 1536, 30, 9, 3),
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        **_sizes(896, 4864, 24, 14, 2),
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "head_dim": 128,
+        "qk_norm": True,
+        "tie_word_embeddings": True,
+        **_sizes(1024, 3072, 28, 16, 8),
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        **_sizes(4096, 14336, 32, 32, 8),
+    },
+    "codellama-7b": {**_CODELLAMA, "vocab_size": 32016, **_sizes(4096, 11008, 32, 32)},
+    "codellama-34b": {**_CODELLAMA, **_sizes(8192, 22016, 48, 64, 8)},
+    "llama2-7b": {**_LLAMA2, **_sizes(4096, 11008, 32, 32)},
+    "llama2-13b": {**_LLAMA2, **_sizes(5120, 13824, 40, 40)},
+    "llama2-34b": {**_LLAMA2, **_sizes(8192, 22016, 48, 64, 8)},
+    "llama2-70b": {**_LLAMA2, **_sizes(8192, 28672, 80, 64, 8)},
+    "llama3-8b": {**_LLAMA3, **_sizes(4096, 14336, 32, 32, 8)},
+    "llama3-70b": {**_LLAMA3, **_sizes(8192, 28672, 80, 64, 8)},
+    "llama3.1-8b": {**_LLAMA31, **_sizes(4096, 14336, 32, 32, 8)},
+    "llama3.1-405b": {**_LLAMA31, **_sizes(16384, 53248, 126, 128, 8)},
+}

@@ -1,0 +1,54 @@
+"""Rotary positions: which angle each pair of channels turns by (RoFormer, arXiv 2104.09864), and the turning itself.
+
+Angles are computed from positions in each forward, in fp32. Nothing is stored in the model, so nothing can be lost when
+it is built on the meta device or cast to a narrow dtype.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lmforge.model.shapes import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosine and sine of each position's angles: fp32 [rows, length, 1, head_dim / 2].
+
+    An object rather than two tensors, because FSDP2's mixed precision casts the tensors among a block's arguments to
+    bf16, and angles must not be.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def turn(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate [rows, length, heads, head_dim]; channel i turns with channel i + head_dim / 2, as in transformers."""
+        first, second = heads.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(heads.dtype)
+
+
+def frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Angle per position of each channel pair, in radians: fp32 [head_dim / 2]."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    base = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return base
+    if scaling.rope_type == "linear":
+        return base / scaling.factor
+    assert scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position_embeddings
+    # How often a channel turns round within the original length decides its share of the unscaled frequency.
+    turns = scaling.original_max_position_embeddings * base / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return base * (kept + (1 - kept) / scaling.factor)
+
+
+def rotation(positions: torch.Tensor, config: ModelConfig) -> Rotation:
+    """The rotation of each position: int64 [rows, length] → cosines and sines, made once per forward."""
+    # Under autocast a product with a narrow dtype would be taken in it; this one is fp32 by both its operands.
+    angles = positions.float()[:, :, None, None] * frequencies(config, positions.device)
+    return Rotation(angles.cos(), angles.sin())

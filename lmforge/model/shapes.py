@@ -1,0 +1,261 @@
+"""What shape a model has: its fields, what may be asked of them, and where a recipe gets them from.
+
+The room for numbers only: no torch here, so that reading a shape costs nothing. The modules that take these numbers are
+in decoder.py and gpt2.py, their spelling in a config.json in config_json.py, and what a shape costs in flops.py.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lmforge.errors import Mistake
+from lmforge.model.config_json import FAMILIES, content_of, fields_of
+from lmforge.model.presets import PRESETS
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length a model was first trained on.
+
+    `linear` divides every frequency by `factor`; `llama3` (Llama 3.1) divides the low ones, keeps the high ones and
+    blends between; its bounds are the wavelengths original_max_position_embeddings / low_ and high_freq_factor.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model, in Hugging Face's field names. Raises Mistake for a shape that cannot be built.
+
+    What is left out is derived on construction: intermediate_size (GPT-2 only) is 4 * hidden_size,
+    num_key_value_heads is num_attention_heads, head_dim is hidden_size / num_attention_heads, hidden_act is the family's
+    only one. rope_scaling may be given as a config.json's table.
+
+    model_type decides which options exist, since a shape must survive the trip through transformers: q/k norm is
+    qwen3's, a bias on q, k, v but not on the output is qwen2's, a sliding window is mistral's and the qwens'.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    model_type: str = "llama"
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    hidden_act: str = ""
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise Mistake(f'model_type: "{self.model_type}" is not supported; choose one of {", ".join(FAMILIES)}')
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
+        for name in ("layer_types", "eos_token_id"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, derived in (
+            ("intermediate_size", 4 * self.hidden_size if self.family == "gpt2" else None),
+            ("num_key_value_heads", self.num_attention_heads),
+            ("head_dim", _divided(self.hidden_size, self.num_attention_heads)),
+            ("hidden_act", "gelu_new" if self.family == "gpt2" else "silu"),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, derived)
+        _check_numbers(self)
+        _check_options(self)
+
+    @property
+    def family(self) -> str:
+        """Which module computes this shape: "llama" (decoder.py) or "gpt2" (gpt2.py)."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens back it sees, the token itself included; None is all of them."""
+        if self.layer_types is None:
+            return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    @property
+    def longest_row_tokens(self) -> int | None:
+        """The longest row that this shape can compute, in tokens; None where there is no such bound (rotary positions)."""
+        return self.max_position_embeddings if self.family == "gpt2" else None
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """This shape as the content of a config.json that transformers 4 and 5 both read."""
+        return content_of(asdict(self))
+
+
+def from_hugging_face(content: dict[str, Any], where: str) -> ModelConfig:
+    """The shape that a config.json describes. Raises Mistake, beginning with `where`, for what lmforge cannot compute."""
+    try:
+        return ModelConfig(**fields_of(content))
+    except Mistake as mistake:
+        raise Mistake(f"{where}: {mistake}") from None
+
+
+def preset(name: str) -> ModelConfig:
+    """A ready-made shape by its name in presets.py. Raises Mistake, with the nearest name, when there is none."""
+    if name not in PRESETS:
+        close = get_close_matches(name, PRESETS, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise Mistake(f'"{name}" is neither a preset nor a folder; {hint}presets: {", ".join(PRESETS)}')
+    return ModelConfig(**PRESETS[name])
+
+
+def resolve(source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None) -> ModelConfig:
+    """The shape that a recipe asks for.
+
+    Args:
+        source: name of a preset, or folder with a config.json, or None to take every field from `overrides`.
+        overrides: fields of ModelConfig that replace the source's. What the source leaves to be derived (head_dim from
+            hidden_size, say) is derived after that.
+        vocab_size: entries of the tokenizer. It sets the vocabulary unless the shape comes from a folder, whose own
+            stays: it may be larger (rows that no token uses) but not smaller.
+    """
+    known = [field.name for field in fields(ModelConfig)]
+    for name in overrides:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            raise Mistake(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
+    where = "model"
+    chosen: dict[str, Any] = {}
+    if source is not None and source not in PRESETS and Path(source).is_dir():
+        where = str(Path(source) / "config.json")
+        chosen = _fields_of_file(Path(source) / "config.json")
+    elif source is not None:
+        preset(str(source))
+        chosen = dict(PRESETS[str(source)])
+    chosen |= overrides
+    if vocab_size is not None:
+        if where == "model":
+            chosen.setdefault("vocab_size", vocab_size)
+            chosen |= {} if "vocab_size" in overrides else {"vocab_size": vocab_size}
+        if chosen["vocab_size"] < vocab_size:
+            raise Mistake(
+                f"{where}: vocab_size is {chosen['vocab_size']} and the tokenizer has {vocab_size} entries; "
+                "use the tokenizer that belongs to this model"
+            )
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if name not in chosen:
+            raise Mistake(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
+    try:
+        return ModelConfig(**chosen)
+    except Mistake as mistake:
+        raise Mistake(f"{where}: {mistake}") from None
+
+
+def _fields_of_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise Mistake(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
+    try:
+        return fields_of(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise Mistake(f"{path}: not valid JSON ({error}); copy the file again") from None
+    except Mistake as mistake:
+        raise Mistake(f"{path}: {mistake}") from None
+
+
+def _rope_scaling(table: dict[str, Any]) -> RopeScaling | None:
+    kind = table.get("rope_type", table.get("type", "default"))
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in needed:
+        raise Mistake(f'rope_scaling: rope_type "{kind}" is not supported; choose one of {", ".join(needed)}')
+    for name in needed[kind]:
+        if not _is_positive(table.get(name)):
+            raise Mistake(f'rope_scaling: rope_type "{kind}" needs {name}, a number above zero; got {table.get(name)!r}')
+    if kind == "llama3" and table["low_freq_factor"] >= table["high_freq_factor"]:
+        raise Mistake("rope_scaling: low_freq_factor must be below high_freq_factor")
+    return RopeScaling(kind, **{name: table[name] for name in needed[kind]}) if needed[kind] else None
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _divided(width: Any, heads: Any) -> int | None:
+    """head_dim when it is not given, None where the heads do not divide the width (or are no numbers at all)."""
+    numbers = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    return width // heads if numbers and width % heads == 0 else None
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    if config.head_dim is None and _is_positive(config.num_attention_heads):
+        way_out = "change one of the two" + ("" if config.family == "gpt2" else ", or set head_dim")
+        raise Mistake(
+            f"num_attention_heads: {config.num_attention_heads} heads do not divide hidden_size {config.hidden_size}; {way_out}"
+        )
+    whole = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
+    whole += ["intermediate_size", "num_key_value_heads", "head_dim"]
+    whole += ["sliding_window"] if config.sliding_window is not None else []
+    for name in whole:
+        value = getattr(config, name)
+        if not (isinstance(value, int) and _is_positive(value)):
+            raise Mistake(f"{name}: expected a whole number above zero, got {value!r}")
+    for name in ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range"):
+        if not _is_positive(getattr(config, name)):
+            raise Mistake(f"{name}: expected a number above zero, got {getattr(config, name)!r}")
+
+
+def _check_options(config: ModelConfig) -> None:
+    kind, heads, groups = config.model_type, config.num_attention_heads, config.num_key_value_heads
+    if heads % groups:
+        raise Mistake(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
+    activations = ("gelu_new", "gelu_pytorch_tanh") if config.family == "gpt2" else ("silu", "swish")
+    if config.hidden_act not in activations:
+        raise Mistake(f'hidden_act: "{config.hidden_act}" is not supported in a {kind} model; use "{activations[0]}"')
+    if config.family == "llama" and config.head_dim % 2:
+        raise Mistake(f"head_dim: rotary positions need an even width, got {config.head_dim}")
+    if config.family == "gpt2" and (groups != heads or config.head_dim * heads != config.hidden_size):
+        raise Mistake("num_key_value_heads, head_dim: a gpt2 model has neither; leave them out, or use model_type llama")
+    if config.family == "gpt2" and config.rope_scaling is not None:
+        raise Mistake("rope_scaling: a gpt2 model has learned positions; leave it out, or use model_type llama")
+    biases = (config.attention_bias, config.attention_output_bias)
+    written = {"mistral": [(False, False)], "qwen2": [(True, False)], "gpt2": [(False, False)]}
+    if biases not in written.get(kind, [(False, False), (True, True)]):
+        raise Mistake(
+            f"attention_bias, attention_output_bias: {biases} cannot be written as a {kind} model; llama and qwen3 have "
+            "both or none, qwen2 the first alone, mistral and gpt2 neither (gpt2's own are not optional)"
+        )
+    if config.mlp_bias and kind != "llama":
+        raise Mistake(f"mlp_bias: a {kind} model has none; leave it out, or use model_type llama")
+    if config.qk_norm != (kind == "qwen3"):
+        raise Mistake(f"qk_norm: {config.qk_norm} cannot be written as a {kind} model; qwen3 always has it, others never")
+    if config.sliding_window is not None and kind in ("llama", "gpt2"):
+        raise Mistake(f"sliding_window: a {kind} model has none; leave it out, or use model_type mistral")
+    if config.layer_types is None:
+        return
+    if config.sliding_window is None or kind == "mistral":
+        raise Mistake("layer_types: needs sliding_window and model_type qwen2 or qwen3; leave it out")
+    if len(config.layer_types) != config.num_hidden_layers:
+        raise Mistake(f"layer_types: names {len(config.layer_types)} layers of {config.num_hidden_layers}; name each")
+    for entry in config.layer_types:
+        if entry not in ("full_attention", "sliding_attention"):
+            raise Mistake(f'layer_types: "{entry}" is not supported; use full_attention or sliding_attention')

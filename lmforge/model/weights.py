@@ -1,0 +1,249 @@
+"""Weights in and out, in Hugging Face's layout: config.json beside model.safetensors, or its shards and their index.
+
+Our tensor names are Hugging Face's, so nothing is converted. Reading is strict in both directions and takes, for a
+sharded model, only this rank's bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lmforge.errors import Mistake
+from lmforge.model import build
+from lmforge.model.shapes import ModelConfig
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Constants that older versions of transformers stored among the weights.
+_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@torch.no_grad()
+def load_folder(folder: str | Path, model: nn.Module) -> None:
+    """Fill a model's parameters, in place and in their own dtype, from the safetensors of a folder.
+
+    The model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its own part.
+    Raises Mistake when a file is missing or damaged, or when names or shapes differ, naming the first few.
+    """
+    folder = Path(folder)
+    expected = dict(model.named_parameters())
+    files: dict[str, tuple[Path, str]] = {}
+    for path in _weight_files(folder):
+        with _opened(path) as file:
+            files |= {_our_name(stored, expected): (path, stored) for stored in file.keys()}
+    files = {name: place for name, place in files.items() if not name.endswith(_CONSTANTS)}
+    _settle_tied_head(model, expected, files)
+    _refuse_differences(folder, expected, files)
+    by_path: dict[Path, list[tuple[str, str]]] = {}
+    for name, (path, stored) in files.items():
+        by_path.setdefault(path, []).append((name, stored))
+    for path, names in by_path.items():
+        with _opened(path) as file:
+            for name, stored in names:
+                _fill(expected[name], file.get_slice(stored), f"{path}: {stored}")
+
+
+def export_folder(
+    model: nn.Module | Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    folder: str | Path,
+    tokenizer_folder: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if given.
+
+    Written beside and renamed at the end, so the folder is there whole or not at all.
+
+    Args:
+        model: a model, or its state by tensor name; whole tensors (gather sharded ones first).
+        dtype: of the written tensors; None keeps each one's own.
+        shard_bytes: files are cut before they grow beyond this; a single tensor may.
+        overwrite: replace the folder if it exists and is a model's. Otherwise an existing one is a Mistake.
+    """
+    folder = Path(folder)
+    tensors = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    wanted = {name: tensor.shape for name, tensor in build(config, seed=None, device="meta").named_parameters()}
+    if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
+        raise ValueError("the tensors to export are not those of the config")
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise ValueError("gather sharded tensors before exporting them")
+    if folder.exists():
+        if not overwrite:
+            raise Mistake(f"{folder}: exists already; choose another folder, or ask to overwrite it")
+        if not (folder / "config.json").is_file():
+            raise Mistake(f"{folder}: holds no model, so it is not overwritten; choose another folder")
+    with _replacing(folder) as beside:
+        for name in _tokenizer_files(tokenizer_folder):
+            shutil.copyfile(name, beside / name.name)
+        kept = dtype or next(iter(tensors.values())).dtype
+        content = {**config.to_hugging_face(), "torch_dtype": str(kept).removeprefix("torch.")}
+        (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_tensors(beside, tensors, dtype, shard_bytes)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    index = folder / _INDEX
+    if not index.is_file():
+        pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
+        if pickled is not None:
+            raise Mistake(f"{pickled}: pickled weights are not opened; convert the folder to safetensors first")
+        raise Mistake(f"{folder}: has neither {_SINGLE} nor {_INDEX}; give a folder in Hugging Face's layout")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise Mistake(f"{index}: is not an index of weights; copy the file again") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise Mistake(f"{index}: names {name}, which is not in {folder}; copy the missing file")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator:  # type: ignore[type-arg]
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise Mistake(f"{path}: damaged or not a safetensors file ({error}); copy it again") from None
+
+
+def _our_name(stored: str, expected: Mapping[str, object]) -> str:
+    """GPT-2's first releases name their tensors without the leading `transformer.`."""
+    longer = f"transformer.{stored}"
+    gpt2 = "transformer.wte.weight" in expected
+    return longer if gpt2 and not stored.startswith(("transformer.", "lm_head.")) else stored
+
+
+def _settle_tied_head(
+    model: nn.Module, expected: Mapping[str, nn.Parameter], files: dict[str, tuple[Path, str]]
+) -> None:
+    """A tied matrix may be stored under the embedding's name, the head's, or both."""
+    if "lm_head.weight" in expected or "lm_head.weight" not in files:
+        return
+    head = files.pop("lm_head.weight")
+    tied = next(name for name, parameter in expected.items() if parameter is model.lm_head.weight)
+    files.setdefault(tied, head)
+
+
+def _refuse_differences(
+    folder: Path, expected: Mapping[str, nn.Parameter], files: Mapping[str, tuple[Path, str]]
+) -> None:
+    missing = [name for name in expected if name not in files]
+    unexpected = [name for name in files if name not in expected]
+    for kind, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise Mistake(
+                f"{folder}: its weights do not fit its config.json: {kind} {', '.join(names[:3])}{more}; "
+                "use the config.json that belongs to these weights"
+            )
+    misshaped = []
+    for path in sorted({path for path, _ in files.values()}):
+        with _opened(path) as file:
+            for name, (place, stored) in files.items():
+                if place == path and (shape := tuple(file.get_slice(stored).get_shape())) != expected[name].shape:
+                    misshaped.append(f"{name} is {list(shape)} and should be {list(expected[name].shape)}")
+    if misshaped:
+        more = f" and {len(misshaped) - 3} more" if len(misshaped) > 3 else ""
+        raise Mistake(
+            f"{folder}: its weights do not fit the shape asked for: {'; '.join(misshaped[:3])}{more}; "
+            "use the config.json that belongs to these weights"
+        )
+
+
+def _fill(parameter: nn.Parameter, stored, where: str) -> None:  # type: ignore[no-untyped-def]
+    target: torch.Tensor = parameter
+    part: tuple[slice, ...] = tuple(slice(0, size) for size in parameter.shape)
+    if isinstance(parameter, DTensor):
+        target = parameter.to_local()
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    if target.numel():
+        value = stored[part]
+        if not value.is_floating_point():
+            raise Mistake(f"{where}: is {value.dtype}; quantized weights cannot be trained, use the unquantized model")
+        target.copy_(value)
+
+
+def _tokenizer_files(folder: str | Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    found = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+    if not found:
+        raise Mistake(f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer")
+    return found
+
+
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    width: Callable[[torch.Tensor], int] = lambda tensor: (dtype or tensor.dtype).itemsize  # noqa: E731
+    shards: list[list[str]] = [[]]
+    filled = total = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * width(tensor)
+        if filled and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+        total += size
+    places = {}
+    for number, names in enumerate(shards, start=1):
+        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # One shard at a time is copied and cast, so exporting needs little more memory than the model.
+        written = {name: tensors[name].detach().to("cpu", dtype or tensors[name].dtype).contiguous() for name in names}
+        save_file(written, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write in, renamed to `folder` at the end, and gone if anything fails."""
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    previous = folder.with_name(f".{folder.name}.{os.getpid()}.previous")
+    try:
+        beside.mkdir(parents=True)
+        yield beside
+        for path in beside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            folder.rename(previous)
+        beside.rename(folder)
+        shutil.rmtree(previous, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise Mistake(f"{folder}: could not be written ({error}); nothing was left there") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

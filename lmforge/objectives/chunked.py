@@ -1,0 +1,79 @@
+"""Output head and cross-entropy in one, a chunk of tokens at a time, so that logits are never whole.
+
+At a vocabulary of 128,000 the logits of 8,192 tokens are 4 GiB in fp32, and their gradient as much again. Here the
+gradient of a chunk is finished while its logits are at hand, and both are gone before the next chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_TOKENS = 2048
+IGNORED = -100
+
+
+def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits [n, vocab], their logsumexp [n], losses [n] (0 where not scored) and which are scored [n]; all fp32."""
+    logits = (hidden @ weight.t()).float()
+    scored = targets != IGNORED
+    log_total = logits.logsumexp(-1)
+    chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return logits, log_total, torch.where(scored, log_total - chosen, 0.0), scored
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        compute = weight.to(hidden.dtype)
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if wanted else None
+        # fp32, or the small contributions of late chunks vanish beside the sum of the early ones.
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
+        for start in range(0, hidden.shape[0], CHUNK_TOKENS):
+            rows = slice(start, start + CHUNK_TOKENS)
+            logits, log_total, losses, scored = _chunk(hidden[rows], compute, targets[rows])
+            total += losses.sum()
+            if hidden_gradient is None or weight_gradient is None:
+                continue
+            # softmax − one-hot, in place of the logits; a row that is not scored gets zero.
+            gradient = logits.sub_(log_total.unsqueeze(1)).exp_()
+            gradient.scatter_add_(1, targets[rows].clamp(min=0).unsqueeze(1), -torch.ones_like(log_total).unsqueeze(1))
+            gradient.mul_(scored.unsqueeze(1))
+            gradient = gradient.to(hidden.dtype)
+            torch.mm(gradient, compute, out=hidden_gradient[rows])
+            if weight_gradient.dtype == gradient.dtype:
+                weight_gradient.addmm_(gradient.t(), hidden[rows])
+            else:
+                weight_gradient += gradient.t() @ hidden[rows]
+        if wanted:
+            ctx.save_for_backward(hidden_gradient, weight_gradient)
+            ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        scale = upstream[0]
+        return hidden_gradient * scale.to(hidden_gradient.dtype), (weight_gradient * scale).to(ctx.weight_dtype), None
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum of −log p(target), in nats, over the scored targets: a scalar in fp32, 0 where nothing is scored.
+
+    `hidden` [..., width], `weight` [vocab, width], `targets` [...] int64 with −100 where not scored.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1))
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """−log p(target) of every token in nats, fp32, shaped like `targets`; 0 where not scored. Not differentiable."""
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    compute = weight.to(flat.dtype)
+    losses = [_chunk(part, compute, chosen)[2] for part, chosen in zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)]
+    return torch.cat(losses).view(targets.shape)

@@ -1,0 +1,39 @@
+"""The language objective: predict the next token. Pretraining and fine-tuning share it; only their targets differ."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lmforge.data.batch import Batch
+from lmforge.objectives.chunked import IGNORED, cross_entropy_sum, token_losses
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+class NextToken:
+    """Cross-entropy of every scored target, as a sum."""
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Number of scored targets, an fp32 scalar on the batch's device."""
+        return (batch.targets != IGNORED).sum().float()
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        """(sum of losses in nats, metrics as (sum, count) pairs). A batch without targets gives 0, not NaN."""
+        hidden = model(batch.tokens, batch.positions, batch.documents)
+        total = model.lm_head(hidden, partial(cross_entropy_sum, targets=batch.targets))
+        return total, {"loss": (total.detach(), self.weight(batch))}
+
+
+@torch.no_grad()
+def score_text(model: nn.Module, batch: Batch, token_bytes: Tensor) -> Tensor:
+    """What evaluation needs of a batch: fp64 [nats, targets, nats of text, bytes of text].
+
+    `token_bytes` [vocab] int32 on the batch's device: the UTF-8 bytes of each token, 0 for special tokens, which are
+    left out of the text so that bits per byte compare across tokenizers.
+    """
+    hidden = model(batch.tokens, batch.positions, batch.documents)
+    losses = model.lm_head(hidden, partial(token_losses, targets=batch.targets)).double()
+    sizes = torch.where(batch.targets == IGNORED, 0, token_bytes[batch.targets.clamp(min=0)])
+    of_text = losses.masked_fill(sizes == 0, 0.0)
+    return torch.stack([losses.sum(), (batch.targets != IGNORED).sum().double(), of_text.sum(), sizes.sum().double()])

@@ -1,0 +1,58 @@
+"""Fully sharded data parallel through `fully_shard`: each rank keeps 1/N of parameters, gradients and optimizer states.
+
+Units: the embedding, each block, the head, and a root with what is left (the last norm). An embedding tied to the head
+is used at both ends of the forward pass, so it stays in the root, which is gathered once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lmforge.cluster.ranks import Ranks
+
+
+def shard(scored: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Shard `model` in place over all ranks; `scored` (the model with its objective) becomes the root."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.count,), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    tied = model.lm_head.weight is model.embeddings[0].weight
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    if not tied:
+        for embedding in model.embeddings:
+            fully_shard(embedding, mesh=mesh, mp_policy=policy)
+        # The head is needed again as soon as the backward pass begins.
+        fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    root = fully_shard(scored, mesh=mesh, mp_policy=policy)
+    for unit in _units(root):
+        # Gradients are sums: the loss is already divided by the weight of the global batch.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _units(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(root: nn.Module) -> Iterator[None]:
+    """All units gathered once, and left so: the forward passes inside communicate nothing."""
+    units = _units(root)
+    for unit in units:
+        unit.unshard()
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            # The root and the head are never freed between forward and backward; see `shard`.
+            unit.set_reshard_after_forward(unit is not root and not _is_head(unit), recurse=False)
+
+
+def _is_head(unit: nn.Module) -> bool:
+    return type(unit).__name__.removeprefix("FSDP") == "Head"

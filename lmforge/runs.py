@@ -1,0 +1,184 @@
+"""The run directory: names, layout, lock, and which checkpoints it holds.
+
+    runs/NAME/
+      recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
+      metrics.jsonl      one object a log step          logs/attempt-1/    a file per rank
+      health/            a heartbeat per rank           checkpoints/step-00000100/
+      loss.png           the loss curve
+
+What is inside a checkpoint is the business of `checkpoint.py`. No torch here: looking at a run is quick.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from lmforge.config import Config
+from lmforge.errors import Mistake
+from lmforge.options import read_recipe, to_toml, validate
+
+STEP_PREFIX = "step-"
+MANIFEST = "manifest.json"
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write a small file so that it is either the old one or the new one, also after a power cut."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+_held: list[IO[str]] = []  # the system drops a lock with its process, however that ends
+
+
+@dataclass(frozen=True)
+class Run:
+    """The directory of one run. Making the object touches nothing."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def health(self) -> Path:
+        return self.path / "health"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def exists(self) -> bool:
+        return self.recipe.exists()
+
+    def config(self) -> Config:
+        """The recipe that the run was started with."""
+        return validate(Config, read_recipe(self.recipe), str(self.recipe))
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint.py` to say."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = (entry.name for entry in self.checkpoints.iterdir() if entry.is_dir())
+        numbers = (name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX))
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{STEP_PREFIX}{step:08d}"
+
+    def begin(self, config: Config) -> int:
+        """Lay out the directory, record recipe and environment, and return the number of this attempt (1 for the first).
+
+        With `run.overwrite`, what was there goes first.
+        """
+        if config.run.overwrite:
+            self.delete()
+            # Said once, done once: the recorded recipe continues the run.
+            config = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": False})})
+        for folder in (self.path, self.health, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]
+        attempt = max(attempts, default=0) + 1
+        (self.path / "logs" / f"attempt-{attempt}").mkdir(parents=True)
+        write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
+        write_sealed(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
+        return attempt
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.path / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
+
+    def lock(self) -> None:
+        """Hold the run for this process until it ends. Raises Mistake when another process trains it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the lock is held
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise Mistake(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        _held.append(file)
+
+    def delete(self) -> None:
+        """Remove the run. Refuses a directory that is not one."""
+        if self.path.exists() and not self.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
+            raise Mistake(f"{self.path}: not a run of lmforge (it has no recipe.toml), so it is not deleted")
+        for entry in self.path.iterdir() if self.path.exists() else ():
+            if entry.name == ".lock":
+                continue
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every record of metrics.jsonl; of a step that was trained twice (after a resume), the last one counts."""
+        records: list[dict[str, Any]] = []
+        if not self.metrics.exists():
+            return records
+        with open(self.metrics, encoding="utf-8") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the last line of a process that was killed while writing it
+                while records and records[-1]["step"] >= record["step"]:
+                    records.pop()
+                records.append(record)
+        return records
+
+
+def environment() -> dict[str, Any]:
+    """What a run was made with: versions, hardware, git commit, command, time."""
+    packages = ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "directory": os.getcwd(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "git_commit": _git_commit(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()
+
+
+def _git_commit() -> str | None:
+    try:
+        asked = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None

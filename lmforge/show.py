@@ -1,0 +1,144 @@
+"""`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
+
+import json
+from pathlib import Path
+
+from lmforge.cluster.environment import find_place
+from lmforge.config import Config, batch_plan
+from lmforge.data.shards import TokenFolder
+from lmforge.errors import Mistake
+from lmforge.model.flops import CONVENTION, flops_per_token, parameters, training_bytes, weight_bytes
+from lmforge.model.presets import PRESETS
+from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve
+from lmforge.options import read_recipe, to_toml, validate
+from lmforge.runs import MANIFEST, Run
+
+GIB = 2**30
+
+
+def show(thing: str) -> str:
+    """A description of `thing` in a few lines. Raises Mistake where it is nothing that we know."""
+    path = Path(thing)
+    if thing == "presets":
+        return _presets()
+    if path.suffix == ".toml":
+        config = validate(Config, read_recipe(path), thing).with_name(path.stem)
+        return f"recipe {thing}\n{to_toml(config)}\n{_arithmetic(config)}"
+    if not path.exists():
+        if thing in PRESETS:
+            return _model(preset(thing), f"preset {thing}", 0)
+        raise Mistake(f"{thing}: no such file, folder or preset; `lmforge show presets` lists the presets")
+    if (path / "recipe.toml").exists():
+        return _run(Run(path))
+    if (path / MANIFEST).exists():
+        table = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        return _checkpoint(path, table) if "samples" in table else _tokens(path)
+    if (path / "config.json").exists():
+        return _model(resolve(path, {}), f"Hugging Face folder {path}", 0)
+    raise Mistake(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
+
+
+def dry_run(config: Config) -> str:
+    """The resolved recipe and the batch arithmetic. Raises Mistake where they do not fit together."""
+    return f"{to_toml(config)}\n{_arithmetic(config)}"
+
+
+def _arithmetic(config: Config) -> str:
+    place = find_place()
+    ranks = place.ranks if place.launched else config.launch.processes
+    plan = batch_plan(config.train, config.data.length, ranks)
+    lines = [f"batch      {plan}", f"run        {config.train.steps:,} steps = {config.train.steps * plan.tokens:,} tokens"]
+    vocabulary = None
+    if (config.data.folder / MANIFEST).exists():
+        tokens = TokenFolder.open(config.data.folder)
+        vocabulary = tokens.tokenizer.vocab_size
+        held = tokens.split("train").tokens
+        lines.append(f"data       {config.data.folder}: {held:,} tokens, so {config.train.steps * plan.tokens / held:.2f} epochs")
+    else:
+        lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
+    shape = resolve(config.model.source or config.model.preset or "nano", config.model.overrides(), vocabulary)
+    lines.append(_cost(shape, config.data.length))
+    total = flops_per_token(shape, config.data.length) * config.train.steps * plan.tokens
+    lines.append(f"compute    {total:.3g} FLOPs in the whole run")
+    return "\n".join(lines)
+
+
+def _cost(shape: ModelConfig, length: int) -> str:
+    count = parameters(shape)
+    return (
+        f"model      {count.total:,} parameters ({count.multiplied:,} multiply each token), {flops_per_token(shape, length):.3g} FLOPs a token"
+        f" at length {length:,}\n"
+        f"memory     {_size(weight_bytes(shape))} of fp32 weights; {_size(training_bytes(shape))} at rest in training"
+        " (with AdamW's two moments), over all ranks that shard it"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
+
+
+def _model(shape: ModelConfig, title: str, length: int) -> str:
+    length = length or min(shape.max_position_embeddings, 4096)
+    heads = f"{shape.num_attention_heads} heads of {shape.head_dim}"
+    if shape.num_key_value_heads != shape.num_attention_heads:
+        heads += f" ({shape.num_key_value_heads} for keys and values)"
+    return (
+        f"{title}\n"
+        f"shape      {shape.model_type}: {shape.num_hidden_layers} layers, width {shape.hidden_size}, feed-forward {shape.intermediate_size}, {heads}\n"
+        f"vocabulary {shape.vocab_size:,}, {'tied' if shape.tie_word_embeddings else 'untied'}; positions {shape.max_position_embeddings:,}\n"
+        f"{_cost(shape, length)}\n"
+        f"{CONVENTION}"
+    )
+
+
+def _presets() -> str:
+    rows = []
+    for name in PRESETS:
+        shape = preset(name)
+        rows.append(
+            f"{name:<16} {parameters(shape).total / 1e6:>10,.1f} M  {shape.model_type:<8} {shape.num_hidden_layers:>3} layers, width {shape.hidden_size:>6},"
+            f" vocabulary {shape.vocab_size:>7,}"
+        )
+    return "\n".join(rows)
+
+
+def _tokens(path: Path) -> str:
+    folder = TokenFolder.open(path)
+    tokenizer = folder.tokenizer
+    lines = [f"token shards {path}"]
+    for name in folder.splits:
+        split = folder.split(name)
+        lines.append(f"{name:<10} {split.tokens:,} tokens in {split.documents:,} documents")
+    separator = tokenizer.decode([tokenizer.separator_id], specials=True)
+    lines.append(f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator!r} (id {tokenizer.separator_id}) after each document; {tokenizer.hash}")
+    lines.append(f"stored as  {folder.dtype}")
+    return "\n".join(lines)
+
+
+def _checkpoint(path: Path, table: dict) -> str:  # type: ignore[type-arg]
+    shape = from_hugging_face(table["model"], str(path / MANIFEST))
+    length = table["recipe"]["data"]["length"]
+    size = sum(file["bytes"] for file in table["files"].values())
+    world = table["world"]
+    return (
+        f"checkpoint {path}\n"
+        f"step       {table['step']:,}: {table['samples']:,} rows, {table['samples'] * length:,} tokens\n"
+        f"written by {world['ranks']} {'rank' if world['ranks'] == 1 else 'ranks'}, engine {world['engine']}, {world['dtype']}\n"
+        f"on disk    {_size(size)} in {len(table['files'])} files\n"
+        + _model(shape, f"trained on {table['recipe']['data']['folder']}", length)
+    )
+
+
+def _run(run: Run) -> str:
+    steps, config = run.steps(), run.config()
+    records = run.read_metrics()
+    lines = [f"run {run.path}: {records[-1]['step'] if records else 0:,} of {config.train.steps:,} steps"]
+    if records:
+        last = {name: value for record in records for name, value in record.items() if value is not None}
+        shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
+        lines.append("last       " + ", ".join(f"{name} {last[name]:,.4g}" for name in shown if name in last))
+    lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
+    newest = run.checkpoint(steps[-1]) if steps else None
+    if newest is not None and (newest / MANIFEST).exists():
+        lines.append(_checkpoint(newest, json.loads((newest / MANIFEST).read_text(encoding="utf-8"))))
+    return "\n".join(lines)

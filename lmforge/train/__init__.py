@@ -1,0 +1,1 @@
+"""The loop and what it needs: stages, optimizer, metrics, health."""

@@ -1,0 +1,164 @@
+"""The loop: one honest function that every stage calls. What differs between stages is in the parts it is given."""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lmforge.cluster.ranks import Ranks
+from lmforge.config import BatchPlan
+from lmforge.data.batch import Batch
+from lmforge.errors import RunFailed
+from lmforge.parallel.apply import Spread
+from lmforge.train.health import Heartbeat, StopRequest
+from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
+from lmforge.train.optim import set_learning_rate
+
+
+class Batches(Protocol):
+    """Where batches come from: this rank's micro-batches of any step, and the time spent waiting for them."""
+
+    data_seconds: float
+
+    def batches(self, step: int) -> list[Batch]: ...
+
+
+@dataclass
+class Parts:
+    """What the loop drives. Every `…_every` is in steps; None is never."""
+
+    spread: Spread
+    weight: Callable[[Batch], Tensor]
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    batches: Batches
+    plan: BatchPlan
+    ranks: Ranks
+    heartbeat: Heartbeat
+    teller: Teller
+    metrics: MetricsFile | None
+    steps: int
+    clip_norm: float
+    log_every: int
+    save_every: int
+    validate_every: int | None
+    sample_every: int | None
+    save: Callable[[int], None]
+    validate: Callable[[int], dict[str, float]]
+    sample: Callable[[int], None]
+    flops_per_token: float
+    peak_flops: float | None
+
+
+def train(parts: Parts, start: int) -> tuple[int, int]:
+    """Train from step `start` to `parts.steps`. Returns the number of steps done and the signal that stopped it, or 0.
+
+    The gradient of a step is that of the *sum* of losses over the whole global batch, divided once by the batch's
+    weight, which is counted across micro-batches and ranks before the first backward. Between log steps the host does
+    not wait for the device.
+    """
+    meter, stop = Meter(parts.ranks), StopRequest(parts.ranks)
+    parts.teller.start(start)
+    # Collecting garbage stalls one rank and with it all of them; between log steps there is none to speak of.
+    gc.collect()
+    gc.disable()
+    since = _Since(parts, start)
+    try:
+        for step in range(start, parts.steps):
+            parts.heartbeat.phase("data", step)
+            micro_batches = parts.batches.batches(step)
+            parts.heartbeat.phase("forward and backward", step)
+            weight = sum((parts.weight(batch) for batch in micro_batches), torch.zeros((), device=parts.ranks.device))
+            weight = parts.ranks.sum_(weight).clamp(min=1.0)
+            for number, batch in enumerate(micro_batches, start=1):
+                with parts.spread.accumulate(last=number == len(micro_batches)):
+                    with parts.spread.autocast():
+                        total, metrics = parts.spread.scored(batch)
+                    (total / weight).backward()
+                meter.add(metrics)
+
+            parts.heartbeat.phase("optimizer", step)
+            gradient_norm = parts.spread.clip(parts.clip_norm)
+            lr = parts.learning_rate(step)
+            set_learning_rate(parts.optimizer, lr)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad(set_to_none=True)
+
+            done = step + 1
+            last = done == parts.steps
+            parts.teller.advance(done)
+            signal = stop.agreed()
+            record: dict[str, Any] = {}
+            if last or signal or done % parts.log_every == 0:
+                record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
+                _require_finite(record, done)
+                gc.collect()
+            if last or _due(parts.validate_every, done):
+                parts.heartbeat.phase("validation", done)
+                record |= since.pausing(lambda done=done: parts.validate(done))
+            if record:
+                _write(parts, {"step": done, "tokens": done * parts.plan.tokens, **record})
+            if last or signal or done % parts.save_every == 0:
+                parts.heartbeat.phase("checkpoint", done)
+                since.pausing(lambda done=done: parts.save(done))
+            if signal:
+                return done, signal
+            if _due(parts.sample_every, done):
+                parts.heartbeat.phase("sample", done)
+                since.pausing(lambda done=done: parts.sample(done))
+        return parts.steps, 0
+    finally:
+        stop.close()
+        gc.enable()
+
+
+def _due(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0
+
+
+def _require_finite(record: dict[str, Any], step: int) -> None:
+    for name in ("loss", "grad_norm"):
+        if name in record and not math.isfinite(record[name]):
+            raise RunFailed(f"step {step}: {name} is {record[name]}; nothing after the last checkpoint can be used")
+
+
+def _write(parts: Parts, record: dict[str, Any]) -> None:
+    if parts.metrics is not None:
+        parts.metrics.write(record)
+    parts.teller.tell(record)
+
+
+class _Since:
+    """Rates since the last log step, of training alone: validation, saving and sampling are taken out."""
+
+    def __init__(self, parts: Parts, start: int) -> None:
+        self._parts = parts
+        self._step, self._began, self._paused, self._waited = start, time.perf_counter(), 0.0, 0.0
+
+    def pausing(self, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = work()
+        self._paused += time.perf_counter() - began
+        return result
+
+    def read(self, step: int) -> dict[str, Any]:
+        """Called after something waited for the device, so that the clock means work that is done."""
+        parts, now, steps = self._parts, time.perf_counter(), step - self._step
+        seconds = max(1e-9, now - self._began - self._paused)
+        per_second = steps * parts.plan.tokens / seconds
+        per_rank = per_second / parts.plan.ranks
+        rates = {
+            "tokens_per_second": per_second,
+            "mfu": per_rank * parts.flops_per_token / parts.peak_flops if parts.peak_flops else None,
+            "step_seconds": seconds / max(1, steps),
+            "data_seconds": (parts.batches.data_seconds - self._waited) / max(1, steps),
+            "memory_gib": peak_memory_gib(parts.ranks.device),
+            "seconds_left": (parts.steps - step) * seconds / max(1, steps),
+        }
+        self._step, self._began, self._paused, self._waited = step, now, 0.0, parts.batches.data_seconds
+        return rates

@@ -1,0 +1,167 @@
+"""What a run tells while it trains: `metrics.jsonl` always, TensorBoard if asked, and one line a log step."""
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from lmforge.cluster.ranks import Ranks
+
+
+class Meter:
+    """Sums of metrics since the last reading, kept on the device as (sum, count) pairs: adding to them never waits."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for name, pair in metrics.items():
+            both = torch.stack([part.detach().double() for part in pair])
+            self._sums[name] = self._sums[name] + both if name in self._sums else both
+
+    def read(self) -> dict[str, float]:
+        """Mean of each metric over every rank and micro-batch since the last reading; the host waits here."""
+        if not self._sums:
+            return {}
+        names = sorted(self._sums)
+        table = self._ranks.sum_(torch.stack([self._sums[name] for name in names])).tolist()
+        self._sums = {}
+        return {name: total / count if count else 0.0 for name, (total, count) in zip(names, table, strict=True)}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that this process has held: on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def measured_peak_flops(dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product with this process's CPU threads: what MFU is measured against where no data
+    sheet applies. Takes a fraction of a second."""
+    size = 1024
+    left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.25:
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+class MetricsFile:
+    """Appends one JSON object a log step; with `tensorboard`, the same numbers as events."""
+
+    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        if self._file.tell() and not _ends_with_newline(path):
+            self._file.write("\n")  # a killed process left half a line
+        self._events: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(tensorboard))
+
+    def write(self, record: dict[str, Any]) -> None:
+        clean = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._events.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 42s, 3m05s or 2h07m."""
+    whole = int(max(0.0, seconds) + 0.5)
+    if whole < 60:
+        return f"{whole}s"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class Teller:
+    """Says things on the first rank: a bar that moves on a terminal, plain lines elsewhere, and all of it to the log."""
+
+    def __init__(self, ranks: Ranks, steps: int, log: Path | None) -> None:
+        self._speaks = ranks.first
+        self._steps = steps
+        self._log = open(log, "a", encoding="utf-8") if log and ranks.first else None  # noqa: SIM115 - closed in close()
+        self._console = Console(highlight=False)
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def say(self, line: str) -> None:
+        """One line for the reader."""
+        if not self._speaks:
+            return
+        if self._log is not None:
+            self._log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+            self._log.flush()
+        if self._console.is_terminal:
+            self._console.print(line, markup=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def start(self, step: int) -> None:
+        """Show the bar, on a terminal."""
+        if self._speaks and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"), console=self._console
+            )
+            self._task = self._bar.add_task("", total=self._steps, completed=step)
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def tell(self, record: dict[str, Any]) -> None:
+        """One readable line of a metrics record."""
+        left = record.get("seconds_left")
+        parts = [f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"]
+        if "loss" in record:
+            parts.append(f"loss {record['loss']:.4f}")
+        if "val/loss" in record:
+            parts.append(f"val {record['val/loss']:.4f} ({record['val/bits_per_byte']:.3f} bits/byte)")
+        if "lr" in record:
+            parts.append(f"lr {record['lr']:.2e}")
+            parts.append(f"grad {record['grad_norm']:.2f}")
+            parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+            if record.get("mfu") is not None:
+                parts.append(f"MFU {100 * record['mfu']:.0f}%")
+            parts.append(f"{record['memory_gib']:.1f} GiB")
+        if left is not None:
+            parts.append(f"{clock(left)} left")
+        self.say("  ".join(parts))
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"loss {record.get('loss', 0):.4f}, {clock(left or 0)} left")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None

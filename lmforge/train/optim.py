@@ -1,0 +1,67 @@
+"""The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lmforge.config import OptimizerOptions, ScheduleOptions
+
+
+def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
+    """Fused AdamW over `model`'s trainable parameters. Matrices decay; vectors (norms, biases) do not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        fused=True,
+    )
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state tensors under the names of their parameters, as a checkpoint keeps them.
+
+    State that does not exist yet (before the first step, or before loading) is made, filled with zeros. The tensors are
+    the optimizer's own, so that filling them in place is loading.
+    """
+    named = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        named[name] = dict(state)
+    return named
+
+
+def learning_rate(step: int, steps: int, options: ScheduleOptions, peak: float) -> float:
+    """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
+
+    Warm-up reaches the peak at step `warmup_steps`; the last step has the final learning rate, or just above it.
+    """
+    if step < options.warmup_steps:
+        return peak * (step + 1) / (options.warmup_steps + 1)
+    if options.name == "constant":
+        return peak
+    begin = options.warmup_steps
+    if options.name == "warmup-stable-decay":
+        begin = steps - (options.decay_steps or max(1, steps // 5))
+        if step < begin:
+            return peak
+    progress = min(1.0, (step - begin + 1) / max(1, steps - begin))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if options.name == "cosine" else 1 - progress
+    return peak * (options.final_ratio + (1 - options.final_ratio) * shape)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,325 @@
+"""The stages of a model's life: each builds the parts and calls the one loop."""
+
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmforge import checkpoint, report
+from lmforge.checkpoint import Manifest
+from lmforge.cluster import ranks as cluster
+from lmforge.cluster.ranks import Ranks
+from lmforge.config import BatchPlan, Config, batch_plan
+from lmforge.data.batch import Batch
+from lmforge.data.loader import Loader
+from lmforge.data.shards import TokenFolder
+from lmforge.data.stream import Stream
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake, RunFailed
+from lmforge.infer.engine import generate
+from lmforge.infer.evaluate import evaluate
+from lmforge.infer.sampling import Sampling
+from lmforge.model import build
+from lmforge.model.attention import backend_name
+from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops
+from lmforge.model.shapes import ModelConfig, resolve
+from lmforge.model.weights import load_folder
+from lmforge.objectives.language import NextToken, score_text
+from lmforge.parallel.apply import Spread, spread
+from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.runs import Run
+from lmforge.train.health import Heartbeat
+from lmforge.train.loop import Parts, train
+from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
+from lmforge.train.optim import build_optimizer, learning_rate, state_by_name
+
+
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a run is entered: the checkpoint it goes on from, if any, and what to tell of that."""
+
+    folder: Path | None
+    manifest: Manifest | None
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run is made from, all of it opened and found to fit together."""
+
+    tokens: TokenFolder
+    train: Stream
+    held_out: Stream
+    shape: ModelConfig
+    plan: BatchPlan
+
+
+def pretrain(config: Config) -> int:
+    """Train a model on token shards: from random or given weights, or on from this run's newest checkpoint.
+
+    Every rank calls it. Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
+    Mistake before anything of the run is touched, and RunFailed after that.
+    """
+    ranks = cluster.start(config.train.device, config.train.threads)
+    try:
+        run = Run(config.run.folder / config.run.name)
+        entry = ranks.decide(partial(enter, run, config))
+        with ranks.agreeing():
+            material = open_material(config, ranks.count)
+            check_continues(entry, config, material)
+        attempt = ranks.decide(partial(run.begin, config))
+        log = run.log(attempt, ranks.place.rank)
+        if not ranks.first:
+            sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
+        heartbeat, teller = Heartbeat(run.health, ranks.place.rank), Teller(ranks, config.train.steps, log)
+        phase = "failed"
+        try:
+            status = _pretrain(config, run, entry, material, ranks, heartbeat, teller)
+            phase = "interrupted" if status else "done"
+            return status
+        except RunFailed as failed:
+            steps = run.steps()
+            good = f"last checkpoint: {run.checkpoint(steps[-1])}" if steps else "no checkpoint had been saved"
+            raise RunFailed(f"{failed}; {good}; log: {log}") from failed
+        finally:
+            heartbeat.stop(phase)
+            teller.close()
+    finally:
+        cluster.stop()
+
+
+def enter(run: Run, config: Config) -> Entry:
+    """Decide what becomes of a run directory: begun, continued or refused (Mistake). Changes nothing but the lock."""
+    if run.path.exists() and not run.exists() and any(entry.name != ".lock" for entry in run.path.iterdir()):
+        raise Mistake(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
+    if not run.exists() and config.run.resume == "required":
+        raise Mistake(f"{run.path}: there is no such run to resume")
+    if run.exists() and config.run.resume == "never" and not config.run.overwrite:
+        raise Mistake(
+            f"{run.path}: this run exists; continue it (leave out --resume never), delete it with --run.overwrite,"
+            " or give this one another --run.name"
+        )
+    run.lock()
+    if config.run.overwrite or not run.exists():
+        return Entry(None, None, [])
+    folder, manifest, lines = checkpoint.newest_sound(run)
+    if manifest is None:
+        return Entry(None, None, [*lines, f"{run.path}: has no checkpoint yet; it begins at step 0"])
+    return Entry(folder, manifest, [*lines, f"continuing {run.path} from step {manifest.step}"])
+
+
+def open_material(config: Config, ranks: int) -> Material:
+    """Open the data, derive the batch plan and the shape. Raises Mistake where they do not fit."""
+    plan = batch_plan(config.train, config.data.length, ranks)
+    tokens = TokenFolder.open(config.data.folder)
+    tokenizer = tokens.tokenizer
+    source = config.model.source
+    if source and (source / "tokenizer.json").exists() and Tokenizer.open(source).hash != tokenizer.hash:
+        raise Mistake(
+            f"{config.data.folder}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
+        )
+    shape = resolve(source or config.model.preset or "nano", config.model.overrides(), tokenizer.vocab_size)
+    limit = shape.longest_row_tokens
+    if limit is not None and config.data.length > limit:
+        raise Mistake(f"data.length = {config.data.length}: this model has positions for {limit} tokens; use at most that")
+    train = Stream(tokens, split="train", length=config.data.length, seed=config.train.seed)
+    held_out = Stream(tokens, split="held_out", length=config.data.length, shuffle=False)
+    return Material(tokens, train, held_out, shape, plan)
+
+
+def check_continues(entry: Entry, config: Config, material: Material) -> None:
+    """Raise Mistake where the checkpoint of `entry` is of another run than `config` describes."""
+    manifest = entry.manifest
+    if manifest is None:
+        return
+    ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
+    if manifest.model_config != material.shape:
+        theirs, ours = asdict(manifest.model_config), asdict(material.shape)
+        differing = [f"{name} {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
+        raise Mistake(f"{entry.folder}: a model of another shape ({'; '.join(differing[:3])}); {ways}")
+    if manifest.tokenizer_hash != material.tokens.tokenizer.hash:
+        raise Mistake(f"{entry.folder}: trained with another tokenizer than {config.data.folder} was prepared with; {ways}")
+    if manifest.samples != manifest.step * material.plan.rows:
+        rows = manifest.samples // manifest.step
+        raise Mistake(f"{entry.folder}: its global batch has {rows} rows, this recipe's {material.plan.rows}; {ways}")
+    if manifest.plan_hash != material.train.plan_hash:
+        raise Mistake(f"{entry.folder}: trained on other data, or with another data.length or train.seed; {ways}")
+
+
+def _pretrain(
+    config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, heartbeat: Heartbeat, teller: Teller
+) -> int:
+    for line in [*entry.lines, *_changes(entry, config)]:
+        teller.say(line)
+    start = entry.manifest.step if entry.manifest else 0
+    if start >= config.train.steps:
+        teller.say(f"{run.path}: trained to step {start} already; give a larger --train.steps to go on")
+        return 0
+    heartbeat.phase("building", start)
+    dtype, dtype_why = choose_dtype(config.train.dtype, ranks.device)
+    with ranks.agreeing():
+        compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
+        model = _build(config, material.shape, ranks.device, fresh=entry.folder is None)
+    objective = NextToken()
+    trained = spread(model, objective.loss, engine=config.parallel.engine, ranks=ranks, dtype=dtype, compiled=compiled)
+    optimizer = build_optimizer(model, config.optimizer)
+    if entry.folder is not None and entry.manifest is not None:
+        heartbeat.phase("loading", start)
+        checkpoint.load(entry.folder, model, state_by_name(model, optimizer), ranks)
+        checkpoint.set_rng_state(entry.manifest.rng)
+    peak = _peak(ranks.device, dtype)
+    where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads a rank"
+    count = parameters(material.shape).total
+    teller.say(f"model      {count:,} parameters ({material.shape.model_type}), {flops_per_token(material.shape, config.data.length):.3g} FLOPs a token")
+    teller.say(f"data       {config.data.folder}: {material.tokens.split('train').tokens:,} tokens, {material.train.rows_per_epoch:,} rows an epoch")
+    teller.say(f"batch      {material.plan}")
+    teller.say(f"engine     {trained.engine}, {ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {where}")
+    teller.say(f"compute    {str(dtype).removeprefix('torch.')} ({dtype_why}), attention {backend_name(ranks.device)}, compile {'on' if compiled else 'off'} ({compile_why})")
+    teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
+
+    loader = Loader(
+        material.train,
+        global_batch_rows=material.plan.rows,
+        micro_batch_rows=material.plan.micro_batch_rows,
+        rank=ranks.place.rank,
+        ranks=ranks.count,
+        device=ranks.device,
+    )
+    metrics = MetricsFile(run.metrics, run.path / "tensorboard" if config.log.tensorboard else None) if ranks.first else None
+    about = {
+        "plan_hash": material.train.plan_hash,
+        "model": material.shape.to_hugging_face(),
+        "recipe": config.model_dump(mode="json"),
+        "tokenizer_hash": material.tokens.tokenizer.hash,
+        "world": {"ranks": ranks.count, "engine": trained.engine, "dtype": str(dtype)},
+    }
+
+    def save(step: int) -> None:
+        checkpoint.save(
+            run,
+            step,
+            model,
+            state_by_name(model, optimizer),
+            ranks,
+            about={**about, "samples": step * material.plan.rows, "rng": checkpoint.rng_state()},
+            tokenizer=material.tokens.tokenizer,
+            keep_last=config.checkpoint.keep_last,
+        )
+
+    began = time.perf_counter()
+    try:
+        done, stopped = train(
+            Parts(
+                spread=trained,
+                weight=objective.weight,
+                optimizer=optimizer,
+                learning_rate=lambda step: learning_rate(step, config.train.steps, config.schedule, config.optimizer.lr),
+                batches=loader,
+                plan=material.plan,
+                ranks=ranks,
+                heartbeat=heartbeat,
+                teller=teller,
+                metrics=metrics,
+                steps=config.train.steps,
+                clip_norm=config.optimizer.clip_norm,
+                log_every=config.log.every_steps,
+                save_every=config.checkpoint_every_steps,
+                validate_every=config.validation.every_steps,
+                sample_every=config.sample.every_steps,
+                save=save,
+                validate=_validator(config, material, trained),
+                sample=_sampler(config, material, trained, teller),
+                flops_per_token=flops_per_token(material.shape, config.data.length),
+                peak_flops=peak,
+            ),
+            start,
+        )
+    finally:
+        loader.close()
+        if metrics is not None:
+            metrics.close()
+    if stopped:
+        teller.say(f"stopped by {signal.Signals(stopped).name} after step {done}, which is saved; to continue: lmforge pretrain {run.recipe}")
+        return 128 + stopped
+    teller.say(f"trained {done - start} steps in {clock(time.perf_counter() - began)}: {run.checkpoint(done)}")
+    if ranks.first:
+        teller.say(f"loss curve: {report.loss_curve(run)}")
+    return 0
+
+
+def _changes(entry: Entry, config: Config) -> list[str]:
+    """A line that names the options that differ from the checkpoint's recipe."""
+    if entry.manifest is None:
+        return []
+    then, now = entry.manifest.recipe, config.model_dump(mode="json")
+    changed = [
+        f"{section}.{name} {then.get(section, {}).get(name)} → {value}"
+        for section, options in now.items()
+        for name, value in options.items()
+        if section not in ("run", "launch") and then.get(section, {}).get(name) != value
+    ]
+    return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
+
+
+def _build(config: Config, shape: ModelConfig, device: torch.device, fresh: bool) -> nn.Module:
+    """The model with its first weights, on the device; with `fresh` false they are about to be loaded."""
+    source = config.model.source
+    given = fresh and source is not None and config.model.load_weights and any(source.glob("*.safetensors*"))
+    model = build(shape, seed=config.train.seed if fresh and not given else None, device=device)
+    if given and source is not None:
+        load_folder(source, model)
+    return model
+
+
+def _peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    if device.type == "cuda":
+        return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
+    return measured_peak_flops(dtype)
+
+
+def _peak_words(peak: float | None, device: torch.device) -> str:
+    if peak is None:
+        return "an unknown peak (this GPU is not in the table), so it is left out"
+    return f"{peak / 1e9:,.0f} GFLOP/s a rank ({'a large matrix product, timed just now' if device.type == 'cpu' else 'data sheet'})"
+
+
+def _validator(config: Config, material: Material, trained: Spread) -> Any:
+    token_bytes = torch.from_numpy(material.tokens.tokenizer.token_bytes()).to(trained.ranks.device)
+
+    def score(batch: Batch) -> torch.Tensor:
+        with torch.no_grad(), trained.autocast():
+            return trained.scored(batch, instead=partial(score_text, token_bytes=token_bytes))
+
+    def validate(step: int) -> dict[str, float]:
+        measured = evaluate(
+            score, material.held_out, trained.ranks, rows=config.validation.rows, batch_rows=material.plan.micro_batch_rows
+        )
+        return {"val/loss": measured["loss"], "val/bits_per_byte": measured["bits_per_byte"]}
+
+    return validate
+
+
+def _sampler(config: Config, material: Material, trained: Spread, teller: Teller) -> Any:
+    def sample(step: int) -> None:
+        # Every rank writes the same text: sharded weights are gathered together, and nobody waits for one that writes.
+        with trained.whole() as model, torch.compiler.set_stance("force_eager"), trained.autocast():
+            completions = generate(
+                model,
+                material.tokens.tokenizer,
+                config.sample.prompts,
+                max_tokens=config.sample.max_tokens,
+                sampling=Sampling(config.sample.temperature),
+                seed=config.train.seed + step,
+            )
+        for prompt, completion in zip(config.sample.prompts, completions, strict=True):
+            teller.say(f"  sample: {(prompt + completion.text)!r}")
+
+    return sample
