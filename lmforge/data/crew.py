@@ -37,7 +37,7 @@ class Crew:
             return
         # Ctrl-C reaches every process of a terminal; here it is for the caller alone, which then ends the others. A
         # blocked signal stays blocked across spawning, so there is no moment at which a starting process can print.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")
@@ -45,7 +45,7 @@ class Crew:
                 self._pool = ProcessPoolExecutor(self._size, context, _begin, (held,))
             indices = {self._pool.submit(function, job): index for index, job in enumerate(jobs)}
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             for future in as_completed(indices):
                 yield indices[future], future.result()

@@ -19,19 +19,22 @@ import xxhash
 
 from lmforge.errors import Mistake
 
-TEXT = frozenset(
-    ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml .css .yaml .yml .toml .ini .cfg .py .pyi .c .h .cc .cpp "
-    ".hpp .cu .java .kt .scala .js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .sh .bash .sql .swift .cs .hs .ml".split()
-)
-LINES = frozenset((".jsonl", ".ndjson", ".json"))
-COMPRESSED = frozenset((".gz", ".zst"))
+# fmt: off
+TEXT = frozenset({
+    ".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html", ".htm", ".xml", ".css", ".yaml", ".yml",
+    ".toml", ".ini", ".cfg", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".jsx",
+    ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".sh", ".bash", ".sql", ".swift", ".cs", ".hs",
+})
+# fmt: on
+LINES = frozenset({".jsonl", ".ndjson", ".json"})
+COMPRESSED = frozenset({".gz", ".zst"})
 UNIT_BYTES = 2 << 20
 LINES_UNIT_BYTES = 16 << 20
 
 # Of the standard library, what does not read as code: encodings and the files below are tables that programs wrote,
 # pydoc_data is a manual quoted whole, and tests are mostly literals. Installed packages are not the library at all.
-STDLIB_FOLDERS_LEFT_OUT = frozenset("site-packages dist-packages test tests idle_test encodings pydoc_data".split())
-STDLIB_FILES_LEFT_OUT = frozenset("html/entities.py msilib/schema.py msilib/sequence.py stringprep.py".split())
+STDLIB_FOLDERS_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+STDLIB_FILES_LEFT_OUT = frozenset({"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "stringprep.py"})
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def open_source(spec: str, text_field: str = "text") -> Source:
         if not known:
             raise Mistake(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
         return _source(spec, root, known, text_field, left_out=len(paths) - len(known))
-    if not root.exists():
+    if not root.is_file():
         raise Mistake(f'{spec}: no such file or folder: give a path, or "stdlib"')
     return _source(spec, root.parent, [root], text_field)
 
@@ -148,11 +151,16 @@ def _source(spec: str, root: Path, paths: Iterable[Path], text_field: str, left_
 
 def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Every file below a folder, without hidden ones."""
-    for folder, folders, names in os.walk(root):
+
+    def stop(error: OSError) -> None:
+        raise Mistake(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    for folder, folders, names in os.walk(root, onerror=stop):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for name in names:
-            if not name.startswith("."):
-                yield Path(folder, name)
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
 
 
 def _reads_as_code(path: Path) -> bool:

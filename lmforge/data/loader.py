@@ -71,7 +71,7 @@ class Loader:
         self._ahead = None
         while not wait([future], timeout=PATIENCE_SECONDS).done:
             waited = time.perf_counter() - began
-            log.warning("step %d: its rows have not come for %.0f s: %s is slow", step, waited, self._stream)
+            log.warning("step %d: its rows have not come for %.0f s from %s", step, waited, self._stream.where)
         rows = future.result()
         self._ahead = step + 1, self._thread.submit(self._read, step + 1)
         rows = rows.to(self._device, non_blocking=True)

@@ -8,6 +8,7 @@ across versions, and an order that changes with an upgrade is a run that cannot 
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -15,6 +16,9 @@ import xxhash
 # Below this a Feistel network is measurably not uniform, and a table of two bytes an entry is nothing.
 LARGEST_TABLE = 65_536
 ROUNDS = 6
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+Order = Callable[[np.ndarray], np.ndarray]
 
 
 def key(*parts: int | str) -> int:
@@ -25,14 +29,21 @@ def key(*parts: int | str) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(parts).encode())
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def mix(x: Words) -> Words:
     """Scatter uint64 values: the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit integers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def permutation(n: int, key: int) -> Callable[[np.ndarray], np.ndarray]:
+def _words(key: int, count: int) -> Words:
+    """`count` values that a key stands for; hashing it first keeps neighbouring keys from sharing shifted ones."""
+    first: Words = np.full(1, key, np.uint64)
+    numbers: Words = np.arange(count, dtype=np.uint64)
+    return mix(mix(first) + numbers)
+
+
+def permutation(n: int, key: int) -> Order:
     """A bijection of 0..n-1 chosen by a 64-bit key, as a function from int64 positions to int64 values.
 
     Positions outside 0..n-1 are the caller's error. n may exceed 2**32, up to 2**62.
@@ -42,15 +53,13 @@ def permutation(n: int, key: int) -> Callable[[np.ndarray], np.ndarray]:
     return _table(n, key) if n <= LARGEST_TABLE else _feistel(n, key)
 
 
-def _table(n: int, key: int) -> Callable[[np.ndarray], np.ndarray]:
+def _table(n: int, key: int) -> Order:
     """Sort hashed keys."""
-    # Hashing the key first keeps neighbouring keys from giving the same values at shifted positions.
-    hashes = mix(mix(np.array([key], np.uint64)) + np.arange(n, dtype=np.uint64))
-    table = np.argsort(hashes, kind="stable").astype(np.uint16)
+    table = np.argsort(_words(key, n), kind="stable").astype(np.uint16)
     return lambda positions: table[positions].astype(np.int64)
 
 
-def _feistel(n: int, key: int) -> Callable[[np.ndarray], np.ndarray]:
+def _feistel(n: int, key: int) -> Order:
     """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, walking cycles back below n.
 
     After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). As ab exceeds n by less than 2√n + 1, a walk
@@ -59,9 +68,9 @@ def _feistel(n: int, key: int) -> Callable[[np.ndarray], np.ndarray]:
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     radix_a, radix_b = np.uint64(a), np.uint64(b)
-    round_keys = mix(mix(np.array([key], np.uint64)) + np.arange(2 * ROUNDS, dtype=np.uint64))
+    round_keys = _words(key, 2 * ROUNDS)
 
-    def encipher(x: np.ndarray) -> np.ndarray:
+    def encipher(x: Words) -> Words:
         left, right = x // radix_b, x % radix_b
         for even, odd in round_keys.reshape(-1, 2):
             left = (left + mix(right + even) % radix_a) % radix_a

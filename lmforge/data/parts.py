@@ -1,38 +1,112 @@
-HEADER
-# --- texts -----------------------------------------------------------------------------------------------------------
+"""What the processes of a preparation do: a unit of text into a part, parts into a shard.
+
+A part is the tokens of one unit, in its own order, with a list of its documents. It lives in the unfinished folder
+until the shards are written, so that a preparation that was stopped repeats at most the units it was in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from lmforge.data.documents import Unit
+from lmforge.data.sealing import sealing
+from lmforge.data.shards import UNFINISHED, Json, sealed_shard, write_shard
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake
+
+ENCODED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A unit, and where its document is cut if the corpus has no other."""
+    """How a unit is read. `tail` is the fraction cut off as a document of its own when the corpus has only one."""
 
     unit: Unit
     tail: float | None
 
     def texts(self) -> Iterator[tuple[str, int]]:
-        """(text, hash of it) of each document; the smaller the hash, the sooner it is held out."""
+        """(text, hash of it) of each document, empty ones too; the documents of least hash are held out."""
         for document in self.unit.read():
             text = document.text
             if self.tail is None or not text.strip():
                 yield text, xxhash.xxh3_64_intdigest(text.encode())
             else:
-                at = _line_before(text, int(len(text) * (1 - self.tail)))
+                at = _cut_near(text, int(len(text) * (1 - self.tail)))
                 yield text[:at], 2**64 - 1
                 yield text[at:], 0
 
 
-def _line_before(text: str, at: int) -> int:
-    """A place near `at` where a text may be cut, with something on either side."""
-    at = min(max(at, 1), len(text) - 1)
-    newline = text.rfind("\n", 0, at) + 1
-    return newline if newline > at // 2 else at
+def _cut_near(text: str, at: int) -> int:
+    """Where to cut a text in two, at a line if there is one, with more than blanks on either side."""
+    first = len(text) - len(text.lstrip()) + 1
+    at = max(first, min(at, len(text.rstrip()) - 1))
+    line = text.rfind("\n", first, at) + 1
+    return line if line > at // 2 else at
 
 
-def stored_dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype("<u2" if tokenizer.vocab_size <= 65_536 else "<u4")
+class PartJob(NamedTuple):
+    out: Path
+    number: int
+    reading: Reading
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+def part_path(out: Path, number: int, suffix: str) -> Path:
+    return out / UNFINISHED / f"part-{number:06d}{suffix}"
+
+
+def stored_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
+
+
+@lru_cache(maxsize=1)
+def _opened(folder: Path) -> Tokenizer:
+    return Tokenizer.open(folder)
+
+
+def seal_part(job: PartJob) -> None:
+    """Tokenise one unit. The list of its documents is sealed last: it says that the part is there."""
+    tokenizer = _opened(job.out / "tokenizer")
+    dtype = stored_dtype(tokenizer.vocab_size)
+    lengths: list[int] = []
+    hashes: list[int] = []
+    sizes: list[int] = []
+    empty = 0
+    with sealing(part_path(job.out, job.number, ".tokens")) as file:
+        for handful in _handfuls(job.reading.texts()):
+            kept = [(text, digest) for text, digest in handful if text.strip()]
+            empty += len(handful) - len(kept)
+            encoded = tokenizer.encode_batch([text for text, _ in kept])
+            for (text, digest), ids in zip(kept, encoded, strict=True):
+                file.write(np.array([*ids, tokenizer.separator_id], dtype).data)
+                lengths.append(len(ids) + 1)
+                hashes.append(digest)
+                sizes.append(len(text.encode()))
+    with sealing(part_path(job.out, job.number, ".npz")) as file:
+        np.savez(
+            file,
+            lengths=np.array(lengths, np.int64),
+            hashes=np.array(hashes, np.uint64),
+            text_bytes=np.array(sizes, np.int64),
+            empty=np.array(empty),
+        )
+
+
+def _handfuls(texts: Iterator[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    """Documents by the megabyte, so that memory does not grow with the unit."""
+    handful: list[tuple[str, int]] = []
+    size = 0
+    for text, digest in texts:
+        handful.append((text, digest))
+        size += len(text)
+        if size >= ENCODED_AT_ONCE:
+            yield handful
+            handful, size = [], 0
+    yield handful
 
 
 @dataclass(frozen=True)
@@ -48,98 +122,59 @@ class Documents:
 
     @classmethod
     def load(cls, out: Path, count: int) -> "Documents":
-        parts = [np.load(part_path(out, number, ".npz")) for number in range(count)]
-        lengths = [part["lengths"] for part in parts]
+        """The lists of all `count` parts, which must be sealed."""
+        lengths, hashes, sizes, empty = [], [], [], 0
+        for number in range(count):
+            with np.load(part_path(out, number, ".npz")) as part:
+                lengths.append(part["lengths"])
+                hashes.append(part["hashes"])
+                sizes.append(part["text_bytes"])
+                empty += int(part["empty"])
         return cls(
             parts=np.repeat(np.arange(count), [len(of_part) for of_part in lengths]),
             starts=np.concatenate([np.cumsum(of_part) - of_part for of_part in lengths]),
             lengths=np.concatenate(lengths),
-            hashes=np.concatenate([part["hashes"] for part in parts]),
-            text_bytes=np.concatenate([part["text_bytes"] for part in parts]),
-            empty=sum(int(part["empty"]) for part in parts),
+            hashes=np.concatenate(hashes),
+            text_bytes=np.concatenate(sizes),
+            empty=empty,
         )
 
-
-def part_path(out: Path, number: int, suffix: str) -> Path:
-    return out / UNFINISHED / f"part-{number:06d}{suffix}"
-
-
-@lru_cache(maxsize=1)
-def _opened(folder: Path) -> Tokenizer:
-    return Tokenizer.open(folder)
-
-
-def sealpart_path(job: tuple[Path, int, Reading]) -> None:
-    """Tokenise one unit. The list of its documents is sealed last and says that the part is there."""
-    out, number, reading = job
-    tokenizer = _opened(out / "tokenizer")
-    dtype = stored_dtype(tokenizer)
-    lengths: list[int] = []
-    hashes: list[int] = []
-    sizes: list[int] = []
-    empty = 0
-    with sealing(part_path(out, number, ".tokens")) as file:
-        for texts, digests in _at_once(reading.texts()):
-            kept = [(text, digest) for text, digest in zip(texts, digests, strict=True) if text.strip()]
-            empty += len(texts) - len(kept)
-            for (text, digest), ids in zip(kept, tokenizer.encode_batch([text for text, _ in kept]), strict=True):
-                file.write(np.array([*ids, tokenizer.separator_id], dtype).data)
-                lengths.append(len(ids) + 1)
-                hashes.append(digest)
-                sizes.append(len(text.encode()))
-    with sealing(part_path(out, number, ".npz")) as file:
-        np.savez(
-            file,
-            lengths=np.array(lengths, np.int64),
-            hashes=np.array(hashes, np.uint64),
-            text_bytes=np.array(sizes, np.int64),
-            empty=np.array(empty),
-        )
+    def shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
+        """Documents in an order, cut after each that brings a shard to `shard_tokens`."""
+        stops = np.cumsum(self.lengths[order])
+        first, tokens = 0, 0
+        while first < len(order):
+            last = min(int(np.searchsorted(stops, tokens + shard_tokens)), len(order) - 1)
+            yield order[first : last + 1]
+            first, tokens = last + 1, int(stops[last])
 
 
-def _at_once(texts: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], list[int]]]:
-    """Documents in handfuls of about a megabyte, so that memory does not grow with the unit."""
-    handful: list[str] = []
-    digests: list[int] = []
-    size = 0
-    for text, digest in texts:
-        handful.append(text)
-        digests.append(digest)
-        size += len(text)
-        if size >= ENCODED_AT_ONCE:
-            yield handful, digests
-            handful, digests, size = [], [], 0
-    yield handful, digests
+class ShardJob(NamedTuple):
+    """One shard: where each of its documents lies, in the order they take."""
+
+    out: Path
+    name: str
+    parts: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    dtype: np.dtype
+    tokenizer_hash: str
 
 
-# --- shards ----------------------------------------------------------------------------------------------------------
-
-
-def shards_of(documents: np.ndarray, lengths: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
-    """Documents in order, cut after each that brings a shard to `shard_tokens`."""
-    stops = np.cumsum(lengths[documents])
-    first, tokens = 0, 0
-    while first < len(documents):
-        last = min(int(np.searchsorted(stops, tokens + shard_tokens)), len(documents) - 1)
-        yield documents[first : last + 1]
-        first, tokens = last + 1, int(stops[last])
-
-
-def seal_shard(job: tuple[Path, str, tuple[np.ndarray, np.ndarray, np.ndarray], np.dtype, str]) -> Json:
-    """Gather the documents of one shard from the parts."""
-    out, name, (starts, lengths, parts), dtype, tokenizer_hash = job
-    sealed = open_shard_line(out, name)
+def seal_shard(job: ShardJob) -> Json:
+    """Gather the documents of one shard and return its line of the manifest."""
+    sealed = sealed_shard(job.out, job.name)
     if sealed is not None:
         return sealed
-    stops = np.cumsum(lengths)
-    tokens = np.empty(int(stops[-1]), dtype)
-    # Part by part rather than document by document: each is opened once, and read in the order it lies on the disk.
-    by_part = np.lexsort((starts, parts))
-    for of_part in np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1):
-        with open(part_path(out, int(parts[of_part[0]]), ".tokens"), "rb") as file:
+    stops = np.cumsum(job.lengths)
+    tokens = np.empty(int(stops[-1]), job.dtype)
+    # Part by part rather than document by document: each is opened once and read in the order it lies on the disk.
+    by_part = np.lexsort((job.starts, job.parts))
+    for of_part in np.split(by_part, np.flatnonzero(np.diff(job.parts[by_part])) + 1):
+        with open(part_path(job.out, int(job.parts[of_part[0]]), ".tokens"), "rb") as file:
             for document in of_part:
-                file.seek(int(starts[document]) * dtype.itemsize)
-                into = tokens[stops[document] - lengths[document] : stops[document]]
-                if file.readinto(into.data) != into.nbytes:
-                    raise Mistake(f"{out}: a part of its preparation is truncated: prepare anew with overwrite")
-    return write_shard(out, name, tokens, lengths, tokenizer_hash)
+                file.seek(int(job.starts[document]) * job.dtype.itemsize)
+                into = tokens[stops[document] - job.lengths[document] : stops[document]]
+                if file.readinto(into.view(np.uint8).data) != into.nbytes:
+                    raise Mistake(f"{file.name}: truncated since it was written: prepare anew with overwrite")
+    return write_shard(job.out, job.name, tokens, job.lengths, job.tokenizer_hash)

@@ -16,34 +16,32 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from lmforge.data.crew import Crew
 from lmforge.data.documents import Unit, open_source
 from lmforge.data.order import key, permutation
-from lmforge.data.sealing import sealing
-from lmforge.data.shards import (
-    FORMAT,
-    MANIFEST,
-    UNFINISHED,
-    Json,
-    TokenFolder,
-    open_shard_line,
-    remove_preparation,
-    write_shard,
+from lmforge.data.parts import (
+    Documents,
+    PartJob,
+    Reading,
+    ShardJob,
+    part_path,
+    seal_part,
+    seal_shard,
+    stored_dtype,
 )
+from lmforge.data.sealing import sealing
+from lmforge.data.shards import FORMAT, MANIFEST, UNFINISHED, Json, TokenFolder, remove_preparation
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import Mistake
 
 TRAIN, HELD_OUT = "train", "held_out"
-SAMPLE_BYTES = 32 << 20  # seconds of work, and more text hardly changes a BPE's merges
+SAMPLE_CHARACTERS = 16_000_000  # seconds of work; more text hardly changes a BPE's merges
 SAMPLED_UNITS = 64
-ENCODED_AT_ONCE = 1 << 20
 BYTES_WORTH_A_PROCESS = 2 << 20
 
 Progress = Callable[[str, int, int, int], None]
@@ -58,6 +56,7 @@ class Summary:
     documents: dict[str, int]
     text_bytes: dict[str, int]
     empty_documents: int
+    left_out_files: int
     vocab_size: int
     already_done: bool
 
@@ -79,15 +78,17 @@ def prepare(
     """Turn the corpus that `source` names (see `open_source`) into a folder of token shards.
 
     tokenizer     a tokenizer.json or a folder holding one; without it one of `vocab_size` ids is trained
-    held_out      the fraction of documents set aside, chosen by their content alone, so that copies of a text are on one
-                  side and another seed changes nothing; at least one document on each side, and of an only document
-                  its tail; 0 sets nothing aside
+    held_out      the fraction of documents set aside, chosen by their content alone, so that copies of a text are on
+                  one side and another seed changes nothing; at least one document on each side, and of an only
+                  document its tail; 0 sets nothing aside
     shard_tokens  the document that reaches this closes a shard
     workers       processes; by default as many as there are processors and work for them
-    progress      called as progress(step, done, total, bytes of the source done), step "tokenizer", "tokens" or "shards"
+    progress      called as progress(step, done, total, bytes of the source done); the steps are "tokenizer", "tokens"
+                  and "shards"
 
     Stopped in any way and called again, it continues; done already, it says so in the summary and does nothing.
-    Mistake for anything wrong with the input, for a folder that holds another plan (unless `overwrite`), for a full disk.
+    Mistake for what is wrong with the input, for a folder that holds another plan (unless `overwrite`), for a full disk;
+    RunFailed when one of its processes was killed.
     """
     if not 0 <= held_out < 1:
         raise Mistake(f"held_out {held_out}: expected a fraction from 0 to below 1")
@@ -107,25 +108,30 @@ def prepare(
         "seed": seed,
     }
     out = Path(out)
+    report = progress or (lambda step, done, total, size: None)
     with _claimed(out, plan, overwrite) as finished:
         if not finished:
             units = corpus.units()
-            work = _Work(out, units, held_out, _is_only_document(source, units), seed, progress or _silent)
+            tail = held_out if held_out and _is_one_document(source, units) else None
+            readings = [Reading(unit, tail) for unit in units]
             size = workers or min(_processors(), len(units), 1 + corpus.size // BYTES_WORTH_A_PROCESS)
             with Crew(size) as crew:
-                opened = work.seal_tokenizer(given, vocab_size)
-                work.seal_parts(crew)
+                opened = _seal_tokenizer(out, given, vocab_size, _sample(readings, held_out, seed), report)
+                _seal_parts(out, readings, crew, report)
                 documents = Documents.load(out, len(units))
-                splits = work.seal_shards(crew, documents, opened, shard_tokens)
+                members = _sides(documents.hashes, held_out)
+                splits = _seal_shards(out, documents, members, opened, shard_tokens, seed, crew, report)
             manifest = {
                 "format": FORMAT,
                 "source": source,
                 "plan": plan,
                 "tokenizer": opened.hash,
                 "vocab_size": opened.vocab_size,
-                "dtype": stored_dtype(opened).name,
+                "dtype": stored_dtype(opened.vocab_size).name,
+                "left_out_files": corpus.left_out,
                 "empty_documents": documents.empty,
-                **splits,
+                "text_bytes": {split: int(documents.text_bytes[members[split]].sum()) for split in members},
+                "splits": splits,
             }
             with sealing(out / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
@@ -142,17 +148,10 @@ def _summary(out: Path, already_done: bool) -> Summary:
         documents={split: sum(line["documents"] for line in lines[split]) for split in lines},
         text_bytes=manifest["text_bytes"],
         empty_documents=manifest["empty_documents"],
+        left_out_files=manifest["left_out_files"],
         vocab_size=manifest["vocab_size"],
         already_done=already_done,
     )
-
-
-def _silent(step: str, done: int, total: int, size: int) -> None:
-    pass
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 # --- plan ------------------------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def _claimed(out: Path, plan: Json, overwrite: bool) -> Iterator[bool]:
         written = out / UNFINISHED / "plan.json"
         finished = (out / MANIFEST).exists()
         begun = finished or written.exists()
-        # A run killed before its first file was sealed leaves the empty folder and nothing else.
+        # A run killed before its plan was sealed leaves the unfinished folder and nothing of worth.
         if not begun and any(name != UNFINISHED for name in os.listdir(out)):
             raise Mistake(f"{out}: not empty, and no preparation: name another folder")
         if begun and overwrite:
@@ -184,9 +183,8 @@ def _claimed(out: Path, plan: Json, overwrite: bool) -> Iterator[bool]:
             found = TokenFolder.open(out).manifest["plan"] if finished else json.loads(written.read_bytes())
             changed = [name for name in plan if found.get(name) != plan[name]]
             if changed:
-                raise Mistake(
-                    f"{out}: holds a preparation with other {', '.join(changed)}: name another folder, or overwrite it"
-                )
+                names = ", ".join(changed)
+                raise Mistake(f"{out}: holds a preparation with other {names}: name another folder, or overwrite it")
         else:
             written.parent.mkdir(exist_ok=True)
             with sealing(written) as file:
@@ -196,7 +194,7 @@ def _claimed(out: Path, plan: Json, overwrite: bool) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _is_only_document(source: str, units: list[Unit]) -> bool:
+def _is_one_document(source: str, units: list[Unit]) -> bool:
     texts = (document for unit in units for document in unit.read() if document.text.strip())
     first = list(islice(texts, 2))
     if not first:
@@ -204,89 +202,94 @@ def _is_only_document(source: str, units: list[Unit]) -> bool:
     return len(first) == 1
 
 
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
 def _threshold(held_out: float) -> np.uint64:
     return np.uint64(int(held_out * 2**64))
 
 
-def _is_held_out(hashes: np.ndarray, held_out: float) -> np.ndarray:
-    """Which documents are set aside, by the hashes of all."""
+def _sides(hashes: np.ndarray, held_out: float) -> dict[str, np.ndarray]:
+    """The documents of each split, by the hashes of all."""
     held = hashes < _threshold(held_out)
     if held_out and not held.any():
         held = hashes == hashes.min()
     if held.all():
         held = hashes != hashes.max()
-    if held_out and not held.any():
-        raise Mistake("every document is the same text, so none can be held out: give held_out = 0, or other text")
-    return held
+    if not held_out:
+        return {TRAIN: np.flatnonzero(~held)}
+    if not held.any():
+        raise Mistake("too few different texts to hold any out: give held_out = 0, or more text")
+    return {TRAIN: np.flatnonzero(~held), HELD_OUT: np.flatnonzero(held)}
 
 
-# --- work ------------------------------------------------------------------------------------------------------------
+def _sample(readings: list[Reading], held_out: float, seed: int) -> Iterator[str]:
+    """Texts to learn merges from: from units in an order drawn by the seed, and none that will be held out."""
+    left = SAMPLE_CHARACTERS
+    share = SAMPLE_CHARACTERS // min(SAMPLED_UNITS, len(readings))
+    for number in permutation(len(readings), key(seed, "sample"))(np.arange(len(readings))):
+        of_unit = min(share, left)
+        left -= of_unit
+        for text, digest in readings[number].texts():
+            if digest >= _threshold(held_out):
+                yield text[:of_unit]
+                of_unit -= len(text[:of_unit])
+            if not of_unit:
+                break
+        left += of_unit
+        if not left:
+            break
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The steps between plan and manifest."""
+# --- steps -----------------------------------------------------------------------------------------------------------
 
-    out: Path
-    units: list[Unit]
-    held_out: float
-    only_document: bool
-    seed: int
-    report: Progress
 
-    def _reading(self, unit: Unit) -> Reading:
-        return Reading(unit, self.held_out if self.only_document and self.held_out else None)
+def _seal_tokenizer(out: Path, given: Tokenizer | None, vocab_size: int, sample: Iterator[str], report: Progress) -> Tokenizer:
+    folder = out / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        report("tokenizer", 0, 1, 0)
+        (given or train_tokenizer(sample, vocab_size)).save(folder)
+        report("tokenizer", 1, 1, 0)
+    return Tokenizer.open(folder)
 
-    def seal_tokenizer(self, given: Tokenizer | None, vocab_size: int) -> Tokenizer:
-        folder = self.out / "tokenizer"
-        if not (folder / "tokenizer.json").exists():
-            self.report("tokenizer", 0, 1, 0)
-            (given or train_tokenizer(self._sample(), vocab_size)).save(folder)
-            self.report("tokenizer", 1, 1, 0)
-        return Tokenizer.open(folder)
 
-    def _sample(self) -> Iterator[str]:
-        """Texts to learn merges from: from units drawn by the seed, and none that will be held out."""
-        left = SAMPLE_BYTES
-        share = SAMPLE_BYTES // min(SAMPLED_UNITS, len(self.units))
-        for number in permutation(len(self.units), key(self.seed, "sample"))(np.arange(len(self.units))):
-            of_unit = share
-            for text, digest in self._reading(self.units[number]).texts():
-                if digest >= _threshold(self.held_out):
-                    text = text[: min(of_unit, left)]
-                    yield text
-                    of_unit -= len(text)
-                    left -= len(text)
-                if not of_unit or not left:
-                    break
+def _seal_parts(out: Path, readings: list[Reading], crew: Crew, report: Progress) -> None:
+    sizes = [reading.unit.size for reading in readings]
+    missing = [number for number in range(len(sizes)) if not part_path(out, number, ".npz").exists()]
+    done, size = len(sizes) - len(missing), sum(sizes) - sum(sizes[number] for number in missing)
+    report("tokens", done, len(sizes), size)
+    for index, _ in crew.each(seal_part, [PartJob(out, number, readings[number]) for number in missing]):
+        done, size = done + 1, size + sizes[missing[index]]
+        report("tokens", done, len(sizes), size)
 
-    def seal_parts(self, crew: Crew) -> None:
-        sizes = [unit.size for unit in self.units]
-        missing = [number for number in range(len(sizes)) if not part_path(self.out, number, ".npz").exists()]
-        done, size = len(sizes) - len(missing), sum(sizes) - sum(sizes[number] for number in missing)
-        self.report("tokens", done, len(sizes), size)
-        jobs = [(self.out, number, self._reading(self.units[number])) for number in missing]
-        for index, _ in crew.each(seal_part, jobs):
-            done, size = done + 1, size + sizes[missing[index]]
-            self.report("tokens", done, len(sizes), size)
 
-    def seal_shards(self, crew: Crew, documents: "Documents", tokenizer: Tokenizer, shard_tokens: int) -> Json:
-        held = _is_held_out(documents.hashes, self.held_out)
-        members = {TRAIN: np.flatnonzero(~held), HELD_OUT: np.flatnonzero(held)}
-        splits: dict[str, list[Json]] = {split: [] for split in members if len(members[split])}
-        jobs = []
-        for split in splits:
-            of_split = members[split]
-            order = permutation(len(of_split), key(self.seed, "documents", split))(np.arange(len(of_split)))
-            for number, chosen in enumerate(shards_of(of_split[order], documents.lengths, shard_tokens)):
-                pieces = documents.starts[chosen], documents.lengths[chosen], documents.parts[chosen]
-                jobs.append((self.out, f"{split}-{number:05d}", pieces, stored_dtype(tokenizer), tokenizer.hash))
-        lines: dict[int, Json] = {}
-        self.report("shards", 0, len(jobs), 0)
-        for index, line in crew.each(seal_shard, jobs):
-            lines[index] = line
-            self.report("shards", len(lines), len(jobs), 0)
-        for index in range(len(jobs)):
-            splits[lines[index]["name"].rsplit("-", 1)[0]].append(lines[index])
-        text_bytes = {split: int(documents.text_bytes[members[split]].sum()) for split in splits}
-        return {"text_bytes": text_bytes, "splits": splits}
+def _seal_shards(
+    out: Path,
+    documents: Documents,
+    members: dict[str, np.ndarray],
+    tokenizer: Tokenizer,
+    shard_tokens: int,
+    seed: int,
+    crew: Crew,
+    report: Progress,
+) -> dict[str, list[Json]]:
+    """The manifest's lines of every shard, by split."""
+    jobs: list[ShardJob] = []
+    splits: list[str] = []
+    for split, of_split in members.items():
+        shuffled = of_split[permutation(len(of_split), key(seed, "documents", split))(np.arange(len(of_split)))]
+        for number, chosen in enumerate(documents.shards(shuffled, shard_tokens)):
+            where = documents.parts[chosen], documents.starts[chosen], documents.lengths[chosen]
+            dtype = stored_dtype(tokenizer.vocab_size)
+            jobs.append(ShardJob(out, f"{split}-{number:05d}", *where, dtype, tokenizer.hash))
+            splits.append(split)
+    lines: dict[int, Json] = {}
+    report("shards", 0, len(jobs), 0)
+    for index, line in crew.each(seal_shard, jobs):
+        lines[index] = line
+        report("shards", len(lines), len(jobs), 0)
+    return {split: [lines[index] for index in range(len(jobs)) if splits[index] == split] for split in members}

@@ -12,6 +12,7 @@ the process, under pread it is an exception to retry.
 """
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -75,7 +76,7 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray
     return _line(name, manifest, text)
 
 
-def open_shard_line(folder: Path, name: str) -> Json | None:
+def sealed_shard(folder: Path, name: str) -> Json | None:
     """The line of a shard sealed by an earlier run, None if there is none."""
     try:
         text = (folder / (name + ".json")).read_bytes()
@@ -95,7 +96,7 @@ def _line(name: str, manifest: Json, text: bytes) -> Json:
 
 
 def _block_sums(array: np.ndarray) -> list[str]:
-    data = memoryview(array).cast("B")
+    data = array.view(np.uint8).data
     return [xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
 
 
@@ -110,7 +111,7 @@ class _CheckedFile:
         self._size = size
         self._sums = np.array([int(digest, 16) for digest in sums], np.uint64)
         self._verified = np.zeros(len(sums), bool)
-        self._file: BinaryIO | None = None
+        self._file: io.FileIO | None = None
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`. Retries a fault a few times, then Mistake naming file and offset."""
@@ -142,7 +143,7 @@ class _CheckedFile:
 
     def _pread(self, offset: int, size: int) -> bytes:
         if self._file is None:
-            self._file = open(self.path, "rb", buffering=0)
+            self._file = io.FileIO(self.path)
         file = self._file
         try:
             data = os.pread(file.fileno(), size, offset)
@@ -166,9 +167,12 @@ class _Shard:
         except OSError as error:
             raise Mistake(f"{path}: {error.strerror}: restore the file, or prepare anew with overwrite") from None
         if xxhash.xxh3_128_hexdigest(text) != line["xxh3"]:
-            raise Mistake(f"{path}: is not the one written for {folder}: changed or swapped; restore it, or prepare anew with overwrite")
+            raise Mistake(
+                f"{path}: is not the one written for {folder}: changed or swapped; restore it, or prepare anew with overwrite"
+            )
         manifest = json.loads(text)
-        assert manifest["dtype"] == dtype.name and manifest["tokenizer"] == tokenizer_hash
+        assert manifest["dtype"] == dtype.name
+        assert manifest["tokenizer"] == tokenizer_hash
         self._dtype = dtype
         self._firsts = manifest["document_block_firsts"]
         self._documents_bytes = 8 * line["documents"]
@@ -261,7 +265,9 @@ class TokenFolder:
                 raise Mistake(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
             raise Mistake(f"{path}: no token folder ({MANIFEST} is missing): make one with prepare") from None
         except (OSError, ValueError, TypeError, KeyError):
-            raise Mistake(f"{path / MANIFEST}: cannot be read as a manifest: restore it, or prepare anew with overwrite") from None
+            raise Mistake(
+                f"{path / MANIFEST}: cannot be read as a manifest: restore it, or prepare anew with overwrite"
+            ) from None
         if version != FORMAT:
             raise Mistake(f"{path}: format {version}, but this lmforge reads format {FORMAT}: prepare again")
         folder = cls(path, manifest)
@@ -295,7 +301,9 @@ class TokenFolder:
         """The tokenizer that made these tokens. Mistake if the one beside them is another."""
         tokenizer = Tokenizer.open(self.path / "tokenizer")
         if tokenizer.hash != self.manifest["tokenizer"]:
-            raise Mistake(f"{self.path}: its tokenizer is not the one that made its tokens: restore it, or prepare anew with overwrite")
+            raise Mistake(
+                f"{self.path}: its tokenizer is not the one that made its tokens: restore it, or prepare anew with overwrite"
+            )
         return tokenizer
 
     def split(self, name: str) -> Split:

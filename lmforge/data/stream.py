@@ -6,13 +6,12 @@ row it is. Ranks, batches and threads are not known here.
 
 import json
 import warnings
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import xxhash
 
-from lmforge.data.order import key, permutation
+from lmforge.data.order import Order, key, permutation
 from lmforge.data.packing import Concat, Row
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import Mistake
@@ -33,6 +32,7 @@ class Stream:
         if length < 1:
             raise ValueError(f"rows of {length} tokens")
         self.length = length
+        self.where = f"{folder.path}: {split}"
         self._source = split
         self._seed = seed
         self._shuffle = shuffle
@@ -43,7 +43,7 @@ class Stream:
         self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())
         if shuffle and tokens.tokens <= length:
             warnings.warn(
-                f"{folder.path}: {split} holds {tokens.tokens} tokens, less than one row of {length}: "
+                f"{self.where} holds {tokens.tokens} tokens, less than one row of {length}: "
                 "every row is the same text and padding",
                 stacklevel=2,
             )
@@ -79,5 +79,5 @@ class Stream:
             samples[here] = self._order(int(epoch))(offsets[here])
         return samples
 
-    def _order_of_epoch(self, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+    def _order_of_epoch(self, epoch: int) -> Order:
         return permutation(self.rows_per_epoch, key(self._seed, "source", self._source, epoch))

@@ -1,0 +1,56 @@
+# Each target sets up what it needs and can be the first command ever typed in a checkout.
+PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(shell command -v $(name))))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STAMP_DEV := $(VENV)/.installed-dev
+
+.PHONY: help quickstart install install-dev test test-gpu lint format bench clean
+
+help:
+	@echo "make quickstart   set up, then train a small language model on this machine (a few minutes)"
+	@echo "make test         set up, then run the tests            make test-gpu   those that need a GPU"
+	@echo "make lint         style, types, floors                  make bench      speed, side by side with others"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "lmforge needs Python 3.11 or newer; none is on the PATH"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmforge needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: on Debian and Ubuntu, apt-get install python3-venv"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(STAMP_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(STAMP)
+
+install: $(STAMP)
+
+install-dev: $(STAMP_DEV)
+
+quickstart: $(STAMP)
+	$(BIN)/lmforge quickstart
+
+test: $(STAMP_DEV)
+	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP_DEV)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP_DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP_DEV)
+	$(BIN)/python benchmarks/train_cpu.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
