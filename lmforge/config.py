@@ -4,17 +4,28 @@ Options are read once, at the edge, by `options.py`; below the stages, functions
 torch, so that `--help` and `--dry-run` answer at once. `batch_plan` is the one place where batch sizes are derived.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from lmforge.errors import Mistake
-from lmforge.options import Options, argument, option
+from lmforge.options import Options, argument, option, section
 
 Resume = Literal["auto", "never", "required"]
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "fp32", "bf16"]
+
+# One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
+COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
+DEFAULT_GLOBAL_BATCH_ROWS = 32
+# Seeds of rows, samples and steps are added to it, and torch takes 64 bits.
+LARGEST_SEED = 2**62
+
+
+def _of_shape(meaning: str, **bounds: Any) -> Any:
+    return option(None, f"{meaning} (default: unchanged)", **bounds)
 
 
 class RunOptions(Options):
@@ -39,21 +50,21 @@ class ModelOptions(Options):
     preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
     source: Path | None = option(None, "a Hugging Face model folder: its config.json, and its weights where it has any")
     load_weights: bool = option(True, "with --model.source: start from the folder's weights rather than at random")
-    hidden_size: int | None = option(None, "width of the residual stream", gt=0)
-    intermediate_size: int | None = option(None, "width of the feed-forward layer", gt=0)
-    num_hidden_layers: int | None = option(None, "number of blocks", gt=0)
-    num_attention_heads: int | None = option(None, "query heads", gt=0)
-    num_key_value_heads: int | None = option(None, "key and value heads (grouped-query attention)", gt=0)
-    head_dim: int | None = option(None, "width of one head (default: hidden_size / num_attention_heads)", gt=0)
-    max_position_embeddings: int | None = option(None, "longest row the model is made for", gt=0)
-    rope_theta: float | None = option(None, "base of the rotary frequencies", gt=0)
-    rms_norm_eps: float | None = option(None, "epsilon of the norms", gt=0)
-    tie_word_embeddings: bool | None = option(None, "use the input embedding as output head")
-    attention_bias: bool | None = option(None, "biases on the query, key and value projections")
-    mlp_bias: bool | None = option(None, "biases in the feed-forward layer")
-    qk_norm: bool | None = option(None, "normalise queries and keys per head")
-    sliding_window: int | None = option(None, "attend to this many last tokens only", gt=0)
-    initializer_range: float | None = option(None, "standard deviation of random weights", gt=0)
+    hidden_size: int | None = _of_shape("width of the residual stream", gt=0)
+    intermediate_size: int | None = _of_shape("width of the feed-forward layer", gt=0)
+    num_hidden_layers: int | None = _of_shape("number of blocks", gt=0)
+    num_attention_heads: int | None = _of_shape("query heads", gt=0)
+    num_key_value_heads: int | None = _of_shape("key and value heads (grouped-query attention)", gt=0)
+    head_dim: int | None = _of_shape("width of one head", gt=0)
+    max_position_embeddings: int | None = _of_shape("longest row the model is made for", gt=0)
+    rope_theta: float | None = _of_shape("base of the rotary frequencies", gt=0)
+    rms_norm_eps: float | None = _of_shape("epsilon of the norms", gt=0)
+    tie_word_embeddings: bool | None = _of_shape("use the input embedding as output head")
+    attention_bias: bool | None = _of_shape("biases on the query, key and value projections")
+    mlp_bias: bool | None = _of_shape("biases in the feed-forward layer")
+    qk_norm: bool | None = _of_shape("normalise queries and keys per head")
+    sliding_window: int | None = _of_shape("attend to this many last tokens only", gt=0)
+    initializer_range: float | None = _of_shape("standard deviation of random weights", gt=0)
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelOptions":
@@ -78,12 +89,16 @@ class TrainOptions(Options):
     """The loop. The global batch is a contract: micro-batches and accumulation are derived from it."""
 
     steps: int = option(1000, "optimizer steps in the whole run", gt=0)
-    global_batch_rows: int | None = option(None, "rows in one optimizer step, over all ranks", gt=0)
+    global_batch_rows: int | None = option(
+        None, f"rows in one optimizer step, over all ranks (default: {DEFAULT_GLOBAL_BATCH_ROWS})", gt=0
+    )
     global_batch_tokens: int | None = option(None, "the same in tokens; a multiple of data.length", gt=0)
-    micro_batch_rows: int | None = option(None, "rows in one forward pass of a rank (default: what fits 16,384 tokens)", gt=0)
-    seed: int = option(0, "seed of the initial weights and the order of the data", ge=0)
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute dtype; auto is bf16 where the hardware multiplies it")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto is cuda where there is one")
+    micro_batch_rows: int | None = option(
+        None, f"rows in one forward pass of a rank (default: what fits {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", gt=0
+    )
+    seed: int = option(0, "seed of the initial weights and the order of the data", ge=0, le=LARGEST_SEED)
+    dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware multiplies it")
+    device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option("auto", "compile each block; auto is on where a compiler is found")
     threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)
 
@@ -133,7 +148,9 @@ class SampleOptions(Options):
 class CheckpointOptions(Options):
     """What is kept of a run."""
 
-    every_steps: int | None = option(None, "steps between checkpoints (default: a tenth of the run); the last step always saves", gt=0)
+    every_steps: int | None = option(
+        None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", gt=0
+    )
     keep_last: int = option(3, "newest checkpoints to keep", gt=0)
 
 
@@ -153,18 +170,18 @@ class LaunchOptions(Options):
 class Config(Options):
     """One run. `lmforge pretrain RECIPE.toml --section.option value` overrides any of it."""
 
-    run: RunOptions = option(RunOptions(), "where the run lives")
-    data: DataOptions = option(DataOptions(), "what the model reads")
-    model: ModelOptions = option(ModelOptions(), "the shape: a preset or a Hugging Face folder, and what to change of it")
-    parallel: ParallelOptions = option(ParallelOptions(), "how the model is spread over ranks")
-    train: TrainOptions = option(TrainOptions(), "the loop")
-    optimizer: OptimizerOptions = option(OptimizerOptions(), "AdamW")
-    schedule: ScheduleOptions = option(ScheduleOptions(), "the learning rate over the run")
-    validation: ValidationOptions = option(ValidationOptions(), "loss on held-out documents while training")
-    sample: SampleOptions = option(SampleOptions(), "text written by the model while it trains")
-    checkpoint: CheckpointOptions = option(CheckpointOptions(), "what is kept")
-    log: LogOptions = option(LogOptions(), "what is told")
-    launch: LaunchOptions = option(LaunchOptions(), "how processes are started")
+    run: RunOptions = section(RunOptions, "where the run lives")
+    data: DataOptions = section(DataOptions, "what the model reads")
+    model: ModelOptions = section(ModelOptions, "the shape: a preset or a Hugging Face folder, and what to change of it")
+    parallel: ParallelOptions = section(ParallelOptions, "how the model is spread over ranks")
+    train: TrainOptions = section(TrainOptions, "the loop")
+    optimizer: OptimizerOptions = section(OptimizerOptions, "AdamW")
+    schedule: ScheduleOptions = section(ScheduleOptions, "the learning rate over the run")
+    validation: ValidationOptions = section(ValidationOptions, "loss on held-out documents while training")
+    sample: SampleOptions = section(SampleOptions, "text written by the model while it trains")
+    checkpoint: CheckpointOptions = section(CheckpointOptions, "what is kept")
+    log: LogOptions = section(LogOptions, "what is told")
+    launch: LaunchOptions = section(LaunchOptions, "how processes are started")
 
     @model_validator(mode="after")
     def _combinations(self) -> "Config":
@@ -175,12 +192,12 @@ class Config(Options):
             raise ValueError(
                 f"train.global_batch_tokens = {tokens} is not a multiple of data.length = {self.data.length}; nearest: {near}"
             )
-        if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.train.steps:
-            raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps}"
-                + (f" and schedule.decay_steps = {self.schedule.decay_steps}" if self.schedule.decay_steps else "")
-                + f" do not fit into train.steps = {self.train.steps}; lower them or train longer"
-            )
+        warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
+        if self.schedule.name != "warmup-stable-decay":
+            decay = 0
+        if warmup + decay > self.train.steps:
+            asked = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
+            raise ValueError(f"{asked}: more than train.steps = {self.train.steps}; lower them or train longer")
         return self
 
     def with_name(self, name: str) -> "Config":
@@ -207,15 +224,11 @@ class BatchPlan:
         return self.rows * self.length
 
     def __str__(self) -> str:
+        ranks = f"{self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
         return (
             f"{self.rows} rows × {self.length} tokens = {self.tokens:,} tokens a step"
-            f" = {self.ranks} {'rank' if self.ranks == 1 else 'ranks'} × {self.accumulation} micro-batches × {self.micro_batch_rows} rows"
+            f" = {ranks} × {self.accumulation} micro-batches × {self.micro_batch_rows} rows"
         )
-
-
-# One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
-COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
-DEFAULT_GLOBAL_BATCH_ROWS = 32
 
 
 def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
@@ -240,14 +253,16 @@ def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
 class PrepareOptions(Options):
     """lmforge prepare SOURCE OUT: text → tokenizer → token shards."""
 
-    source: str = argument("stdlib", "stdlib (the Python standard library's source), a text, jsonl(.gz/.zst) or parquet file, or a folder")
+    source: str = argument(
+        "stdlib", "stdlib (the Python standard library's source), a text, jsonl(.gz/.zst) or parquet file, or a folder"
+    )
     out: Path = argument(Path("data/stdlib"), "folder to write")
     tokenizer: Path | None = option(None, "a tokenizer.json or a folder that holds one (default: train one)")
     vocab_size: int = option(4096, "vocabulary of a tokenizer that is trained here", gt=300, le=1_000_000)
     text_field: str = option("text", "field of the text in jsonl and parquet")
     held_out: float = option(0.02, "share of the documents held out for validation", gt=0, lt=1)
     shard_tokens: int = option(100_000_000, "tokens in one shard file", gt=0)
-    seed: int = option(0, "seed of the order of documents", ge=0)
+    seed: int = option(0, "seed of the order of documents", ge=0, le=LARGEST_SEED)
     workers: int | None = option(None, "processes (default: the cores there are)", gt=0)
     overwrite: bool = option(False, "delete what another preparation left in OUT")
 
@@ -261,8 +276,8 @@ class EvaluateOptions(Options):
     rows: int | None = option(None, "stop after so many rows (default: all)", gt=0)
     length: int | None = option(None, "tokens in a row (default: as in training)", gt=0)
     batch_rows: int = option(16, "rows in one forward pass", gt=0)
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto is cuda where there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "compute dtype")
+    device: Device = option("auto", "auto is cuda where there is one")
+    dtype: DType = option("fp32", "compute dtype")
     output: Literal["text", "json"] = option("text", "how to print the result")
 
 
@@ -275,10 +290,10 @@ class GenerateOptions(Options):
     temperature: float = option(0.8, "0 is greedy", ge=0)
     top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", ge=0)
     top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", gt=0, le=1)
-    seed: int | None = option(None, "seed of the sampling (default: a fresh one, printed)", ge=0)
+    seed: int | None = option(None, "seed of the sampling (default: a fresh one, printed)", ge=0, le=LARGEST_SEED)
     stop: tuple[str, ...] = option((), "texts that end a completion")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto is cuda where there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option("auto", "compute dtype")
+    device: Device = option("auto", "auto is cuda where there is one")
+    dtype: DType = option("auto", "compute dtype")
 
 
 class ShowOptions(Options):
@@ -295,9 +310,3 @@ class QuickstartOptions(Options):
     processes: int = option(2, "ranks to start", gt=0)
     prompt: str = option("def ", "what the model continues at the end")
     overwrite: bool = option(False, "begin again instead of continuing")
-
-
-def local_threads(local_ranks: int) -> int:
-    """CPU threads for each of `local_ranks` processes on this machine, from the cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_ranks)

@@ -4,11 +4,14 @@ The trees themselves are in `config.py`. Nothing here knows what an option means
 Recipe and command line go through the same validation, so that one mistake has one wording.
 """
 
+import copy
 import difflib
 import json
+import re
 import tomllib
 import types
 import typing
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +21,33 @@ from pydantic.fields import FieldInfo
 
 from lmforge.errors import Mistake
 
+OptionPath = tuple[str, ...]
+WIDEST_NAME = 46
+# What pydantic found wrong → what was expected; filled in with the bounds of the option.
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a section",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+}
+
 
 class Options(BaseModel):
     """A group of options; keys that are not declared are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Validators are built when first used: help needs none, and answers the sooner.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+
+
+Tree = TypeVar("Tree", bound=Options)
 
 
 def option(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -35,7 +60,9 @@ def argument(default: Any, meaning: str) -> Any:
     return Field(default, description=meaning, json_schema_extra={"positional": True})
 
 
-Tree = TypeVar("Tree", bound=Options)
+def section(tree: type[Options], meaning: str) -> Any:
+    """Declare a group of options inside another."""
+    return Field(default_factory=tree, description=meaning)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -58,84 +85,61 @@ def parse(tree: type[Tree], arguments: list[str], recipe: dict[str, Any] | None 
     Raises Mistake with one line that names the option, where it was given and what was expected.
     """
     given = _from_command_line(tree, arguments)
-    merged: dict[str, Any] = json.loads(json.dumps(recipe or {}, default=str))
+    merged = copy.deepcopy(recipe or {})
     for path, value in given.items():
         table = merged
         for part in path[:-1]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise Mistake(f"{recipe_name}: {part}: expected a section")
+                raise Mistake(f"{recipe_name}: {part}: expected a section, got {_as_given(table)}")
         table[path[-1]] = value
     return validate(tree, merged, recipe_name, frozenset(given))
 
 
 def validate(
-    tree: type[Tree], table: dict[str, Any], where: str = "", from_command_line: frozenset[tuple[str, ...]] = frozenset()
+    tree: type[Tree], table: dict[str, Any], where: str = "", from_command_line: frozenset[OptionPath] = frozenset()
 ) -> Tree:
-    """`table` as a `tree`, strictly: a number in quotes is not a number."""
+    """`table` as a `tree`, strictly: a number in quotes is not a number. Raises Mistake as `parse` does."""
     try:
         # JSON mode is strict about types and still takes text for a path and a list for a tuple.
-        return tree.model_validate_json(json.dumps(table), strict=True)
+        return tree.model_validate_json(_as_given(table), strict=True)
     except ValidationError as problem:
         error = problem.errors()[0]
-        path = tuple(str(part) for part in error["loc"] if isinstance(part, str))
-        raise Mistake(_explain(tree, path, error, where, path in from_command_line)) from None
-
-
-def _explain(tree: type[Options], path: tuple[str, ...], error: Any, where: str, typed: bool) -> str:
-    name = ".".join(path)
-    place = f"--{name}" if typed or not where else f"{where}: {name}" if name else where
-    got = json.dumps(error["input"], default=str)
+    path = tuple(part for part in error["loc"] if isinstance(part, str))
     context = error.get("ctx", {})
-    kind = error["type"]
-    if kind == "extra_forbidden":
-        return f"{place}: no such option{_nearest(tree, path)}"
-    if kind in ("value_error", "assertion_error"):
-        message = str(context.get("error", error["msg"]))
-        return f"{where}: {message}" if where else message
-    expected = {
-        "int_type": "a whole number",
-        "int_parsing": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "float_parsing": "a number",
-        "bool_type": "true or false",
-        "bool_parsing": "true or false",
-        "string_type": "text",
-        "path_type": "a path",
-        "list_type": "a list",
-        "tuple_type": "a list",
-        "dict_type": "a table",
-        "model_type": "a section",
-        "model_attributes_type": "a section",
-        "missing": "a value",
-        "greater_than": f"a number above {context.get('gt')}",
-        "greater_than_equal": f"a number of at least {context.get('ge')}",
-        "less_than": f"a number below {context.get('lt')}",
-        "less_than_equal": f"a number of at most {context.get('le')}",
-        "literal_error": str(context.get("expected", "")),
-        "finite_number": "a finite number",
-        "too_short": "a longer list",
-        "too_long": "a shorter list",
-    }.get(kind)
-    if expected is None:
-        return f"{place}: {error['msg']}, got {got}"
-    if kind == "missing":
-        return f"{place}: missing; give it in the recipe or as --{name}"
-    return f"{place}: expected {expected}, got {got}"
+    if error["type"] == "value_error":  # raised by our own validators, in their own words
+        raise Mistake(f"{where}: {context['error']}" if where else str(context["error"]))
+    name = ".".join(path)
+    place = f"--{name}" if path in from_command_line or not where else f"{where}: {name}"
+    if error["type"] == "extra_forbidden":
+        raise Mistake(f"{place}: no such option{_nearest(tree, path)}")
+    if error["type"] == "missing":
+        raise Mistake(f"{place}: missing; give {dict(fields(tree))[path].description}")
+    expected = EXPECTED[error["type"]].format(**context)
+    raise Mistake(f"{place}: expected {expected}, got {_as_given(error['input'])}")
 
 
-def _nearest(tree: type[Options], path: tuple[str, ...]) -> str:
-    names = {".".join(known) for known, _ in fields(tree)} | {known[0] for known, _ in fields(tree)}
+def _as_given(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, JSON has not
+
+
+def _nearest(tree: type[Options], path: OptionPath) -> str:
+    """A hint at the option that was probably meant: in the section that was named, else anywhere."""
     typed = ".".join(path).replace("-", "_")
-    close = difflib.get_close_matches(typed, sorted(names), n=1, cutoff=0.6)
-    if not close:
-        leaf = {name.rpartition(".")[2]: name for name in names}
-        close = [leaf[word] for word in difflib.get_close_matches(typed.rpartition(".")[2], sorted(leaf), n=1, cutoff=0.75)]
-    return f"; did you mean {close[0]}?" if close else ""
+    section, _, last = typed.rpartition(".")
+    whole = [".".join(known) for known, _ in fields(tree)]
+    anywhere = {name.rpartition(".")[2]: name for name in whole}
+    beside = {name.rpartition(".")[2]: name for name in whole if name.rpartition(".")[0] == section}
+    # Where the section is misspelt, or stands for an option: sections are names as well.
+    every = {name: name for name in (*whole, *(name.partition(".")[0] for name in whole))}
+    for names, word, likeness in ((beside, last, 0.6) if beside else (every, typed, 0.6), (anywhere, last, 0.75)):
+        close = difflib.get_close_matches(word, names, n=1, cutoff=likeness)
+        if close:
+            return f"; did you mean {names[close[0]]}?"
+    return "; --help lists those there are"
 
 
-def fields(tree: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def fields(tree: type[BaseModel], above: OptionPath = ()) -> Iterator[tuple[OptionPath, FieldInfo]]:
     """Every option of a tree as (path, field), depth first in the order of declaration."""
     for name, field in tree.model_fields.items():
         kind = field.annotation
@@ -145,137 +149,142 @@ def fields(tree: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple
             yield (*above, name), field
 
 
-def _members(annotation: Any) -> list[Any]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return [member for part in typing.get_args(annotation) for member in _members(part)]
-    return [annotation]
+def _members(field: FieldInfo) -> tuple[Any, ...]:
+    """The kinds of value an option takes: its annotation, or the members of the union that this is."""
+    kind = field.annotation
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
 def _is_list(field: FieldInfo) -> bool:
-    return any(typing.get_origin(member) in (list, tuple) for member in _members(field.annotation))
+    return typing.get_origin(field.annotation) is tuple
 
 
-def _looks_like_option(text: str) -> bool:
-    return text.startswith("--") and len(text) > 2
+def _is_switch(field: FieldInfo) -> bool:
+    return bool in _members(field)
 
 
-def _from_command_line(tree: type[Options], arguments: list[str]) -> dict[tuple[str, ...], Any]:
+def _is_positional(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and "positional" in field.json_schema_extra
+
+
+def _names_option(word: str) -> bool:
+    return re.match(r"--[A-Za-z]", word) is not None
+
+
+def _from_command_line(tree: type[Options], arguments: list[str]) -> dict[OptionPath, Any]:
+    """What `arguments` give, by option. Of an option given twice the last counts."""
     known = dict(fields(tree))
-    positional = [path for path, field in known.items() if (field.json_schema_extra or {}).get("positional")]  # type: ignore[union-attr]
-    given: dict[tuple[str, ...], Any] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not _looks_like_option(word):
-            free = [path for path in positional if path not in given or _is_list(known[path])]
-            if not free:
-                raise Mistake(f"unexpected argument {word!r}; options begin with --")
-            if _is_list(known[free[0]]):
-                given.setdefault(free[0], []).append(word)
-            else:
-                given[free[0]] = _value(known[free[0]], word)
+    given: dict[OptionPath, Any] = {}
+    for word in arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise Mistake(f"{word!r}: not UTF-8 text") from None
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        if not _names_option(word):
+            _take_place(known, given, word)
             continue
         name, equals, attached = word[2:].partition("=")
-        path, negated = tuple(name.replace("-", "_").split(".")), False
-        if path not in known and path[-1].startswith("no_"):
-            positive = (*path[:-1], path[-1].removeprefix("no_"))
-            if positive in known and bool in _members(known[positive].annotation):
-                path, negated = positive, True
+        path = tuple(name.replace("-", "_").split("."))
         if path not in known:
             raise Mistake(f"--{name}: no such option{_nearest(tree, path)}")
-        field = known[path]
-        if negated:
-            given[path] = False
-        elif equals:
-            given[path] = _value_list(field, attached) if _is_list(field) else _value(field, attached)
-        elif _is_list(field):
-            values = []
-            while rest and not _looks_like_option(rest[0]):
-                values.append(rest.pop(0))
-            given[path] = _value_list(field, values[0]) if len(values) == 1 else [_scalar(word) for word in values]
-        elif bool in _members(field.annotation) and (not rest or rest[0].lower() not in ("true", "false")):
+        values = [attached] if equals else _following(words, known[path])
+        if _is_list(known[path]):
+            given[path] = values
+        elif values:
+            given[path] = _read(known[path], values[0])
+        elif _is_switch(known[path]):
             given[path] = True
-        elif rest and not _looks_like_option(rest[0]):
-            given[path] = _value(field, rest.pop(0))
         else:
             raise Mistake(f"--{name}: needs a value")
     return given
 
 
-def _scalar(text: str) -> Any:
-    """`text` as a number, a truth value or nothing where it reads as one."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text.lower() in ("none", "null"):
+def _take_place(known: dict[OptionPath, FieldInfo], given: dict[OptionPath, Any], word: str) -> None:
+    """Give `word` to the first option that may be given by position and still has room."""
+    for path, field in known.items():
+        if _is_positional(field) and _is_list(field):
+            given.setdefault(path, []).append(word)
+            return
+        if _is_positional(field) and path not in given:
+            given[path] = _read(field, word)
+            return
+    raise Mistake(f"unexpected argument {word!r}; options begin with --")
+
+
+def _following(words: deque[str], field: FieldInfo) -> list[str]:
+    """Take from `words` what belongs to an option: for a list all up to the next option, else at most one."""
+    taken: list[str] = []
+    while words and not _names_option(words[0]) and (_is_list(field) or not taken):
+        if _is_switch(field) and words[0].lower() not in ("true", "false"):
+            break
+        taken.append(words.popleft())
+    return taken
+
+
+def _read(field: FieldInfo, text: str) -> Any:
+    """`text` as a value of the option's kind where it reads as one; else as it is, for `validate` to refuse."""
+    kinds = _members(field)
+    if type(None) in kinds and text.lower() == "none":
         return None
-    for kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            continue
-        return int(number) if number == number and abs(number) < 2**53 and number == int(number) and "." not in text else number
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        if int in kinds:
+            return _whole(text)
+        if float in kinds:
+            return float(text)
+    except ValueError:
+        pass
     return text
 
 
-def _value(field: FieldInfo, text: str) -> Any:
-    members = _members(field.annotation)
-    if type(None) in members and text.lower() == "none":
-        return None
-    is_text = any(member in (str, Path) or typing.get_origin(member) is typing.Literal for member in members)
-    return text if is_text else _scalar(text)
-
-
-def _value_list(field: FieldInfo, text: str) -> Any:
-    if text.startswith("["):
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            pass
-    of_text = any(str in typing.get_args(member) for member in _members(field.annotation))
-    return [text] if of_text else [_scalar(part) for part in text.split(",")]
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)  # 5e5 is a whole number too
+        if not number.is_integer():
+            raise
+        return int(number)
 
 
 def describe(tree: type[Options]) -> str:
-    """Help for every option: its name, kind, default and meaning, one line each."""
-    rows: list[tuple[str, str, str]] = []
-    for path, field in fields(tree):
-        positional = (field.json_schema_extra or {}).get("positional")  # type: ignore[union-attr]
-        rows.append((f"  {'' if not positional else '[--]'}{'' if positional else '--'}{'.'.join(path)} {_kind(field)}", field.description or "", _default(field)))
-    width = min(max(len(row[0]) for row in rows), 46)
-    lines, section = [], None
-    for (path, _), (left, meaning, default) in zip(fields(tree), rows, strict=True):
-        if len(path) > 1 and path[0] != section:
-            section = path[0]
-            about = tree.model_fields[section].description
-            lines.append(f"\n[{section}]" + (f"  {about}" if about else ""))
-        lines.append(f"{left:<{width}}  {meaning}{default}")
+    """Help for every option: its name, kind, meaning and default, one line each."""
+    rows = [(path, _spelling(path, field), f"{field.description}{_default(field)}") for path, field in fields(tree)]
+    width = min(max(len(spelling) for _, spelling, _ in rows), WIDEST_NAME)
+    lines: list[str] = []
+    heading: OptionPath = ()
+    for path, spelling, meaning in rows:
+        if path[:-1] != heading:
+            heading = path[:-1]
+            lines.append(f"\n[{path[0]}]  {tree.model_fields[path[0]].description}")
+        lines.append(f"  {spelling:<{width}}  {meaning}")
     return "\n".join(lines)
 
 
+def _spelling(path: OptionPath, field: FieldInfo) -> str:
+    return f"{'[--]' if _is_positional(field) else '--'}{'.'.join(path)} {_kind(field)}"
+
+
 def _kind(field: FieldInfo) -> str:
-    words = []
-    for member in _members(field.annotation):
-        origin = typing.get_origin(member)
-        if origin is typing.Literal:
-            words.append("|".join(str(choice) for choice in typing.get_args(member)))
-        elif origin in (list, tuple):
-            words.append("LIST")
-        elif member is not type(None):
-            words.append({int: "INT", float: "NUMBER", bool: "", str: "TEXT", Path: "PATH"}.get(member, ""))
-    return "|".join(word for word in words if word)
+    kind = next(kind for kind in _members(field) if kind is not type(None))
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(typing.get_args(kind))
+    if _is_list(field):
+        return "TEXT …"
+    return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[kind]
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return " (required)"
-    value = field.default
-    if value is None or value == "" or value is False:
+    if "(default: " in (field.description or ""):
         return ""
-    if value is True:
-        return f" (default: on; --no-... turns it off)"
-    if isinstance(value, (tuple, list)):
-        return f" (default: {' '.join(str(part) for part in value)})" if value else ""
-    return f" (default: {value})"
+    value = "none" if field.default in (None, ()) else field.default
+    return f" (default: {value if isinstance(value, str | Path) else _toml(value)})"
 
 
 def to_toml(tree: Options) -> str:
@@ -291,7 +300,7 @@ def to_toml(tree: Options) -> str:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # A JSON string, number or truth value is TOML too; JSON escapes DEL-free text exactly as TOML wants it.
-    return json.dumps(value, ensure_ascii=False)
+    # A JSON number, truth value or text is TOML too, but for one character that only TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

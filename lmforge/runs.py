@@ -105,15 +105,19 @@ class Run:
         return self.path / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
 
     def lock(self) -> None:
-        """Hold the run for this process until it ends. Raises Mistake when another process trains it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Hold the run for this process until it ends. Raises Mistake when another process trains it, or it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise Mistake(f"{self.path}: cannot be made a folder: {problem.strerror}; choose another --run.folder") from None
         file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise Mistake(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name") from None
+            way_out = "wait for it, stop it, or choose another --run.name"
+            raise Mistake(f"{self.path}: being trained by {holder}; {way_out}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from lmforge.cluster.environment import find_place
 from lmforge.config import Config, batch_plan
@@ -14,6 +15,7 @@ from lmforge.options import read_recipe, to_toml, validate
 from lmforge.runs import MANIFEST, Run
 
 GIB = 2**30
+USUAL_LENGTH = 4096
 
 
 def show(thing: str) -> str:
@@ -26,21 +28,28 @@ def show(thing: str) -> str:
         return f"recipe {thing}\n{to_toml(config)}\n{_arithmetic(config)}"
     if not path.exists():
         if thing in PRESETS:
-            return _model(preset(thing), f"preset {thing}", 0)
+            return _model(preset(thing), f"preset {thing}")
         raise Mistake(f"{thing}: no such file, folder or preset; `lmforge show presets` lists the presets")
     if (path / "recipe.toml").exists():
         return _run(Run(path))
     if (path / MANIFEST).exists():
-        table = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        table = _manifest(path)
         return _checkpoint(path, table) if "samples" in table else _tokens(path)
     if (path / "config.json").exists():
-        return _model(resolve(path, {}), f"Hugging Face folder {path}", 0)
+        return _model(resolve(path, {}), f"Hugging Face folder {path}")
     raise Mistake(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
 
 
 def dry_run(config: Config) -> str:
     """The resolved recipe and the batch arithmetic. Raises Mistake where they do not fit together."""
     return f"{to_toml(config)}\n{_arithmetic(config)}"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise Mistake(f"{folder / MANIFEST}: cannot be read as the manifest of a shard folder or a checkpoint") from None
 
 
 def _arithmetic(config: Config) -> str:
@@ -53,7 +62,8 @@ def _arithmetic(config: Config) -> str:
         tokens = TokenFolder.open(config.data.folder)
         vocabulary = tokens.tokenizer.vocab_size
         held = tokens.split("train").tokens
-        lines.append(f"data       {config.data.folder}: {held:,} tokens, so {config.train.steps * plan.tokens / held:.2f} epochs")
+        epochs = config.train.steps * plan.tokens / held
+        lines.append(f"data       {config.data.folder}: {held:,} tokens, so {epochs:.2f} epochs")
     else:
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
     shape = resolve(config.model.source or config.model.preset or "nano", config.model.overrides(), vocabulary)
@@ -66,8 +76,8 @@ def _arithmetic(config: Config) -> str:
 def _cost(shape: ModelConfig, length: int) -> str:
     count = parameters(shape)
     return (
-        f"model      {count.total:,} parameters ({count.multiplied:,} multiply each token), {flops_per_token(shape, length):.3g} FLOPs a token"
-        f" at length {length:,}\n"
+        f"model      {count.total:,} parameters ({count.multiplied:,} multiply each token),"
+        f" {flops_per_token(shape, length):.3g} FLOPs a token at length {length:,}\n"
         f"memory     {_size(weight_bytes(shape))} of fp32 weights; {_size(training_bytes(shape))} at rest in training"
         " (with AdamW's two moments), over all ranks that shard it"
     )
@@ -77,16 +87,18 @@ def _size(count: float) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
-def _model(shape: ModelConfig, title: str, length: int) -> str:
-    length = length or min(shape.max_position_embeddings, 4096)
+def _model(shape: ModelConfig, title: str, length: int | None = None) -> str:
+    """A shape and what it costs, in rows of `length` tokens (default: as long as is usual for it)."""
     heads = f"{shape.num_attention_heads} heads of {shape.head_dim}"
     if shape.num_key_value_heads != shape.num_attention_heads:
         heads += f" ({shape.num_key_value_heads} for keys and values)"
     return (
         f"{title}\n"
-        f"shape      {shape.model_type}: {shape.num_hidden_layers} layers, width {shape.hidden_size}, feed-forward {shape.intermediate_size}, {heads}\n"
-        f"vocabulary {shape.vocab_size:,}, {'tied' if shape.tie_word_embeddings else 'untied'}; positions {shape.max_position_embeddings:,}\n"
-        f"{_cost(shape, length)}\n"
+        f"shape      {shape.model_type}: {shape.num_hidden_layers} layers, width {shape.hidden_size},"
+        f" feed-forward {shape.intermediate_size}, {heads}\n"
+        f"vocabulary {shape.vocab_size:,}, {'tied' if shape.tie_word_embeddings else 'untied'};"
+        f" positions {shape.max_position_embeddings:,}\n"
+        f"{_cost(shape, length or min(shape.max_position_embeddings, USUAL_LENGTH))}\n"
         f"{CONVENTION}"
     )
 
@@ -96,8 +108,8 @@ def _presets() -> str:
     for name in PRESETS:
         shape = preset(name)
         rows.append(
-            f"{name:<16} {parameters(shape).total / 1e6:>10,.1f} M  {shape.model_type:<8} {shape.num_hidden_layers:>3} layers, width {shape.hidden_size:>6},"
-            f" vocabulary {shape.vocab_size:>7,}"
+            f"{name:<16} {parameters(shape).total / 1e6:>10,.1f} M  {shape.model_type:<8}"
+            f" {shape.num_hidden_layers:>3} layers, width {shape.hidden_size:>6}, vocabulary {shape.vocab_size:>7,}"
         )
     return "\n".join(rows)
 
@@ -109,21 +121,22 @@ def _tokens(path: Path) -> str:
     for name in folder.splits:
         split = folder.split(name)
         lines.append(f"{name:<10} {split.tokens:,} tokens in {split.documents:,} documents")
-    separator = tokenizer.decode([tokenizer.separator_id], specials=True)
-    lines.append(f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator!r} (id {tokenizer.separator_id}) after each document; {tokenizer.hash}")
+    separator = f"{tokenizer.decode([tokenizer.separator_id], specials=True)!r} (id {tokenizer.separator_id})"
+    lines.append(f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator} after each document; {tokenizer.hash}")
     lines.append(f"stored as  {folder.dtype}")
     return "\n".join(lines)
 
 
-def _checkpoint(path: Path, table: dict) -> str:  # type: ignore[type-arg]
+def _checkpoint(path: Path, table: dict[str, Any]) -> str:
     shape = from_hugging_face(table["model"], str(path / MANIFEST))
     length = table["recipe"]["data"]["length"]
     size = sum(file["bytes"] for file in table["files"].values())
     world = table["world"]
+    ranks = f"{world['ranks']} {'rank' if world['ranks'] == 1 else 'ranks'}"
     return (
         f"checkpoint {path}\n"
         f"step       {table['step']:,}: {table['samples']:,} rows, {table['samples'] * length:,} tokens\n"
-        f"written by {world['ranks']} {'rank' if world['ranks'] == 1 else 'ranks'}, engine {world['engine']}, {world['dtype']}\n"
+        f"written by {ranks}, engine {world['engine']}, {world['dtype']}\n"
         f"on disk    {_size(size)} in {len(table['files'])} files\n"
         + _model(shape, f"trained on {table['recipe']['data']['folder']}", length)
     )
@@ -138,7 +151,6 @@ def _run(run: Run) -> str:
         shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
         lines.append("last       " + ", ".join(f"{name} {last[name]:,.4g}" for name in shown if name in last))
     lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
-    newest = run.checkpoint(steps[-1]) if steps else None
-    if newest is not None and (newest / MANIFEST).exists():
-        lines.append(_checkpoint(newest, json.loads((newest / MANIFEST).read_text(encoding="utf-8"))))
+    if steps and (run.checkpoint(steps[-1]) / MANIFEST).exists():
+        lines.append(_checkpoint(run.checkpoint(steps[-1]), _manifest(run.checkpoint(steps[-1]))))
     return "\n".join(lines)

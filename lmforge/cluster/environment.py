@@ -27,16 +27,26 @@ class Place:
 
 
 def find_place(variables: Mapping[str, str] = os.environ) -> Place:
-    """Read the variables of torchrun. Raises Mistake when only some of them are set or one is not a number."""
+    """Read the variables of torchrun. Raises Mistake when only some of them are set or they make no sense."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in variables]
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return Place()
     if missing:
-        raise Mistake(f"environment: RANK or WORLD_SIZE is set but {', '.join(missing)} is not; start with torchrun, or unset them")
+        absent = ", ".join(missing)
+        raise Mistake(f"environment: RANK or WORLD_SIZE is set but {absent} is not; start with torchrun, or unset them")
     try:
         rank, ranks, local_rank = (int(variables[name]) for name in names[:3])
         local_ranks = int(variables.get("LOCAL_WORLD_SIZE", ranks))
     except ValueError:
-        raise Mistake("environment: RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers") from None
+        raise Mistake("environment: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers") from None
+    if not (0 <= rank < ranks and 0 <= local_rank < local_ranks <= ranks):
+        counted = f"rank {rank} of {ranks}, local rank {local_rank} of {local_ranks}"
+        raise Mistake(f"environment: {counted}: ranks count from 0 to below WORLD_SIZE and LOCAL_WORLD_SIZE")
     return Place(rank, ranks, local_rank, local_ranks, launched=True)
+
+
+def local_threads(local_ranks: int) -> int:
+    """CPU threads for each of `local_ranks` processes on this machine, from the cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_ranks)

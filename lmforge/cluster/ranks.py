@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lmforge.cluster.environment import Place, find_place
-from lmforge.config import local_threads
+from lmforge.cluster.environment import Place, find_place, local_threads
 from lmforge.errors import Mistake, RunFailed
 
 CONTROL_TIMEOUT = timedelta(hours=2)
@@ -24,11 +23,12 @@ T = TypeVar("T")
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """`auto`, `cpu` or `cuda` as a device of this process. Raises Mistake where CUDA is asked for and absent."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise Mistake("train.device = cuda: no CUDA device is visible to torch here; use --train.device cpu or auto")
+        raise Mistake("device = cuda: no CUDA device is visible to torch here; use cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise Mistake(f"local rank {local_rank} has no GPU of its own: this host shows {torch.cuda.device_count()}; start fewer ranks")
+        there = torch.cuda.device_count()
+        raise Mistake(f"local rank {local_rank} has no GPU of its own: this host shows {there}; start fewer ranks")
     return torch.device("cuda", local_rank)
 
 
@@ -111,8 +111,11 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         torch.set_num_threads(threads or local_threads(place.local_ranks))
     if place.ranks == 1:
         return Ranks(place, chosen, None)
-    global _store
-    _store, rank, count = next(dist.rendezvous("env://"))
+    global _store, _starts
+    shared, rank, count = next(dist.rendezvous("env://"))
+    # A second start in the same processes finds the first one's keys in the store: each has its own names.
+    _starts += 1
+    _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
         store=_store,
@@ -131,6 +134,7 @@ def stop() -> None:
 
 # The store outlives the groups: it still answers when a peer has died and every collective fails.
 _store: dist.Store | None = None
+_starts = 0
 
 
 def speaks_for_all() -> bool:

@@ -62,7 +62,7 @@ def _table(n: int, key: int) -> Order:
 def _feistel(n: int, key: int) -> Order:
     """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, walking cycles back below n.
 
-    After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). As ab exceeds n by less than 2√n + 1, a walk
+    After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). As ab exceeds n by less than √n + 1, a walk
     is almost never longer than one step.
     """
     a = math.isqrt(n - 1) + 1

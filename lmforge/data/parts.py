@@ -53,6 +53,7 @@ class PartJob(NamedTuple):
     out: Path
     number: int
     reading: Reading
+    tokenizer_hash: str
 
 
 def part_path(out: Path, number: int, suffix: str) -> Path:
@@ -64,13 +65,16 @@ def stored_dtype(vocab_size: int) -> np.dtype:
 
 
 @lru_cache(maxsize=1)
-def _opened(folder: Path) -> Tokenizer:
-    return Tokenizer.open(folder)
+def _opened(folder: Path, tokenizer_hash: str) -> Tokenizer:
+    """Once a process, and once more when another has taken its place in the folder."""
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.hash == tokenizer_hash
+    return tokenizer
 
 
 def seal_part(job: PartJob) -> None:
     """Tokenise one unit. The list of its documents is sealed last: it says that the part is there."""
-    tokenizer = _opened(job.out / "tokenizer")
+    tokenizer = _opened(job.out / "tokenizer", job.tokenizer_hash)
     dtype = stored_dtype(tokenizer.vocab_size)
     lengths: list[int] = []
     hashes: list[int] = []

@@ -40,7 +40,7 @@ from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import Mistake
 
 TRAIN, HELD_OUT = "train", "held_out"
-SAMPLE_CHARACTERS = 16_000_000  # seconds of work; more text hardly changes a BPE's merges
+SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it stays a matter of seconds
 SAMPLED_UNITS = 64
 BYTES_WORTH_A_PROCESS = 2 << 20
 
@@ -117,7 +117,7 @@ def prepare(
             size = workers or min(_processors(), len(units), 1 + corpus.size // BYTES_WORTH_A_PROCESS)
             with Crew(size) as crew:
                 opened = _seal_tokenizer(out, given, vocab_size, _sample(readings, held_out, seed), report)
-                _seal_parts(out, readings, crew, report)
+                _seal_parts(out, readings, opened.hash, crew, report)
                 documents = Documents.load(out, len(units))
                 members = _sides(documents.hashes, held_out)
                 splits = _seal_shards(out, documents, members, opened, shard_tokens, seed, crew, report)
@@ -257,12 +257,13 @@ def _seal_tokenizer(out: Path, given: Tokenizer | None, vocab_size: int, sample:
     return Tokenizer.open(folder)
 
 
-def _seal_parts(out: Path, readings: list[Reading], crew: Crew, report: Progress) -> None:
+def _seal_parts(out: Path, readings: list[Reading], tokenizer_hash: str, crew: Crew, report: Progress) -> None:
     sizes = [reading.unit.size for reading in readings]
     missing = [number for number in range(len(sizes)) if not part_path(out, number, ".npz").exists()]
     done, size = len(sizes) - len(missing), sum(sizes) - sum(sizes[number] for number in missing)
     report("tokens", done, len(sizes), size)
-    for index, _ in crew.each(seal_part, [PartJob(out, number, readings[number]) for number in missing]):
+    jobs = [PartJob(out, number, readings[number], tokenizer_hash) for number in missing]
+    for index, _ in crew.each(seal_part, jobs):
         done, size = done + 1, size + sizes[missing[index]]
         report("tokens", done, len(sizes), size)
 

@@ -153,7 +153,7 @@ class _CheckedFile:
         except OSError as error:
             raise OSError(error.errno, f"reading at byte {offset} failed ({error.strerror})") from error
         if len(data) < size:
-            raise OSError(errno.EIO, f"ends at byte {offset + len(data)} of {self._size}")
+            raise OSError(errno.EIO, f"ends at byte {os.fstat(file.fileno()).st_size} of {self._size}")
         return data
 
 

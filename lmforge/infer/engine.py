@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
 from lmforge.infer.sampling import Sampling, choose
 from lmforge.model.cache import Cache
+from lmforge.model.layers import LanguageModel
 
 SEED_STRIDE = 1_000_003
 
@@ -25,49 +24,57 @@ class Completion:
 
 @torch.no_grad()
 def decode(
-    model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling, seed: int, stop_ids: frozenset[int]
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop_ids: frozenset[int],
 ) -> Iterator[list[int | None]]:
     """Tokens as they come: each item has the next token of every prompt, None for one that has ended.
 
-    A token of `stop_ids` is given out, and ends its row. Prompts are lists of at least one token id; row r depends on
-    (seed, r) and its own prompt only. Raises Mistake where prompt and new tokens exceed what the model reads.
+    A token of `stop_ids` is given out, and ends its row. Prompts are lists of at least one token id; only ids below
+    `vocab_size` are chosen. Row r depends on (seed, r) and its own prompt only. Raises Mistake where prompt and new
+    tokens exceed what the model reads.
     """
     if not all(prompts):
         raise ValueError("an empty prompt")
-    device = next(model.parameters()).device
+    # In mixed precision sharded weights are fp32 at rest and bf16 when gathered: the embedding in use tells.
+    weight = model.embeddings[0].weight
+    device, dtype = weight.device, weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     rows, longest = len(prompts), max(map(len, prompts))
-    tokens = torch.zeros(rows, longest, dtype=torch.long)
-    documents = torch.full((rows, longest), -1, dtype=torch.int32)
-    positions = torch.zeros(rows, longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-        documents[row, longest - len(prompt) :] = 0
-        positions[row, longest - len(prompt) :] = torch.arange(len(prompt))
+    cache = Cache(model.config, rows, longest + max_tokens, device=device, dtype=dtype)
+    tokens, positions, documents = (tensor.to(device) for tensor in _padded_at_left(prompts, longest))
     generators = [torch.Generator().manual_seed(seed + SEED_STRIDE * row) for row in range(rows)]
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    cache: Cache | None = None
-    tokens, documents, positions = tokens.to(device), documents.to(device), positions.to(device)
     ended = [False] * rows
     for _ in range(max_tokens):
-        if cache is None:
-            cache = Cache(model.config, rows, longest + max_tokens, device=device, dtype=dtype or _compute_dtype(model))
         hidden = model(tokens, positions, documents, cache=cache)
-        chosen = choose(model.lm_head(hidden[:, -1]), sampling, generators)
-        new: list[int | None] = [None if over else token for over, token in zip(ended, chosen.tolist(), strict=True)]
+        chosen = choose(model.lm_head(hidden[:, -1])[:, :vocab_size], sampling, generators)
+        new = [None if over else token for over, token in zip(ended, chosen.tolist(), strict=True)]
         yield new
-        ended = [over or token in stop_ids for over, token in zip(ended, new, strict=True)]
+        ended = [token is None or token in stop_ids for token in new]
         if all(ended):
             return
         tokens, positions, documents = chosen[:, None], positions[:, -1:] + 1, documents[:, -1:]
 
 
-def _compute_dtype(model: nn.Module) -> torch.dtype:
-    # Sharded weights in mixed precision are fp32 at rest and bf16 when gathered: the embedding in use tells.
-    return model.embeddings[0].weight.dtype
+def _padded_at_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and documents [rows, length], so that every prompt ends in the last column."""
+    tokens, positions = torch.zeros(2, len(prompts), length, dtype=torch.long)
+    documents = torch.full((len(prompts), length), -1, dtype=torch.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :] = torch.tensor(prompt)
+        positions[row, -len(prompt) :] = torch.arange(len(prompt))
+        documents[row, -len(prompt) :] = 0
+    return tokens, positions, documents
 
 
 def generate(
-    model: nn.Module,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
@@ -75,64 +82,76 @@ def generate(
     sampling: Sampling,
     seed: int,
     stop: Sequence[str] = (),
-    on_text: Callable[[int, str], None] = lambda row, text: None,
+    on_text: Callable[[int, str], None] = lambda row, piece: None,
 ) -> list[Completion]:
     """Complete each prompt. `on_text(row, piece)` is called with text as soon as it is certain.
 
-    A completion ends at the tokenizer's end-of-text, before the first of the `stop` texts, or after `max_tokens`.
-    Raises Mistake for a prompt of no tokens that cannot be begun with anything.
+    A completion ends at the tokenizer's end-of-text, before the first of the `stop` texts, or after `max_tokens`. An
+    empty prompt begins with the token that begins a text or, where the tokenizer has none, the one that ends it.
     """
-    begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.separator_id
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    if begin is None and not all(encoded):
-        raise Mistake("an empty prompt, and the tokenizer has no token that begins a text: give the model something to continue")
-    encoded = [ids or [begin] for ids in encoded]  # type: ignore[list-item]
-    ends = frozenset({tokenizer.separator_id} - {None})
-    writers = [_Writer(tokenizer, stop, lambda piece, row=row: on_text(row, piece)) for row in range(len(prompts))]  # type: ignore[misc]
-    for new in decode(model, encoded, max_tokens, sampling, seed, ends):
-        for writer, token in zip(writers, new, strict=True):
+    end = tokenizer.separator_id
+    begin = end if tokenizer.bos_id is None else tokenizer.bos_id
+    writers = [_Writer(tokenizer, stop) for _ in prompts]
+    steps = decode(
+        model,
+        [tokenizer.encode(prompt) or [begin] for prompt in prompts],
+        vocab_size=tokenizer.vocab_size,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_ids=frozenset({end}),
+    )
+    for new in steps:
+        for row, (writer, token) in enumerate(zip(writers, new, strict=True)):
             if token is not None and writer.reason is None:
-                writer.add(token, token in ends)
+                _tell(on_text, row, writer.add(token, ends=token == end))
         if all(writer.reason for writer in writers):
             break
-    return [writer.finish() for writer in writers]
+    for row, writer in enumerate(writers):
+        _tell(on_text, row, writer.finish())
+    return [Completion(writer.tokens, writer.text, writer.reason or "length") for writer in writers]
+
+
+def _tell(on_text: Callable[[int, str], None], row: int, piece: str) -> None:
+    if piece:
+        on_text(row, piece)
 
 
 class _Writer:
     """The text of one row: whole characters only, and never a piece that may turn out to begin a stop text."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], tell: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._decoder = tokenizer.stream_decoder()
         self._stop = stop
-        self._tell = tell
-        self._text = ""
-        self._told = 0
-        self._tokens: list[int] = []
+        self._certain = 0  # characters of `text` that were given out
+        self.tokens: list[int] = []
+        self.text = ""
         self.reason: str | None = None
 
-    def add(self, token: int, ends: bool) -> None:
-        self._tokens.append(token)
-        if ends:
-            self.reason = "stop"
-            return
-        self._text += self._decoder.feed(token)
-        found = [place for place in (self._text.find(text) for text in self._stop) if place >= 0]
+    def add(self, token: int, ends: bool) -> str:
+        """Take the next token; with `ends` it is the last and stands for no text. Returns the text that became certain."""
+        self.tokens.append(token)
+        self.text += self._decoder.finish() if ends else self._decoder.feed(token)
+        found = [place for place in map(self.text.find, self._stop) if place >= 0]
         if found:
-            self._text, self.reason = self._text[: min(found)], "stop"
-        self._say(len(self._text) if self.reason else len(self._text) - self._held_back())
+            self.text = self.text[: min(found)]
+        if ends or found:
+            self.reason = "stop"
+            return self._upto(len(self.text))
+        return self._upto(len(self.text) - self._held_back())
+
+    def finish(self) -> str:
+        """No more tokens come. Returns the text that was held back."""
+        if self.reason is None:
+            self.text += self._decoder.finish()
+        return self._upto(len(self.text))
 
     def _held_back(self) -> int:
         """Length of the longest tail that begins a stop text."""
-        tails = (size for text in self._stop for size in range(min(len(text) - 1, len(self._text)), 0, -1) if self._text.endswith(text[:size]))
-        return max(tails, default=0)
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if self.text.endswith(stop[:size]))
+        return max(sizes, default=0)
 
-    def _say(self, upto: int) -> None:
-        if upto > self._told:
-            self._tell(self._text[self._told : upto])
-            self._told = upto
-
-    def finish(self) -> Completion:
-        if self.reason is None:
-            self._text += self._decoder.finish()
-        self._say(len(self._text))
-        return Completion(self._tokens, self._text, self.reason or "length")
+    def _upto(self, place: int) -> str:
+        piece = self.text[self._certain : place]
+        self._certain += len(piece)
+        return piece

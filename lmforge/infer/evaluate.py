@@ -4,18 +4,25 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.data.batch import Batch
 from lmforge.data.stream import Stream
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import score_text
 
 Score = Callable[[Batch], Tensor]
 
 
 def evaluate(
-    score: Score, stream: Stream, ranks: Ranks, *, rows: int | None, batch_rows: int, on_rows: Callable[[int, int], None] = lambda done, total: None
+    score: Score,
+    stream: Stream,
+    ranks: Ranks,
+    *,
+    rows: int | None,
+    batch_rows: int,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Measure the first `rows` rows (None: all) of an unshuffled `stream`.
 
@@ -44,6 +51,6 @@ def evaluate(
     }
 
 
-def scorer(model: nn.Module, token_bytes: Tensor) -> Score:
+def scorer(model: LanguageModel, token_bytes: Tensor) -> Score:
     """`score` for a model that is not spread over ranks."""
     return lambda batch: score_text(model, batch, token_bytes)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lmforge import checkpoint
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
 from lmforge.model import build
+from lmforge.model.layers import LanguageModel
 from lmforge.model.shapes import ModelConfig, resolve
 from lmforge.model.weights import load_folder
 
@@ -20,7 +20,7 @@ from lmforge.model.weights import load_folder
 class Opened:
     """A model in fp32 or bf16 on one device, ready to be read from, and what is known of it."""
 
-    model: nn.Module
+    model: LanguageModel
     config: ModelConfig
     tokenizer: Tokenizer
     origin: Path

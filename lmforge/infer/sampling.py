@@ -16,15 +16,16 @@ class Sampling:
 
 
 def filtered_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities fp32 [rows, vocab] after temperature, then top-k, then top-p (nucleus, arXiv 1904.09751).
+    """Probabilities fp32 [rows, vocab] after top-k, then temperature, then top-p (nucleus, arXiv 1904.09751).
 
-    The likeliest token always stays. `temperature` must be above 0.
+    The likeliest token always stays, and so do tokens that tie with the k-th. `temperature` must be above 0.
     """
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
     if 0 < sampling.top_k < scores.shape[-1]:
         kth = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
-    probabilities = scores.softmax(-1)
+    # The largest becomes 0, which no temperature, however low, makes infinite.
+    probabilities = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p

@@ -3,16 +3,18 @@
 import json
 import secrets
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
-from lmforge.cluster.environment import Place
+from lmforge.cluster.environment import Place, local_threads
 from lmforge.cluster.ranks import Ranks, choose_device
-from lmforge.config import EvaluateOptions, GenerateOptions, local_threads
+from lmforge.config import EvaluateOptions, GenerateOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.errors import Mistake
@@ -26,10 +28,10 @@ DEFAULT_LENGTH = 1024
 
 
 def _open(path: Path, device: str, dtype: str) -> tuple[Opened, torch.device]:
-    place = choose_device(device)
-    if place.type == "cpu":
+    chosen = choose_device(device)
+    if chosen.type == "cpu":
         torch.set_num_threads(local_threads(1))
-    return open_model(path, place, choose_dtype(dtype, place)[0], say=lambda line: print(line, file=sys.stderr)), place
+    return open_model(path, chosen, choose_dtype(dtype, chosen)[0], say=lambda line: print(line, file=sys.stderr)), chosen
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
@@ -38,8 +40,9 @@ def run_evaluate(options: EvaluateOptions) -> int:
     if options.output == "json":
         print(json.dumps(result, indent=1))
     else:
+        measured = f"{result['split']}, {result['targets']:,} tokens, {result['bytes']:,} bytes of text"
         print(
-            f"{result['model']} on {result['data']} ({result['split']}, {result['targets']:,} tokens, {result['bytes']:,} bytes of text): "
+            f"{result['model']} on {result['data']} ({measured}): "
             f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
         )
     return 0
@@ -60,30 +63,19 @@ def measure(options: EvaluateOptions) -> dict[str, Any]:
         length = min(length, opened.config.longest_row_tokens)
     stream = Stream(tokens, split=options.split, length=length, shuffle=False)
     score = scorer(opened.model, torch.from_numpy(opened.tokenizer.token_bytes()).to(device))
-    with _bar(sys.stderr.isatty()) as on_rows:
-        result = evaluate(score, stream, Ranks(Place(), device, None), rows=options.rows, batch_rows=options.batch_rows, on_rows=on_rows)
+    alone = Ranks(Place(), device, None)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("evaluating", total=None)
+        result = evaluate(
+            score,
+            stream,
+            alone,
+            rows=options.rows,
+            batch_rows=options.batch_rows,
+            on_rows=lambda done, total: bar.update(task, completed=done, total=total),
+        )
     about = {"model": str(opened.origin), "data": str(data), "split": options.split, "length": length}
     return {**about, **result, "targets": int(result["targets"]), "bytes": int(result["bytes"])}
-
-
-class _Bar:
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("evaluating", total=None)
-
-    def __enter__(self) -> Any:
-        self._progress.start()
-        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *problem: object) -> None:
-        self._progress.stop()
-
-
-def _bar(terminal: bool) -> AbstractContextManager[Any]:
-    return _Bar() if terminal else nullcontext(lambda done, total: None)
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -94,11 +86,19 @@ def run_generate(options: GenerateOptions) -> int:
     opened, _ = _open(options.model, options.device, options.dtype)
     seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    write = partial(generate, opened.model, opened.tokenizer, max_tokens=options.max_tokens, sampling=sampling, seed=seed, stop=options.stop)
+    write = partial(
+        generate,
+        opened.model,
+        opened.tokenizer,
+        prompts,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=options.stop,
+    )
     if len(prompts) == 1:
-        sys.stdout.write(prompts[0])
-        sys.stdout.flush()
-        write(prompts, on_text=_as_it_comes)
+        print(prompts[0], end="", flush=True)
+        write(on_text=lambda row, piece: print(piece, end="", flush=True))
         print()
     else:
         _print_in_turn(prompts, write)
@@ -116,25 +116,10 @@ def _from_standard_input() -> str:
         raise Mistake(f"standard input: not UTF-8 text (byte {problem.start})") from None
 
 
-def _as_it_comes(row: int, piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-
-
-def _print_in_turn(prompts: list[str], write: Any) -> list[Completion]:
-    """Several prompts are written together; the text of the first that has not ended streams, the others wait for their turn."""
-    waiting = ["" for _ in prompts]
-    shown = 0
-
-    def on_text(row: int, piece: str) -> None:
-        if row == shown:
-            _as_it_comes(row, piece)
-        else:
-            waiting[row] += piece
-
-    sys.stdout.write(f"--- 1 ---\n{prompts[0]}")
-    completions = write(prompts, on_text=on_text)
-    for row in range(1, len(prompts)):
-        sys.stdout.write(f"\n--- {row + 1} ---\n{prompts[row]}{waiting[row]}")
+def _print_in_turn(prompts: list[str], write: Callable[..., list[Completion]]) -> None:
+    """Several prompts are written together: the first one's text as it comes, the others' when all are done."""
+    print(f"--- 1 ---\n{prompts[0]}", end="", flush=True)
+    completions = write(on_text=lambda row, piece: print(piece, end="", flush=True) if row == 0 else None)
     print()
-    return completions
+    for row in range(1, len(prompts)):
+        print(f"--- {row + 1} ---\n{prompts[row]}{completions[row].text}")

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from lmforge.model.shapes import ModelConfig
 
 
-def build(
-    config: "ModelConfig", *, seed: int | None, device: "str | torch.device" = "cpu"
-) -> "Decoder | GPT2":
+def build(config: "ModelConfig", *, seed: int | None, device: "str | torch.device" = "cpu") -> "Decoder | GPT2":
     """A model of this shape in fp32, initialised from `seed` (see initial.py).
 
     With seed None the weights are left as allocated, which is what loading, or device "meta", wants.

@@ -5,12 +5,14 @@ earlier tokens of its own document, at most `window` of them. Padding is a docum
 sees itself, so no row of scores is empty and nothing becomes NaN.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ def attention_mask(documents: torch.Tensor, window: int | None, seen: torch.Tens
             `documents`.
     """
     if seen is None and documents.is_cuda:
-        return Mask(blocks=_block_mask(documents, window))
+        rows, length = documents.shape
+        make = _compiled_create_block_mask()
+        return Mask(blocks=make(seen_by(documents, window), rows, None, length, length, device=documents.device))
     keys = documents if seen is None else seen
     key_slots = torch.arange(keys.shape[1], device=keys.device)
     query_slots = key_slots[keys.shape[1] - documents.shape[1] :, None]
@@ -63,9 +67,22 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     if mask.blocks is not None:
         compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         return compute(queries, keys, values, block_mask=mask.blocks, enable_gqa=grouped)
-    if grouped:
+    assert mask.dense is not None
+    if grouped and queries.is_cuda:
+        # The fused CUDA kernels that take a mask want as many key heads as query heads; on a CPU grouping is quicker.
         keys, values = (_repeated(kept, queries.shape[1]) for kept in (keys, values))
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask.dense)
+    # Nothing tells the kernel that the upper triangle is empty. In pieces, each with the keys up to its own end, most of
+    # that is never computed: a third of the time at 1,024 tokens on a CPU. Smaller pieces than 256 gain nothing more.
+    length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
+    piece = max(256, -(-length // 8))
+    pieces = []
+    for start in range(0, length, piece):
+        end = before + min(start + piece, length)
+        asked, allowed = queries[:, :, start : start + piece], mask.dense[:, :, start : start + piece, :end]
+        pieces.append(
+            scaled_dot_product_attention(asked, keys[:, :, :end], values[:, :, :end], attn_mask=allowed, enable_gqa=grouped)
+        )
+    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
 
 
 def _repeated(kept: torch.Tensor, heads: int) -> torch.Tensor:
@@ -73,21 +90,22 @@ def _repeated(kept: torch.Tensor, heads: int) -> torch.Tensor:
     return kept[:, :, None].expand(rows, groups, heads // groups, length, width).reshape(rows, heads, length, width)
 
 
-def _block_mask(documents: torch.Tensor, window: int | None) -> BlockMask:
+def seen_by(documents: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
+    """The rule of `attention_mask`, slot by slot, as FlexAttention asks for it."""
+
     def seen(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         allowed = (documents[row, query] == documents[row, key]) & (query >= key)
         return allowed if window is None else allowed & (key > query - window)
 
-    rows, length = documents.shape
-    return _compiled_create_block_mask()(seen, rows, None, length, length, device=documents.device)
+    return seen
 
 
 @cache
-def _compiled_create_block_mask():  # type: ignore[no-untyped-def]
+def _compiled_create_block_mask() -> Any:
     return torch.compile(create_block_mask)
 
 
 @cache
-def _compiled_flex_attention():  # type: ignore[no-untyped-def]
+def _compiled_flex_attention() -> Any:
     # Without compilation FlexAttention writes all scores out; blocks that are compiled inline the plain function.
     return torch.compile(flex_attention)

@@ -92,8 +92,7 @@ def fields_of(content: dict[str, Any]) -> dict[str, Any]:
         if found["sliding_window"] is not None:
             first = content.get("max_window_layers", 28)
             found["layer_types"] = content.get("layer_types") or [
-                "sliding_attention" if layer >= first else "full_attention"
-                for layer in range(found["num_hidden_layers"])
+                "sliding_attention" if layer >= first else "full_attention" for layer in range(found["num_hidden_layers"])
             ]
     return found
 

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from lmforge.model.attention import Mask, attend, attention_mask
 from lmforge.model.cache import Cache, LayerCache
-from lmforge.model.layers import Head, RMSNorm
+from lmforge.model.layers import Head, LanguageModel, RMSNorm
 from lmforge.model.rope import Rotation, rotation
 from lmforge.model.shapes import ModelConfig
 
@@ -66,9 +66,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(
-        self, hidden: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None = None) -> torch.Tensor:
         """hidden [rows, length, hidden_size] → the same shape and dtype."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -84,11 +82,8 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Decoder(nn.Module):
-    """A Llama-family language model without its loss.
-
-    `embeddings`, `blocks`, `final_norm` and `lm_head` are the units that sharding wraps, the same in both families.
-    """
+class Decoder(LanguageModel):
+    """A Llama-family language model without its loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -98,9 +93,9 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, where the shape says so; to be repeated after `to_empty`, which splits them."""
+        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
     @property
     def embeddings(self) -> list[nn.Embedding]:

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu
 from lmforge.errors import Mistake
 from lmforge.model.attention import Mask, attend, attention_mask
 from lmforge.model.cache import Cache, LayerCache
-from lmforge.model.layers import Head
+from lmforge.model.layers import Head, LanguageModel
 from lmforge.model.shapes import ModelConfig
 
 
@@ -79,11 +79,8 @@ class Trunk(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
 
-class GPT2(nn.Module):
-    """A GPT-2 language model without its loss.
-
-    `embeddings`, `blocks`, `final_norm` and `lm_head` are the units that sharding wraps, the same in both families.
-    """
+class GPT2(LanguageModel):
+    """A GPT-2 language model without its loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,9 +90,9 @@ class GPT2(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, where the shape says so; to be repeated after `to_empty`, which splits them."""
+        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.transformer.wte.weight
+            self.lm_head.weight = self.transformer.wte.weight  # type: ignore[assignment]
 
     @property
     def embeddings(self) -> list[nn.Embedding]:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmforge.model.shapes import ModelConfig
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight (arXiv 1910.07467), over the last dimension.
@@ -31,12 +33,33 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, width))
 
-    def forward(
-        self, hidden: torch.Tensor, score: Callable[[torch.Tensor, torch.Tensor], Any] | None = None
-    ) -> Any:
+    def forward(self, hidden: torch.Tensor, score: Callable[[torch.Tensor, torch.Tensor], Any] | None = None) -> Any:
         """Logits [..., vocab] of hidden [..., width]; or score(hidden, weight), whatever that returns.
 
         The second is how an objective gets at the weight: called through the module, so that hooks which gather a
         sharded weight run, and free to go through it in chunks, so that the logits never exist whole.
         """
         return nn.functional.linear(hidden, self.weight) if score is None else score(hidden, self.weight)
+
+
+class LanguageModel(nn.Module):
+    """What both families offer to the rest of the house.
+
+    `forward(tokens, positions, documents, cache=None)` gives hidden states, `lm_head` scores them; `embeddings`,
+    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps.
+    """
+
+    config: ModelConfig
+    lm_head: Head
+
+    @property
+    def embeddings(self) -> list[nn.Embedding]:
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        raise NotImplementedError
+
+    @property
+    def final_norm(self) -> nn.Module:
+        raise NotImplementedError

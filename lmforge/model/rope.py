@@ -39,7 +39,9 @@ def frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torc
         return base
     if scaling.rope_type == "linear":
         return base / scaling.factor
-    assert scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position_embeddings
+    assert scaling.low_freq_factor
+    assert scaling.high_freq_factor
+    assert scaling.original_max_position_embeddings
     # How often a channel turns round within the original length decides its share of the unscaled frequency.
     turns = scaling.original_max_position_embeddings * base / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -49,6 +51,5 @@ def frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torc
 
 def rotation(positions: torch.Tensor, config: ModelConfig) -> Rotation:
     """The rotation of each position: int64 [rows, length] → cosines and sines, made once per forward."""
-    # Under autocast a product with a narrow dtype would be taken in it; this one is fp32 by both its operands.
     angles = positions.float()[:, :, None, None] * frequencies(config, positions.device)
     return Rotation(angles.cos(), angles.sin())

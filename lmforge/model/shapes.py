@@ -172,9 +172,13 @@ def _fields_of_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise Mistake(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
     try:
-        return fields_of(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Mistake(f"{path}: not valid JSON ({error}); copy the file again") from None
+    if not isinstance(content, dict):
+        raise Mistake(f"{path}: expected an object of fields, got {type(content).__name__}; copy the file again")
+    try:
+        return fields_of(content)
     except Mistake as mistake:
         raise Mistake(f"{path}: {mistake}") from None
 
@@ -207,13 +211,9 @@ def _divided(width: Any, heads: Any) -> int | None:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    if config.head_dim is None and _is_positive(config.num_attention_heads):
-        way_out = "change one of the two" + ("" if config.family == "gpt2" else ", or set head_dim")
-        raise Mistake(
-            f"num_attention_heads: {config.num_attention_heads} heads do not divide hidden_size {config.hidden_size}; {way_out}"
-        )
     whole = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
-    whole += ["intermediate_size", "num_key_value_heads", "head_dim"]
+    whole += ["intermediate_size", "num_key_value_heads"]
+    whole += ["head_dim"] if config.head_dim is not None else []
     whole += ["sliding_window"] if config.sliding_window is not None else []
     for name in whole:
         value = getattr(config, name)
@@ -226,6 +226,10 @@ def _check_numbers(config: ModelConfig) -> None:
 
 def _check_options(config: ModelConfig) -> None:
     kind, heads, groups = config.model_type, config.num_attention_heads, config.num_key_value_heads
+    # transformers refuses a llama model whose heads do not divide its width even where head_dim is given.
+    if config.head_dim is None or (kind in ("llama", "gpt2") and config.hidden_size % heads):
+        way_out = "change one of the two" + ("" if kind == "gpt2" else ", or use model_type mistral with a head_dim")
+        raise Mistake(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {way_out}")
     if heads % groups:
         raise Mistake(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
     activations = ("gelu_new", "gelu_pytorch_tanh") if config.family == "gpt2" else ("silu", "swish")

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,7 +51,7 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
     files: dict[str, tuple[Path, str]] = {}
     for path in _weight_files(folder):
         with _opened(path) as file:
-            files |= {_our_name(stored, expected): (path, stored) for stored in file.keys()}
+            files |= {_our_name(stored, expected): (path, stored) for stored in file.keys()}  # noqa: SIM118 — a safetensors file is no mapping
     files = {name: place for name, place in files.items() if not name.endswith(_CONSTANTS)}
     _settle_tied_head(model, expected, files)
     _refuse_differences(folder, expected, files)
@@ -125,7 +126,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator:  # type: ignore[type-arg]
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -140,20 +141,16 @@ def _our_name(stored: str, expected: Mapping[str, object]) -> str:
     return longer if gpt2 and not stored.startswith(("transformer.", "lm_head.")) else stored
 
 
-def _settle_tied_head(
-    model: nn.Module, expected: Mapping[str, nn.Parameter], files: dict[str, tuple[Path, str]]
-) -> None:
+def _settle_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], files: dict[str, tuple[Path, str]]) -> None:
     """A tied matrix may be stored under the embedding's name, the head's, or both."""
     if "lm_head.weight" in expected or "lm_head.weight" not in files:
         return
     head = files.pop("lm_head.weight")
-    tied = next(name for name, parameter in expected.items() if parameter is model.lm_head.weight)
+    tied = next(name for name, parameter in expected.items() if parameter is model.get_parameter("lm_head.weight"))
     files.setdefault(tied, head)
 
 
-def _refuse_differences(
-    folder: Path, expected: Mapping[str, nn.Parameter], files: Mapping[str, tuple[Path, str]]
-) -> None:
+def _refuse_differences(folder: Path, expected: Mapping[str, nn.Parameter], files: Mapping[str, tuple[Path, str]]) -> None:
     missing = [name for name in expected if name not in files]
     unexpected = [name for name in files if name not in expected]
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
@@ -177,14 +174,12 @@ def _refuse_differences(
         )
 
 
-def _fill(parameter: nn.Parameter, stored, where: str) -> None:  # type: ignore[no-untyped-def]
+def _fill(parameter: nn.Parameter, stored: Any, where: str) -> None:
     target: torch.Tensor = parameter
     part: tuple[slice, ...] = tuple(slice(0, size) for size in parameter.shape)
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     if target.numel():
         value = stored[part]
@@ -202,9 +197,7 @@ def _tokenizer_files(folder: str | Path | None) -> list[Path]:
     return found
 
 
-def _write_tensors(
-    folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_bytes: int
-) -> None:
+def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:
     width: Callable[[torch.Tensor], int] = lambda tensor: (dtype or tensor.dtype).itemsize  # noqa: E731
     shards: list[list[str]] = [[]]
     filled = total = 0
@@ -216,7 +209,7 @@ def _write_tensors(
         shards[-1].append(name)
         filled += size
         total += size
-    places = {}
+    places: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         # One shard at a time is copied and cast, so exporting needs little more memory than the model.
@@ -230,7 +223,7 @@ def _write_tensors(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write in, renamed to `folder` at the end, and gone if anything fails."""
+    """A folder to write in, renamed to `folder` at the end; if anything fails it is gone, and what was there before stays."""
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     previous = folder.with_name(f".{folder.name}.{os.getpid()}.previous")
     try:
@@ -242,8 +235,10 @@ def _replacing(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(previous)
         beside.rename(folder)
-        shutil.rmtree(previous, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise Mistake(f"{folder}: could not be written ({error}); nothing was left there") from None
+        raise Mistake(f"{folder}: could not be written ({error}); free some space or choose another folder") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        if previous.exists() and not folder.exists():
+            previous.rename(folder)
+        shutil.rmtree(previous, ignore_errors=True)

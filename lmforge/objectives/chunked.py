@@ -14,12 +14,17 @@ IGNORED = -100
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [n, vocab], their logsumexp [n], losses [n] (0 where not scored) and which are scored [n]; all fp32."""
-    logits = (hidden @ weight.t()).float()
+    """Logits [n, vocab], their logsumexp [n], losses [n] (0 where not scored) and which are scored [n]; in `_wide`."""
+    logits = (hidden @ weight.t()).to(_wide(hidden))
     scored = targets != IGNORED
     log_total = logits.logsumexp(-1)
     chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
     return logits, log_total, torch.where(scored, log_total - chosen, 0.0), scored
+
+
+def _wide(hidden: Tensor) -> torch.dtype:
+    """fp32, in which losses are computed and summed whatever the dtype of the model; fp64 for a model in fp64."""
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -27,10 +32,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         compute = weight.to(hidden.dtype)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wanted else None
-        # fp32, or the small contributions of late chunks vanish beside the sum of the early ones.
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
+        # Wide, or the small contributions of late chunks vanish beside the sum of the early ones.
+        weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden)) if wanted else None
         for start in range(0, hidden.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             logits, log_total, losses, scored = _chunk(hidden[rows], compute, targets[rows])
@@ -60,7 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum of −log p(target), in nats, over the scored targets: a scalar in fp32, 0 where nothing is scored.
+    """Sum of −log p(target), in nats, over the scored targets: a scalar in fp32 (fp64 if `hidden` is), 0 where none is scored.
 
     `hidden` [..., width], `weight` [vocab, width], `targets` [...] int64 with −100 where not scored.
     """
@@ -75,5 +80,5 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """−log p(target) of every token in nats, fp32, shaped like `targets`; 0 where not scored. Not differentiable."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     compute = weight.to(flat.dtype)
-    losses = [_chunk(part, compute, chosen)[2] for part, chosen in zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)]
-    return torch.cat(losses).view(targets.shape)
+    chunks = zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)
+    return torch.cat([_chunk(part, compute, chosen)[2] for part, chosen in chunks]).view(targets.shape)

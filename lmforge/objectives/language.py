@@ -3,9 +3,10 @@
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmforge.data.batch import Batch
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.chunked import IGNORED, cross_entropy_sum, token_losses
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -18,7 +19,7 @@ class NextToken:
         """Number of scored targets, an fp32 scalar on the batch's device."""
         return (batch.targets != IGNORED).sum().float()
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum of losses in nats, metrics as (sum, count) pairs). A batch without targets gives 0, not NaN."""
         hidden = model(batch.tokens, batch.positions, batch.documents)
         total = model.lm_head(hidden, partial(cross_entropy_sum, targets=batch.targets))
@@ -26,7 +27,7 @@ class NextToken:
 
 
 @torch.no_grad()
-def score_text(model: nn.Module, batch: Batch, token_bytes: Tensor) -> Tensor:
+def score_text(model: LanguageModel, batch: Batch, token_bytes: Tensor) -> Tensor:
     """What evaluation needs of a batch: fp64 [nats, targets, nats of text, bytes of text].
 
     `token_bytes` [vocab] int32 on the batch's device: the UTF-8 bytes of each token, 0 for special tokens, which are

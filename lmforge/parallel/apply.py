@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.errors import Mistake
+from lmforge.model.layers import LanguageModel
 from lmforge.parallel import ddp, fsdp2
 
 ENGINES = ("alone", "ddp", "fsdp2")
@@ -27,12 +29,12 @@ class Scored(nn.Module):
     With `instead`, that is what the batch is given to: evaluation goes through the same hooks as training.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> None:
+    def __init__(self, model: LanguageModel, loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]]) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
 
-    def forward(self, batch: Any, instead: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+    def forward(self, batch: Any, instead: Callable[[LanguageModel, Any], Any] | None = None) -> Any:
         return (instead or self._loss)(self.model, batch)
 
 
@@ -44,7 +46,7 @@ class Spread:
     """
 
     engine: str
-    model: nn.Module
+    model: LanguageModel
     scored: nn.Module
     ranks: Ranks
     autocast_dtype: torch.dtype | None
@@ -63,7 +65,7 @@ class Spread:
 
         DDP all-reduces with the last micro-batch only. FSDP2 reduce-scatters each, which is what keeps gradients sharded.
         """
-        return self.scored.no_sync() if self.engine == "ddp" and not last else nullcontext()
+        return self.scored.no_sync() if isinstance(self.scored, DistributedDataParallel) and not last else nullcontext()
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -85,7 +87,7 @@ class Spread:
         return norm
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def whole(self) -> Iterator[LanguageModel]:
         """The model with all its weights gathered, for decoding: every rank enters and leaves together, and in between
         forward passes may differ in number from rank to rank."""
         if self.engine == "fsdp2":
@@ -100,7 +102,7 @@ def _local(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: LanguageModel) -> None:
     """Compile each repeated block in place: one graph serves them all, and the names of tensors stay as they are."""
     # The blocks differ only in their weights, so that one compilation is reused; cached graphs are not rebuilt per block.
     torch._dynamo.config.inline_inbuilt_nn_modules = True
@@ -109,8 +111,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def spread(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
+    model: LanguageModel,
+    loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]],
     *,
     engine: str,
     ranks: Ranks,
@@ -133,7 +135,9 @@ def spread(
     if engine == "fsdp2":
         if not dist.is_initialized():
             # Full sharding on one rank is one code path with many; it needs a group, if only of one.
-            dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
         fsdp2.shard(scored, model, ranks, dtype)
         mixed = None
     elif engine == "ddp":

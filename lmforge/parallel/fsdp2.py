@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lmforge.cluster.ranks import Ranks
+from lmforge.model.layers import Head, LanguageModel
 
 
-def shard(scored: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+def shard(scored: nn.Module, model: LanguageModel, ranks: Ranks, dtype: torch.dtype) -> None:
     """Shard `model` in place over all ranks; `scored` (the model with its objective) becomes the root."""
     mesh = init_device_mesh(ranks.device.type, (ranks.count,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
@@ -27,8 +28,8 @@ def shard(scored: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype)
             fully_shard(embedding, mesh=mesh, mp_policy=policy)
         # The head is needed again as soon as the backward pass begins.
         fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    root = fully_shard(scored, mesh=mesh, mp_policy=policy)
-    for unit in _units(root):
+    fully_shard(scored, mesh=mesh, mp_policy=policy)
+    for unit in _units(scored):
         # Gradients are sums: the loss is already divided by the weight of the global batch.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -51,8 +52,4 @@ def gathered(root: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.reshard()
             # The root and the head are never freed between forward and backward; see `shard`.
-            unit.set_reshard_after_forward(unit is not root and not _is_head(unit), recurse=False)
-
-
-def _is_head(unit: nn.Module) -> bool:
-    return type(unit).__name__.removeprefix("FSDP") == "Head"
+            unit.set_reshard_after_forward(unit is not root and not isinstance(unit, Head), recurse=False)

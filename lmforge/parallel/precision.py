@@ -28,7 +28,8 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
         return torch.float32, "as asked"
     fast = has_fast_bf16(device)
     if wanted == "bf16":
-        return torch.bfloat16, "as asked" if fast else "as asked, but this hardware only emulates bf16: expect it to be far slower than fp32"
+        warning = "" if fast else ", but this hardware only emulates bf16: expect it to be far slower than fp32"
+        return torch.bfloat16, f"as asked{warning}"
     return (torch.bfloat16, "the hardware multiplies it") if fast else (torch.float32, "this hardware has no bf16 arithmetic")
 
 

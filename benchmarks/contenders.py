@@ -1,0 +1,276 @@
+"""Those who take part in train_cpu.py, each in a process of its own: what they have in common, and their loops.
+
+lmforge comes with everything that a run of it does but validation and saving. The others are given what costs them least:
+their rows lie in memory, their AdamW is fused, and the compiled loop has its loss in the graph.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmforge.cluster import ranks as cluster
+from lmforge.config import BatchPlan, OptimizerOptions
+from lmforge.data.loader import Loader
+from lmforge.data.shards import TokenFolder
+from lmforge.data.stream import Stream
+from lmforge.model import build
+from lmforge.model.flops import flops_per_token
+from lmforge.model.shapes import ModelConfig
+from lmforge.objectives.language import NextToken
+from lmforge.parallel.apply import spread
+from lmforge.train.health import Heartbeat
+from lmforge.train.loop import Parts, train
+from lmforge.train.metrics import MetricsFile, Teller
+from lmforge.train.optim import build_optimizer
+
+WARM_UP_STEPS = 10
+LOG_EVERY_STEPS = 10
+ENDLESS_STEPS = 1_000_000
+LR = 1e-3
+OPTIMIZER = OptimizerOptions(lr=LR)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is the same for all contenders."""
+
+    shape: ModelConfig
+    rows: int
+    length: int
+    threads: int
+    dtype: str
+    compiled: bool
+    peak_size: int
+    folder: Path
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.rows * self.length
+
+    def stream(self) -> Stream:
+        return Stream(TokenFolder.open(self.folder / "tokens"), length=self.length)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype == "fp32" else torch.autocast("cpu", dtype=DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Turn:
+    steps: int
+    seconds: float
+    fastest_step_seconds: float
+
+
+class Over(Exception):
+    """The contest has ended."""
+
+
+class Turns:
+    """Called after each step of a contender; lets it go on, or tells how the turn went and waits for the next one."""
+
+    def __init__(self, pipe: Connection) -> None:
+        """Returns when it is this contender's turn to warm up."""
+        self._pipe = pipe
+        self._begin(steps=WARM_UP_STEPS, seconds=pipe.recv())
+
+    def _begin(self, steps: int, seconds: float) -> None:
+        self._least_steps, self._steps, self._fastest = steps, 0, float("inf")
+        self._began = self._before = time.perf_counter()
+        self._until = self._began + seconds
+
+    def step_done(self) -> None:
+        now = time.perf_counter()
+        self._steps += 1
+        self._fastest = min(self._fastest, now - self._before)
+        self._before = now
+        if self._steps >= self._least_steps and now >= self._until:
+            self._pipe.send(Turn(self._steps, now - self._began, self._fastest))
+            seconds = self._pipe.recv()
+            if seconds is None:
+                raise Over
+            self._begin(steps=1, seconds=seconds)
+
+
+def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool) -> None:
+    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log."""
+    folder = Path(tempfile.mkdtemp(dir=contest.folder))
+    ranks = cluster.start("cpu", contest.threads)
+    objective = NextToken()
+    model = build(contest.shape, seed=0)
+    dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
+    trained = spread(model, objective.loss, engine="alone", ranks=ranks, dtype=dtype, compiled=compiled)
+    loader = Loader(contest.stream(), global_batch_rows=contest.rows, micro_batch_rows=contest.rows)
+    heartbeat, teller = Heartbeat(folder, rank=0), Teller(ranks, ENDLESS_STEPS, folder / "log")
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    parts = Parts(
+        spread=trained,
+        weight=objective.weight,
+        optimizer=build_optimizer(model, OPTIMIZER),
+        learning_rate=lambda step: LR,
+        batches=loader,
+        plan=BatchPlan(contest.rows, contest.length, ranks=1, micro_batch_rows=contest.rows, accumulation=1),
+        ranks=ranks,
+        heartbeat=heartbeat,
+        teller=teller,
+        metrics=metrics,
+        steps=ENDLESS_STEPS,
+        clip_norm=OPTIMIZER.clip_norm,
+        log_every=LOG_EVERY_STEPS,
+        save_every=1,  # the loop's own hook after a step: instead of saving, wait for the next turn
+        validate_every=None,
+        sample_every=None,
+        save=lambda step: turns.step_done(),
+        validate=lambda step: {},
+        sample=lambda step: None,
+        flops_per_token=flops_per_token(contest.shape, contest.length),
+        peak_flops=None,
+    )
+    try:
+        train(parts, 0)
+    except Over:
+        with open(folder / "metrics.jsonl", encoding="utf-8") as file:
+            first_losses.append(json.loads(file.readline())["loss"])
+        raise
+    finally:
+        heartbeat.stop("done")
+        loader.close()
+        metrics.close()
+
+
+def transformers_llama(contest: Contest) -> nn.Module:
+    """transformers' Llama with the weights that lmforge begins with."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(contest.threads)
+    model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_hugging_face(), "use_cache": False}))
+    model.load_state_dict(build(contest.shape, seed=0).state_dict(), strict=not contest.shape.tie_word_embeddings)
+    return model.train()
+
+
+def rows_at_hand(contest: Contest) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of an epoch, int64 [rows, length], in lmforge's order and in memory: no contender waits for them."""
+    stream = contest.stream()
+    rows = stream.rows(0, stream.rows_per_epoch // contest.rows * contest.rows)
+    return torch.stack([torch.from_numpy(row.tokens) for row in rows]), torch.stack(
+        [torch.from_numpy(row.targets) for row in rows]
+    )
+
+
+def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
+    """transformers' Trainer with its defaults, but for what is the same for all."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class TakesTurns(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            turns.step_done()
+
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(dir=contest.folder),
+        use_cpu=True,
+        bf16=contest.dtype == "bf16",
+        max_steps=ENDLESS_STEPS,
+        per_device_train_batch_size=contest.rows,
+        train_sampling_strategy="sequential",
+        optim="adamw_torch_fused",
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        adam_beta1=OPTIMIZER.beta1,
+        adam_beta2=OPTIMIZER.beta2,
+        adam_epsilon=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        max_grad_norm=OPTIMIZER.clip_norm,
+        logging_steps=LOG_EVERY_STEPS,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = transformers_llama(contest)
+    dataset: Any = [{"input_ids": row, "labels": row} for row in rows_at_hand(contest)[0]]
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[TakesTurns()])
+    try:
+        trainer.train()
+    except Over:
+        first_losses.append(trainer.state.log_history[0]["loss"])
+        raise
+
+
+def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool) -> None:
+    """The loop that everybody writes; compiled, model and loss are one graph."""
+    model = transformers_llama(contest)
+    tokens, targets = rows_at_hand(contest)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=LR,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+
+    def score(tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = model(input_ids=tokens).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    scored: Callable[[Tensor, Tensor], Tensor] = torch.compile(score, dynamic=False) if compiled else score
+    losses: list[Tensor] = []
+    for step in range(ENDLESS_STEPS):
+        start = step * contest.rows % len(tokens)
+        with contest.autocast():
+            loss = scored(tokens[start : start + contest.rows], targets[start : start + contest.rows])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < LOG_EVERY_STEPS:
+            losses.append(loss.detach())
+        if step + 1 == LOG_EVERY_STEPS:
+            first_losses.append(torch.stack(losses).mean().item())
+        turns.step_done()
+
+
+def run_peak(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
+    """Large matrix products: the fastest of them is what this machine can do."""
+    torch.set_num_threads(contest.threads)
+    left, right = (torch.randn(contest.peak_size, contest.peak_size).to(DTYPES[contest.dtype]) for _ in range(2))
+    first_losses.append(0.0)
+    while True:
+        torch.mm(left, right)
+        turns.step_done()
+
+
+LMFORGE, TRAINER, PLAIN, PLAIN_COMPILED = "lmforge", "Trainer", "plain loop", "plain loop, compiled whole"
+LMFORGE_UNCOMPILED, PEAK = "lmforge, uncompiled", "peak"
+RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
+    LMFORGE: partial(run_lmforge, compiled=True),
+    LMFORGE_UNCOMPILED: partial(run_lmforge, compiled=False),
+    TRAINER: run_trainer,
+    PLAIN: partial(run_plain, compiled=False),
+    PLAIN_COMPILED: partial(run_plain, compiled=True),
+    PEAK: run_peak,
+}
+
+
+def contend(name: str, contest: Contest, pipe: Connection, log: Path) -> None:
+    """Entry of a contender's process: turns until told that it is over, then the mean loss of the first steps."""
+    with open(log, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    first_losses: list[float] = []
+    try:
+        RUNS[name](contest, Turns(pipe), first_losses)
+    except Over:
+        pipe.send(first_losses[0])
+    except (EOFError, BrokenPipeError):
+        pass  # the contest was called off

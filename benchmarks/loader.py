@@ -1,0 +1,105 @@
+"""What the loader costs: the time to make a global batch, and the share of a step that the training thread waits for one.
+
+The step beside it is 100 ms of matrix products on all threads, so that the loader's own thread has to share the cores as
+it does in training. The shards are small and in the page cache: this is the loader's arithmetic, not the disk's speed.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+
+from lmforge.cluster.environment import local_threads
+from lmforge.data.batch import Batch
+from lmforge.data.loader import Loader
+from lmforge.data.shards import TokenFolder
+from lmforge.data.stream import Stream
+
+BATCHES = ((8, 256), (64, 2048))
+STEP_SECONDS = 0.1
+PRODUCT_SIZE = 512  # a product of a few milliseconds: a step ends on time
+
+
+def making_seconds(stream: Stream, rows: int, batches: int) -> list[float]:
+    """Seconds that each of the first global batches takes to make, with nothing else going on."""
+    taken = []
+    for step in range(batches):
+        began = time.perf_counter()
+        Batch.of(stream.rows(step * rows, (step + 1) * rows))
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def waited(stream: Stream, rows: int, steps: int) -> tuple[float, float]:
+    """(seconds that the training thread waited for data, seconds of everything) over `steps`, after a first one."""
+    product = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE)
+    with Loader(stream, global_batch_rows=rows, micro_batch_rows=rows) as loader:
+        loader.batches(0)
+        before, began = loader.data_seconds, time.perf_counter()
+        for step in range(1, steps + 1):
+            until = time.perf_counter() + STEP_SECONDS
+            while time.perf_counter() < until:
+                torch.mm(product, product)
+            loader.batches(step)
+        return loader.data_seconds - before, time.perf_counter() - began
+
+
+def measure(tokens: TokenFolder, rows: int, length: int, rounds: int, steps: int) -> dict[str, Any]:
+    stream = Stream(tokens, length=length)
+    making = [1000 * seconds for seconds in making_seconds(stream, rows, steps)]
+    shares, milliseconds = [], []
+    for _ in range(rounds):
+        waiting, total = waited(stream, rows, steps)
+        shares.append(waiting / total)
+        milliseconds.append(1000 * waiting / steps)
+    return {"make_ms": spread_of(making), "wait_ms": spread_of(milliseconds), "wait_share": spread_of(shares)}
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record, to be read by people."""
+    lines = ["# The loader beside a step of 100 ms", "", *machine_lines(record["machine"]), f"- {record['what']}", ""]
+    lines += ["| global batch | to make it | wait a step | share of the step |", "|---|---|---|---|"]
+    for name, row in record["batches"].items():
+        make, wait, share = row["make_ms"], row["wait_ms"], row["wait_share"]
+        lines.append(
+            f"| {name} | {make['median']:.2f} ms ({make['min']:.2f}–{make['max']:.2f})"
+            f" | {wait['median']:.3f} ms ({wait['min']:.3f}–{wait['max']:.3f})"
+            f" | {share['median']:.2%} ({share['min']:.2%}–{share['max']:.2%}) |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each batch (default: 5)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of one measurement (default: 50)")
+    parser.add_argument(
+        "--threads", type=int, default=local_threads(1), help="CPU threads of the step (default: the cores there are)"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    chosen = parser.parse_args()
+    if min(chosen.rounds, chosen.steps, chosen.threads) < 1:
+        parser.error("--rounds, --steps, --threads: at least 1")
+
+    about = machine()
+    torch.set_num_threads(chosen.threads)
+    what = (
+        f"{chosen.rounds} rounds of {chosen.steps} steps, {chosen.threads} threads of matrix products beside one of the loader;"
+        " median (lowest–highest)"
+    )
+    with tempfile.TemporaryDirectory(prefix="loader-") as name:
+        tokens = tokens_of_stdlib(Path(name), files=None, vocab_size=4096)
+        batches = {f"{rows} × {length}": measure(tokens, rows, length, chosen.rounds, chosen.steps) for rows, length in BATCHES}
+    record = {"benchmark": "loader", "machine": about, "what": what, "step_seconds": STEP_SECONDS, "batches": batches}
+    readable = table(record)
+    print(f"{readable}\n\nwritten to {write_result('loader', record, readable, chosen.out)} and .json beside it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What the benchmarks here share: a small real corpus, what machine this is, and where a result is written."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import statistics
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmforge.data.prepare import prepare
+from lmforge.data.shards import TokenFolder
+from lmforge.runs import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> TokenFolder:
+    """Prepare the standard library's top-level modules (the first `files` of them, or all) into token shards in `folder`."""
+    text = folder / "text"
+    text.mkdir()
+    for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
+        shutil.copy(module, text)
+    prepare(str(text), folder / "tokens", vocab_size=vocab_size)
+    return TokenFolder.open(folder / "tokens")
+
+
+def spread_of(values: list[float]) -> dict[str, Any]:
+    """Median, lowest, highest, and the values themselves."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions, date, commit and command; nothing that names this host or its folders."""
+    facts = environment()
+    about = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
+    about["packages"]["accelerate"] = importlib.metadata.version("accelerate")
+    about["instructions"] = torch.backends.cpu.get_cpu_capability()
+    about["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    about["load_before"] = round(os.getloadavg()[0], 2)
+    about["command"] = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return about
+
+
+def machine_lines(about: dict[str, Any]) -> list[str]:
+    """The same, to be read by people; with a warning where other work can have disturbed the figures."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    lines = [
+        f"- {about['processor']}, {about['cores']} cores, {about['instructions']}, {about['memory_gib']} GiB",
+        f"- {about['platform']}",
+        f"- Python {about['python']}, {versions}; commit {about['git_commit']}",
+        f"- {about['time']}, load before: {about['load_before']}",
+        f"- `{about['command']}`",
+    ]
+    if about["load_before"] > 0.3:
+        lines.append("- **The machine was busy with other work: read the ratios, not the speeds.**")
+    return lines
+
+
+def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path) -> Path:
+    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute. Returns the latter's path."""
+    processor = re.sub(r"[^a-z0-9]+", "-", record["machine"]["processor"].lower()).strip("-") or "cpu"
+    name = f"{benchmark}-{processor}-{record['machine']['cores']}-cores-{time.strftime('%Y-%m-%d-%H%M')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    readable = folder / f"{name}.md"
+    readable.write_text(table + "\n", encoding="utf-8")
+    return readable

@@ -1,0 +1,199 @@
+"""Tokens a second of lmforge beside others on a CPU: the same Llama shape, weights, rows, optimizer, dtype and threads.
+
+Each contender lives in a process of its own, for each changes what all in a process share: thread pool, allocator,
+garbage collection, signal handlers, compiler settings, accelerate's singletons. They warm up and compile one after another,
+then take turns, one at a time while the rest wait on a pipe, so that whatever the machine does to a round it does to all
+of them. A ratio is taken within a round; medians over the rounds are reported.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest, Turn, contend
+from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+
+from lmforge.cluster.environment import local_threads
+from lmforge.model.flops import CONVENTION, flops_per_token, parameters
+from lmforge.model.shapes import resolve
+from lmforge.parallel.precision import find_compiler, has_fast_bf16
+
+PEAK_SECONDS = 1.5
+
+
+class Contender:
+    """A contender as the judge sees it."""
+
+    def __init__(self, name: str, contest: Contest) -> None:
+        self.name = name
+        self._log = contest.folder / f"{name}-{contest.dtype}.log"
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=contend, args=(name, contest, theirs, self._log), name=name)
+        self._process.start()
+        theirs.close()
+
+    def hear(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:] if self._log.exists() else ""
+            raise SystemExit(f"train_cpu: {self.name} ended early, status {self._process.exitcode}:\n{tail}") from None
+
+    def take_turn(self, seconds: float) -> Turn:
+        self._pipe.send(seconds)
+        return self.hear()
+
+    def finish(self) -> float:
+        """Mean loss of its first steps."""
+        self._pipe.send(None)
+        return self.hear()
+
+    def leave(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def hold(contest: Contest, rounds: int, seconds: float) -> dict[str, Any]:
+    """Let all contenders take `rounds` turns of `seconds` and return the figures of this dtype."""
+    names = [PEAK, LMFORGE, TRAINER, PLAIN] + ([LMFORGE_UNCOMPILED, PLAIN_COMPILED] if contest.compiled else [])
+    contenders: list[Contender] = []
+    try:
+        contenders += [Contender(name, contest) for name in names]
+        for contender in contenders:
+            warm_up = contender.take_turn(0.0)
+            say(f"{contest.dtype}: {contender.name} is warm after {warm_up.seconds:.0f} s")
+        speeds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(rounds):
+            # Another one begins each round, so that none always follows the same neighbour's heat and caches.
+            shift = number % len(contenders)
+            for contender in contenders[shift:] + contenders[:shift]:
+                if contender.name == PEAK:
+                    fastest = contender.take_turn(min(seconds, PEAK_SECONDS)).fastest_step_seconds
+                    speeds[PEAK].append(2 * contest.peak_size**3 / fastest)
+                else:
+                    turn = contender.take_turn(seconds)
+                    speeds[contender.name].append(turn.steps * contest.tokens_a_step / turn.seconds)
+            done = ", ".join(f"{name} {speeds[name][-1]:,.0f}" for name in names if name != PEAK)
+            say(f"{contest.dtype}: round {number + 1} of {rounds}: {done} tokens/s; peak {speeds[PEAK][-1] / 1e9:.0f} GFLOP/s")
+        losses = {contender.name: contender.finish() for contender in contenders}
+    finally:
+        for contender in contenders:
+            contender.leave()
+    return figures(contest, speeds, losses)
+
+
+def figures(contest: Contest, speeds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, Any]:
+    flops = flops_per_token(contest.shape, contest.length)
+    rows = {
+        name: {
+            "tokens_per_second": spread_of(of_name),
+            "share_of_peak": spread_of([speed * flops / peak for speed, peak in zip(of_name, speeds[PEAK], strict=True)]),
+            "lmforge_is_faster_by": spread_of([ours / theirs for ours, theirs in zip(speeds[LMFORGE], of_name, strict=True)]),
+            "loss_of_first_steps": losses[name],
+        }
+        for name, of_name in speeds.items()
+        if name != PEAK
+    }
+    return {"peak_gflops": spread_of([peak / 1e9 for peak in speeds[PEAK]]), "contenders": rows}
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record, to be read by people."""
+    lines = ["# Training on a CPU, side by side", "", *machine_lines(record["machine"])]
+    lines += [f"- {record['what']}", f"- share of peak: {CONVENTION}", *(f"- {reason}" for reason in record["left_out"])]
+    for dtype, of_dtype in record["dtypes"].items():
+        peak = of_dtype["peak_gflops"]
+        reached = f"{peak['median']:.0f} GFLOP/s ({peak['min']:.0f}–{peak['max']:.0f})"
+        lines += ["", f"## {dtype}: matrix product of {record['peak_size']}: {reached}", ""]
+        lines += ["| contender | tokens/s | share of peak | lmforge ÷ it | loss, steps 1–10 |", "|---|---|---|---|---|"]
+        for name, row in of_dtype["contenders"].items():
+            speed, share, ratio = row["tokens_per_second"], row["share_of_peak"], row["lmforge_is_faster_by"]
+            lines.append(
+                f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f}–{speed['max']:,.0f})"
+                f" | {share['median']:.0%} ({share['min']:.0%}–{share['max']:.0%})"
+                f" | {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f}) | {row['loss_of_first_steps']:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of a turn (default: 10)")
+    parser.add_argument(
+        "--threads", type=int, default=local_threads(1), help="CPU threads of each (default: the cores there are)"
+    )
+    parser.add_argument("--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a few thousand weights, uncompiled: to see that this works"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    chosen = parser.parse_args()
+    if chosen.rounds < 1 or chosen.threads < 1:
+        parser.error("--rounds, --threads: at least 1")
+
+    about = machine()
+    missing = find_compiler(torch.device("cpu"))
+    compiled = not chosen.tiny and missing is None
+    left_out = []
+    if not compiled:
+        left_out.append("nothing is compiled: " + (f"{missing} on this machine" if missing else "--tiny leaves it out"))
+    dtypes = ["fp32"]
+    if chosen.force_bf16 or has_fast_bf16(torch.device("cpu")):
+        dtypes.append("bf16")
+    else:
+        left_out.append(
+            "bf16 is left out: this CPU has neither AMX nor AVX512-BF16 and only emulates it (--force-bf16 measures it)"
+        )
+    with tempfile.TemporaryDirectory(prefix="train-cpu-") as name:
+        folder = Path(name)
+        vocab_size, rows, length, peak_size = (512, 2, 64, 512) if chosen.tiny else (4096, 8, 256, 2048)
+        tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=vocab_size)
+        narrow = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} if chosen.tiny else {}
+        shape = resolve("nano", {"tie_word_embeddings": False, **narrow}, vocab_size)
+        what = (
+            f"Llama of {parameters(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
+            f" vocabulary {vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads; {chosen.rounds} interleaved"
+            f" rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up; median (low–high), ratios in a round"
+        )
+        for line in (*machine_lines(about), what, *left_out):
+            say(line)
+        results = {}
+        for dtype in dtypes:
+            contest = Contest(shape, rows, length, chosen.threads, dtype, compiled, peak_size, folder)
+            results[dtype] = hold(contest, chosen.rounds, chosen.seconds)
+    record = {
+        "benchmark": "train_cpu",
+        "machine": about,
+        "what": what,
+        "shape": shape.to_hugging_face(),
+        "parameters": parameters(shape).total,
+        "flops_per_token": flops_per_token(shape, length),
+        "convention": CONVENTION,
+        "rows": rows,
+        "length": length,
+        "threads": chosen.threads,
+        "rounds": chosen.rounds,
+        "seconds": chosen.seconds,
+        "warm_up_steps": WARM_UP_STEPS,
+        "peak_size": peak_size,
+        "left_out": left_out,
+        "dtypes": results,
+    }
+    readable = table(record)
+    say(f"\n{readable}\n\nwritten to {write_result('train_cpu', record, readable, chosen.out)} and .json beside it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmforge.data.shards import FORMAT, MANIFEST, TokenFolder, write_shard
+from lmforge.data.tokenizer import Tokenizer, train_tokenizer
+
+# By shard, the length of each document in it, separator included.
+Shards = Sequence[Sequence[int]]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """No merges: a token a byte, so that a test chooses lengths to the token."""
+    return train_tokenizer([""], 261)
+
+
+@pytest.fixture
+def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
+    """Write documents of chosen lengths straight into shards, their tokens drawn from a generator."""
+
+    def write(path: Path, shards: Shards, seed: int = 0, split: str = "train") -> TokenFolder:
+        generator = np.random.default_rng(seed)
+        path.mkdir(parents=True)
+        lines = []
+        for number, lengths in enumerate(shards):
+            tokens = generator.integers(5, 261, sum(lengths)).astype("<u2")
+            tokens[np.cumsum(lengths) - 1] = byte_tokenizer.separator_id
+            name = f"{split}-{number:05d}"
+            lines.append(write_shard(path, name, tokens, np.array(lengths), byte_tokenizer.hash))
+        byte_tokenizer.save(path / "tokenizer")
+        manifest = {"format": FORMAT, "tokenizer": byte_tokenizer.hash, "dtype": "uint16", "splits": {split: lines}}
+        (path / MANIFEST).write_text(json.dumps(manifest))
+        return TokenFolder.open(path)
+
+    return write
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries as many as always, without the waiting."""
+    monkeypatch.setattr("lmforge.data.shards.PAUSES_SECONDS", (0.01, 0.02, 0.05))

@@ -1,0 +1,529 @@
+"""Preparation as a user meets it: real processes, killed and interrupted, full disks, bad input."""
+
+import argparse
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import processors
+
+from lmforge.data import documents
+from lmforge.data.prepare import HELD_OUT, TRAIN, prepare
+from lmforge.data.shards import MANIFEST, UNFINISHED, TokenFolder
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake
+
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "they"]
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    generator = random.Random(seed)
+    return [f"{i}: " + " ".join(generator.choices(WORDS, k=generator.randint(1, 60))) for i in range(count)]
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file of a folder, by its hash."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def stored_texts(folder: Path, split: str) -> list[str]:
+    """Each document as it lies in the shards, checked to end in one separator."""
+    opened = TokenFolder.open(folder)
+    tokenizer, tokens = opened.tokenizer, opened.split(split)
+    edges = [0, *tokens.document_starts(0, tokens.tokens).tolist(), tokens.tokens]
+    found = []
+    for start, stop in itertools.pairwise(edges):
+        ids = tokens.read(start, stop).tolist()
+        assert ids.count(tokenizer.separator_id) == 1
+        assert ids[-1] == tokenizer.separator_id
+        found.append(tokenizer.decode(ids))
+    return found
+
+
+class Preparation:
+    """`prepare` in a process of its own, begun as a user would."""
+
+    def __init__(
+        self,
+        source: Path,
+        out: Path,
+        before: str = "",
+        die_at: tuple[str, int] | None = None,
+        die_after: float = 0,
+        **options: Any,
+    ):
+        """`before` is run first; with `die_at` it kills itself -9, `die_after` seconds from when it is that far."""
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        # The guard is what any script that starts processes needs.
+        program = (
+            f"import os, resource, signal, sys, threading, time\n{before}\n"
+            "from lmforge.data.prepare import prepare\n"
+            "from lmforge.errors import Mistake\n"
+            "def die():\n"
+            f"    time.sleep({die_after})\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+            "def progress(step, done, total, size):\n"
+            "    print(step, done, total, size, flush=True)\n"
+            f"    at = {die_at!r}\n"
+            "    if at and step == at[0] and done >= at[1]:\n"
+            f"        {'threading.Thread(target=die, daemon=True).start()' if die_after else 'die()'}\n"
+            "if __name__ == '__main__':\n"
+            "    try:\n"
+            f"        prepare({str(source)!r}, {str(out)!r}, {arguments}, progress=progress)\n"
+            "    except Mistake as mistake:\n"
+            "        sys.exit(f'mistake: {mistake}')\n"
+        )
+        script = out.parent / f"prepare-{secrets.token_hex(4)}.py"
+        script.write_text(program)
+        root = str(Path(__file__).parents[2])
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": root},
+            start_new_session=True,
+        )
+
+    def wait_for(self, words: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(words):
+                return
+        raise AssertionError(f"it ended without saying {words!r}: {self.process.communicate()[1]}")
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+def no_process_left(group: int) -> bool:
+    """Whether every process of a session is gone, within a moment for the kernel to end them."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "corpus.jsonl", some_texts(2000))
+
+
+@pytest.fixture
+def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LINES_UNIT_BYTES", 20_000)
+
+
+# --- what comes of it ------------------------------------------------------------------------------------------------
+
+
+def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus: Path) -> None:
+    summary = prepare(str(corpus), tmp_path / "out", vocab_size=600, shard_tokens=10_000)
+    train, held_out = stored_texts(tmp_path / "out", TRAIN), stored_texts(tmp_path / "out", HELD_OUT)
+    assert sorted(train + held_out) == sorted(some_texts(2000))
+    assert 10 < len(held_out) < 90  # 2 % of 2,000, give or take
+    assert train[:50] != some_texts(2000)[:50]
+    folder = TokenFolder.open(tmp_path / "out")
+    assert summary.documents == {TRAIN: len(train), HELD_OUT: len(held_out)}
+    assert summary.tokens == {split: folder.split(split).tokens for split in (TRAIN, HELD_OUT)}
+    assert summary.text_bytes == {TRAIN: sum(map(len, train)), HELD_OUT: sum(map(len, held_out))}
+    shards = folder.manifest["splits"][TRAIN]
+    assert len(shards) > 3
+    assert all(10_000 <= shard["tokens"] < 10_200 for shard in shards[:-1])
+    assert folder.dtype == np.uint16
+    assert not (tmp_path / "out" / UNFINISHED).exists()
+
+
+def test_text_bytes_are_what_the_tokens_say(tmp_path: Path) -> None:
+    summary = prepare(str(write_lines(tmp_path / "a.jsonl", ["é☃", "plain", "日本語 " * 9])), tmp_path / "out", vocab_size=270)
+    folder = TokenFolder.open(tmp_path / "out")
+    sizes = folder.tokenizer.token_bytes()
+    for split, size in summary.text_bytes.items():
+        tokens = folder.split(split)
+        assert int(sizes[tokens.read(0, tokens.tokens)].sum()) == size
+
+
+def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", some_texts(30))
+    prepare(str(source), tmp_path / "small", vocab_size=300)
+    data = json.loads((tmp_path / "small" / "tokenizer" / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    vocabulary |= {f"unused{i}": len(vocabulary) + i for i in range(70_000)}
+    large = tmp_path / "large"
+    large.mkdir()
+    (large / "tokenizer.json").write_text(json.dumps(data))
+    prepare(str(source), tmp_path / "out", tokenizer=large)
+    assert TokenFolder.open(tmp_path / "out").dtype == np.uint32
+    both = (TRAIN, HELD_OUT)
+    assert [stored_texts(tmp_path / "out", s) for s in both] == [stored_texts(tmp_path / "small", s) for s in both]
+
+
+def test_a_tokenizer_that_adds_its_own_end_gives_one_separator(tmp_path: Path, corpus: Path) -> None:
+    prepare(str(corpus), tmp_path / "own", vocab_size=400)
+    path = tmp_path / "own" / "tokenizer" / "tokenizer.json"
+    library = Library.from_file(str(path))
+    library.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", pair=None, special_tokens=[("<|endoftext|>", 0)]
+    )
+    adds = tmp_path / "adds"
+    shutil.copytree(path.parent, adds)
+    library.save(str(adds / "tokenizer.json"))
+    assert library.encode("the").ids[-1] == 0
+    prepare(str(corpus), tmp_path / "out", tokenizer=adds)
+    assert stored_texts(tmp_path / "out", TRAIN) == stored_texts(tmp_path / "own", TRAIN)
+
+
+def test_text_that_spells_the_separator_ends_no_document(tmp_path: Path) -> None:
+    texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(40)]
+    prepare(str(write_lines(tmp_path / "a.jsonl", texts)), tmp_path / "out", vocab_size=300)
+    assert sorted(stored_texts(tmp_path / "out", TRAIN) + stored_texts(tmp_path / "out", HELD_OUT)) == sorted(texts)
+
+
+def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_path: Path) -> None:
+    texts = some_texts(300) * 3
+    source = write_lines(tmp_path / "a.jsonl", texts)
+    sides = []
+    for seed in (0, 1):
+        out = tmp_path / f"out{seed}"
+        prepare(str(source), out, vocab_size=300, held_out=0.3, seed=seed)
+        train, held_out = stored_texts(out, TRAIN), stored_texts(out, HELD_OUT)
+        assert not set(train) & set(held_out)
+        assert sorted(train + held_out) == sorted(texts)
+        sides.append((train, held_out))
+    assert set(sides[0][1]) == set(sides[1][1])
+    assert sides[0][0] != sides[1][0]
+
+
+@pytest.mark.parametrize("held_out", [1e-9, 0.5, 0.999999])
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, held_out: float) -> None:
+    source = write_lines(tmp_path / "a.jsonl", some_texts(count))
+    summary = prepare(str(source), tmp_path / "out", vocab_size=300, held_out=held_out)
+    assert min(summary.documents.values()) >= 1
+    assert sum(summary.documents.values()) == count
+
+
+def test_an_only_document_has_its_tail_held_out(tmp_path: Path) -> None:
+    prose = Path(argparse.__file__)
+    summary = prepare(str(prose), tmp_path / "out", vocab_size=300)
+    assert summary.documents == {TRAIN: 1, HELD_OUT: 1}
+    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN), stored_texts(tmp_path / "out", HELD_OUT)
+    assert head + tail == prose.read_text()
+    assert head.endswith("\n")
+    assert 0.02 <= len(tail) / len(head + tail) < 0.021
+
+
+@pytest.mark.parametrize("text", ["ab", "  a\n\n b  \n\n\n", "x" * 100, "hello world\n", "\n\na longer text\n\n\n\n\n"])
+@pytest.mark.parametrize("held_out", [0.02, 0.98])
+def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path, text: str, held_out: float) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, held_out=held_out)
+    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN), stored_texts(tmp_path / "out", HELD_OUT)
+    assert head + tail == text
+    assert head.strip()
+    assert tail.strip()
+
+
+def test_nothing_is_held_out_when_nothing_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    summary = prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, held_out=0)
+    assert summary.documents == {TRAIN: 1}
+    assert TokenFolder.open(tmp_path / "out").splits == (TRAIN,)
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", ["a b", "", " \n", "c d", ""])
+    summary = prepare(str(source), tmp_path / "out", vocab_size=261)
+    assert summary.empty_documents == 3
+    assert sum(summary.documents.values()) == 2
+
+
+def test_a_document_longer_than_a_shard_is_whole(tmp_path: Path) -> None:
+    texts = ["x" * 5000, "y" * 20, "z" * 3000, "w" * 7]
+    source = write_lines(tmp_path / "a.jsonl", texts)
+    prepare(str(source), tmp_path / "out", vocab_size=261, held_out=0, shard_tokens=100)
+    assert sorted(stored_texts(tmp_path / "out", TRAIN)) == sorted(texts)
+
+
+# --- the same however it came about ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("many_units")
+def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
+    for workers in (1, 2, 3):
+        prepare(str(corpus), tmp_path / f"out{workers}", vocab_size=400, shard_tokens=9000, workers=workers)
+    first = content(tmp_path / "out1")
+    assert len([name for name in first if name.endswith(".tokens")]) > 4
+    assert first == content(tmp_path / "out2") == content(tmp_path / "out3")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Path, workers: int) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
+    options = {"vocab_size": 400, "shard_tokens": 30_000, "workers": workers}
+    small = "from lmforge.data import documents; documents.LINES_UNIT_BYTES = 50_000"
+    assert Preparation(corpus, tmp_path / "whole", small, **options).end() == (0, "")
+    out = tmp_path / "out"
+    # At the first word of a step, or a little later: in the middle of whatever it then does.
+    moments = [
+        ("tokenizer", 0),
+        ("tokenizer", 1),
+        ("tokens", 0),
+        ("tokens", generator.randint(1, 15)),
+        ("shards", 0),
+        ("shards", 2),
+    ]
+    for moment in moments:
+        delay = generator.choice((0, generator.random() * 0.03)) if moment[0] != "shards" else 0
+        again = Preparation(corpus, out, small, die_at=moment, die_after=delay, **options)
+        assert again.end()[0] == -signal.SIGKILL, moment
+        assert no_process_left(again.process.pid)
+        with pytest.raises(Mistake, match=r"unfinished: run prepare again"):
+            TokenFolder.open(out)
+    assert Preparation(corpus, out, small, **options).end() == (0, "")
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path) -> None:
+    corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
+    small = "from lmforge.data import documents; documents.LINES_UNIT_BYTES = 20_000"
+    out = tmp_path / "out"
+    first = Preparation(corpus, out, small, vocab_size=400, workers=2)
+    first.wait_for("tokens 3 ")
+    os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does: to every process
+    _, errors = first.end()
+    assert errors.count("KeyboardInterrupt") == 1, "only the process that was asked may speak"
+    assert no_process_left(first.process.pid)
+    sealed = {path: path.stat().st_mtime_ns for path in (out / UNFINISHED).glob("*.npz")}
+    assert len(sealed) >= 3
+    second = Preparation(corpus, out, small, vocab_size=400, workers=2)
+    second.wait_for("tokens")
+    assert all(path.stat().st_mtime_ns == before for path, before in sealed.items() if path.exists())
+    assert second.end()[0] == 0
+
+
+def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(20_000))
+    small = (
+        "from lmforge.data import documents; documents.LINES_UNIT_BYTES = 20_000\n"
+        "import os, signal, threading, multiprocessing\n"
+        "def kill():\n"
+        "    for child in multiprocessing.active_children():\n"
+        "        os.kill(child.pid, signal.SIGKILL)\n"
+    )
+    out = tmp_path / "out"
+    script = (
+        small + "from lmforge.data.prepare import prepare\n"
+        "from lmforge.errors import RunFailed\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        f"        prepare({str(corpus)!r}, {str(out)!r}, vocab_size=300, workers=2,\n"
+        "            progress=lambda step, done, total, size: kill() if (step, done) == ('tokens', 3) else None)\n"
+        "    except RunFailed as failure:\n"
+        "        raise SystemExit(f'failed: {failure}')\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 1
+    assert "failed: a process of the preparation was killed, most likely for lack of memory" in done.stderr
+    assert len(list((out / UNFINISHED).glob("*.npz"))) >= 3
+
+
+# --- one plan a folder -----------------------------------------------------------------------------------------------
+
+
+def test_done_already_it_does_nothing(tmp_path: Path, corpus: Path) -> None:
+    first = prepare(str(corpus), tmp_path / "out", vocab_size=300)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    second = prepare(str(corpus), tmp_path / "out", vocab_size=300, workers=2)
+    assert not first.already_done
+    assert second.already_done
+    assert (second.tokens, second.documents) == (first.tokens, first.documents)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == times
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"vocab_size": 301}, "vocab_size"),
+        ({"seed": 1, "held_out": 0.1}, "held_out, seed"),
+        ({"shard_tokens": 5}, "shard_tokens"),
+        ({"text_field": "text2"}, "files, text_field"),
+        ({"touch": True}, "files"),
+    ],
+)
+def test_another_plan_in_the_folder_is_refused_and_overwritten_only_when_asked(
+    tmp_path: Path, finished: bool, change: dict[str, Any], named: str
+) -> None:
+    records = [{"text": text, "text2": text} for text in some_texts(20)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
+    out = tmp_path / "out"
+    prepare(str(corpus), out, vocab_size=300)
+    if not finished:
+        plan = json.loads((out / MANIFEST).read_text())["plan"]
+        (out / UNFINISHED).mkdir()
+        (out / UNFINISHED / "plan.json").write_text(json.dumps(plan))
+        (out / MANIFEST).unlink()
+    before = content(out)
+    if "touch" in change:
+        os.utime(corpus)
+    options = {"vocab_size": 300, **{name: value for name, value in change.items() if name != "touch"}}
+    with pytest.raises(Mistake, match=f"holds a preparation with other {named}: name another folder, or overwrite it"):
+        prepare(str(corpus), out, **options)
+    assert content(out) == before
+    prepare(str(corpus), out, overwrite=True, **options)
+    prepare(str(corpus), tmp_path / "fresh", **options)
+    assert content(out) == content(tmp_path / "fresh")
+
+
+def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(Mistake, match="not empty, and no preparation: name another folder"):
+            prepare(str(corpus), tmp_path / "out", overwrite=overwrite)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+    prepare(str(corpus), tmp_path / "done", vocab_size=300)
+    (tmp_path / "done" / "notes-00001-mine.txt").write_text("mine")
+    prepare(str(corpus), tmp_path / "done", vocab_size=301, overwrite=True)
+    assert (tmp_path / "done" / "notes-00001-mine.txt").read_text() == "mine"
+
+
+def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "out").mkdir()
+    other = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(Mistake, match="another preparation is writing here"):
+        prepare(str(corpus), tmp_path / "out")
+    os.close(other)
+    prepare(str(corpus), tmp_path / "out", vocab_size=300)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"held_out": 1.0}, "held_out 1.0: expected a fraction"),
+        ({"held_out": -0.1}, "held_out -0.1"),
+        ({"shard_tokens": 0}, "shard_tokens 0"),
+        ({"workers": 0}, "workers 0"),
+        ({"vocab_size": 100}, "vocab_size 100"),
+        ({"tokenizer": "nowhere"}, "no such tokenizer"),
+        ({"text_field": "body"}, "no field 'body': there are text"),
+    ],
+)
+def test_a_wrong_option_is_named(tmp_path: Path, corpus: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(Mistake, match=complaint):
+        prepare(str(corpus), tmp_path / "out", **options)
+
+
+def test_a_corpus_of_nothing_but_blanks_is_empty(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", ["", "  ", "\n"])
+    with pytest.raises(Mistake, match=r"a\.jsonl: empty: there is no text in it"):
+        prepare(str(source), tmp_path / "out")
+
+
+def test_texts_that_are_all_the_same_cannot_be_split(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", ["same"] * 5)
+    with pytest.raises(Mistake, match="too few different texts to hold any out: give held_out = 0"):
+        prepare(str(source), tmp_path / "out", vocab_size=261)
+
+
+def test_a_bad_line_found_by_another_process_is_named_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LINES_UNIT_BYTES", 2000)
+    source = write_lines(tmp_path / "a.jsonl", some_texts(500))
+    with open(source, "a") as file:
+        file.write("{broken\n")
+    trained = tmp_path / "t"
+    prepare(str(write_lines(tmp_path / "b.jsonl", some_texts(20))), trained, vocab_size=300)
+    with pytest.raises(Mistake, match=r"a\.jsonl:501: not JSON"):
+        prepare(str(source), tmp_path / "out", tokenizer=trained / "tokenizer", workers=2)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_an_out_that_cannot_be_a_folder_is_named(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(Mistake, match=r"corpus\.jsonl: cannot be made a folder of shards"):
+        prepare(str(corpus), corpus)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(tmp_path: Path, workers: int) -> None:
+    """A limit on the size of a file is met exactly as the end of a disk is: by a write that fails."""
+    corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
+    small = "from lmforge.data import documents; documents.LINES_UNIT_BYTES = 100_000\n"
+    options = {"vocab_size": 261, "workers": workers}
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+    out = tmp_path / "out"
+    code, errors = Preparation(corpus, out, small + limit, **options).end()
+    assert code == 1
+    assert f"mistake: {out}: no room to write train-00000.tokens" in errors
+    assert not (out / MANIFEST).exists()
+    assert not list(out.rglob("*.partial"))
+    assert Preparation(corpus, out, small, **options).end()[0] == 0
+    assert len(stored_texts(out, TRAIN)) + len(stored_texts(out, HELD_OUT)) == 6000
+
+
+def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
+    """A file system of 300 KiB in a mount namespace of its own."""
+    corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    program = (
+        "from lmforge.data.prepare import prepare\nfrom lmforge.errors import Mistake\n"
+        f"try: prepare({str(corpus)!r}, {str(disk / 'out')!r}, vocab_size=261, workers=1)\n"
+        "except Mistake as mistake: raise SystemExit(str(mistake))\n"
+        f"finally: import os; print([f for _, _, fs in os.walk({str(disk)!r}) for f in fs if f == 'manifest.json'])"
+    )
+    command = 'mount -t tmpfs -o size=300k tmpfs "$0" && exec "$1" -c "$2"'
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("no right to mount a file system here")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, str(disk), sys.executable, program],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    if "mount:" in done.stderr:
+        pytest.skip("no right to mount a file system here")
+    assert done.returncode == 1
+    assert f"{disk / 'out'}" in done.stderr
+    assert "no room to write" in done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_tokenizer_is_kept_with_the_shards(tmp_path: Path, corpus: Path) -> None:
+    prepare(str(corpus), tmp_path / "out", vocab_size=300)
+    assert Tokenizer.open(tmp_path / "out" / "tokenizer").hash == TokenFolder.open(tmp_path / "out").manifest["tokenizer"]

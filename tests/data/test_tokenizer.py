@@ -1,0 +1,279 @@
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from lmforge.data.tokenizer import CHAT_SPECIALS, SEPARATOR, SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
+from lmforge.errors import Mistake
+
+SAMPLE = ["def f(x):\n    return x + 1\n\n\n# the end of it, isn't it?\n", "Ça va? 日本語 ☃️ 🏳️‍🌈 \t\r\n" * 3] * 20
+TEXTS = st.text(max_size=200) | st.text(alphabet=" \t\n\r\x0b\x0c.(_a1é日", max_size=80)
+
+
+def write(folder: Path, tokenizer: tokenizers.Tokenizer, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def byte_level(specials: list[str]) -> tokenizers.Tokenizer:
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(
+        SAMPLE,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False),
+    )
+    return bpe
+
+
+def sentencepiece(characters: str = "▁abcdehlortwéT") -> tokenizers.Tokenizer:
+    """As Llama 2's: blanks as ▁, what is not in the vocabulary as its bytes, a post-processor that adds <s> and </s>."""
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "▁h", "el", "▁hel", "lo"]
+    merges = [("▁", "h"), ("e", "l"), ("▁h", "el"), ("l", "o")]
+    bpe = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(vocabulary)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bpe.add_special_tokens(["<unk>", "<s>", "</s>"])
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> <s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return bpe
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train_tokenizer(SAMPLE, 500)
+
+
+# --- our own ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS)
+def test_any_text_comes_back_and_its_bytes_are_counted(trained: Tokenizer, text: str) -> None:
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert trained.encode_batch([text, "x", text])[2] == ids
+    assert int(trained.token_bytes()[ids].sum()) == len(text.encode())
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS)
+def test_text_that_comes_id_by_id_is_the_same_text_in_whole_characters(trained: Tokenizer, text: str) -> None:
+    decoder = trained.stream_decoder()
+    pieces = [decoder.feed(id) for id in trained.encode(text)]
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert "".join(pieces) + decoder.finish() == text
+
+
+def test_a_character_cut_short_is_kept_back_and_then_marked(trained: Tokenizer, byte_tokenizer: Tokenizer) -> None:
+    decoder = byte_tokenizer.stream_decoder()
+    assert [decoder.feed(id) for id in byte_tokenizer.encode("☃")[:2]] == ["", ""]
+    assert decoder.finish() == "\ufffd"
+
+
+def test_the_same_text_trains_the_same_tokenizer(trained: Tokenizer) -> None:
+    assert train_tokenizer(SAMPLE, 500).hash == trained.hash
+
+
+def test_specials_come_first_and_stand_for_no_text(trained: Tokenizer) -> None:
+    assert [trained.id_of(token) for token in (SEPARATOR, *CHAT_SPECIALS)] == [0, 1, 2, 3, 4]
+    assert trained.separator_id == 0
+    assert trained.bos_id is None
+    assert trained.token_bytes()[:5].tolist() == [0] * 5
+    assert trained.token_bytes().shape == (trained.vocab_size,)
+    assert trained.token_bytes().dtype == np.int32
+
+
+def test_text_that_spells_a_special_token_is_text(trained: Tokenizer) -> None:
+    text = f"{SEPARATOR}{CHAT_SPECIALS[0]} and <|end|>"
+    ids = trained.encode(text)
+    assert not set(ids) & {0, 1, 2, 3, 4}
+    assert trained.decode(ids) == text
+    assert trained.decode([0, *ids, 0]) == text
+    assert trained.decode([0, *ids], specials=True) == SEPARATOR + text
+
+
+def test_indentation_after_a_line_is_one_token(trained: Tokenizer) -> None:
+    deep = train_tokenizer(["x = f(1):\n        y = 2\n" * 200], 330)
+    assert len(deep.encode("):\n        ")) == 1
+
+
+def test_long_runs_of_blanks_take_no_longer_than_other_text(trained: Tokenizer) -> None:
+    """Quadratic matching would not end within the test's limit."""
+    for blank in (" ", "\t", "\n", "\x0b", "\r", " \n"):
+        assert trained.decode(trained.encode(blank * 100_000)) == blank * 100_000
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, SMALLEST_VOCABULARY - 1])
+def test_a_vocabulary_too_small_for_the_bytes_is_refused(vocab_size: int) -> None:
+    with pytest.raises(Mistake, match=f"vocab_size {vocab_size}: the bytes and the special tokens alone are 261"):
+        train_tokenizer(SAMPLE, vocab_size)
+
+
+def test_a_small_text_gives_a_smaller_vocabulary() -> None:
+    assert train_tokenizer(["ab"], 5000).vocab_size == 262
+
+
+def test_transformers_opens_what_was_saved_and_agrees(trained: Tokenizer, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in SAMPLE[:2]:
+        assert theirs(text)["input_ids"] == trained.encode(text)
+        assert theirs.decode(trained.encode(text)) == text
+    assert theirs.eos_token_id == trained.separator_id
+
+
+def test_saving_and_opening_keeps_everything(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "a")
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages }}")
+    Tokenizer.open(tmp_path / "a").save(tmp_path / "b")
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+    assert Tokenizer.open(tmp_path / "b" / "tokenizer.json").hash == trained.hash
+
+
+# --- others' ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_post_processor_adds_nothing(tmp_path: Path) -> None:
+    bpe = byte_level(["<bos>", "<eos>"])
+    plain = bpe.encode("hello there").ids
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", pair=None, special_tokens=[("<bos>", 0), ("<eos>", 1)]
+    )
+    assert bpe.encode("hello there").ids == [0, *plain, 1]
+    tokenizer = Tokenizer.open(write(tmp_path, bpe, eos_token="<eos>", bos_token="<bos>"))
+    assert tokenizer.encode("hello there") == plain
+    assert tokenizer.encode_batch(["hello there"]) == [plain]
+    assert (tokenizer.bos_id, tokenizer.separator_id) == (0, 1)
+
+
+def test_an_end_of_text_not_marked_special_is_still_spelled_out_in_text(tmp_path: Path) -> None:
+    data = json.loads(byte_level(["<eos>", "<other>"]).to_str())
+    for token in data["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    tokenizer = Tokenizer.open(tmp_path)
+    ids = tokenizer.encode("a<eos>")
+    assert tokenizer.separator_id not in ids
+    assert tokenizer.decode([*ids, 0]) == "a<eos>"
+
+
+def test_truncation_and_padding_someone_left_on_are_off(tmp_path: Path) -> None:
+    bpe = byte_level(["<eos>"])
+    expected = bpe.encode("hello there " * 50).ids
+    bpe.enable_truncation(8)
+    bpe.enable_padding(length=64)
+    tokenizer = Tokenizer.open(write(tmp_path, bpe, eos_token="<eos>"))
+    assert tokenizer.encode("hello there " * 50) == expected
+    assert len(tokenizer.encode_batch(["a", "hello"])[0]) == 1
+
+
+def test_a_sentencepiece_vocabulary_counts_blanks_and_bytes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write(tmp_path, sentencepiece(), eos_token="</s>", bos_token="<s>"))
+    text = "hello world ☃ </s>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.separator_id not in ids
+    assert tokenizer.decode(ids) == text
+    # One byte more than the text: the blank this kind puts before it.
+    assert int(tokenizer.token_bytes()[ids].sum()) == len(text.encode()) + 1
+    assert tokenizer.token_bytes()[[0, 1, 2]].tolist() == [0, 0, 0]
+    decoder = tokenizer.stream_decoder()
+    assert "".join(decoder.feed(id) for id in ids) + decoder.finish() == text
+
+
+@pytest.mark.parametrize("prepend_scheme", ["always", "first", "never"])
+def test_a_unigram_vocabulary_with_metaspace_decodes_as_it_comes(tmp_path: Path, prepend_scheme: str) -> None:
+    unigram = tokenizers.Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in "▁helowrd"), ("▁hello", -1.0)], unk_id=0)
+    )
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    unigram.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
+    unigram.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = Tokenizer.open(write(tmp_path, unigram))
+    assert tokenizer.separator_id == 1
+    for text in ("hello world", " hello  world ", "world"):
+        ids = tokenizer.encode(text)
+        decoder = tokenizer.stream_decoder()
+        assert "".join(decoder.feed(id) for id in ids) + decoder.finish() == tokenizer.decode(ids)
+
+
+def test_a_wordpiece_vocabulary_decodes_as_it_comes(tmp_path: Path) -> None:
+    vocabulary = {token: i for i, token in enumerate(["[UNK]", "[SEP]", "hel", "##lo", "world", "##s"])}
+    wordpiece = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    wordpiece.pre_tokenizer = pre_tokenizers.Whitespace()
+    wordpiece.decoder = decoders.WordPiece(cleanup=False)
+    wordpiece.add_special_tokens(["[UNK]", "[SEP]"])
+    tokenizer = Tokenizer.open(write(tmp_path, wordpiece, eos_token="[SEP]"))
+    ids = tokenizer.encode("hello worlds")
+    decoder = tokenizer.stream_decoder()
+    assert "".join(decoder.feed(id) for id in ids) == tokenizer.decode(ids) == "hello worlds"
+
+
+def test_a_vocabulary_of_words_without_a_decoder_decodes_as_it_comes(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"<eos>": 0, "[UNK]": 1, "hello": 2, "world": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<eos>", "[UNK]"])
+    tokenizer = Tokenizer.open(write(tmp_path, words, eos_token="<eos>"))
+    ids = tokenizer.encode("hello world hello")
+    decoder = tokenizer.stream_decoder()
+    assert "".join(decoder.feed(id) for id in ids) == tokenizer.decode(ids) == "hello world hello"
+
+
+def test_the_end_of_text_is_found_wherever_it_is_written(tmp_path: Path) -> None:
+    two = byte_level(["<a>", "<b>"])
+    assert Tokenizer.open(write(tmp_path / "1", two, eos_token="<b>")).separator_id == 1
+    assert Tokenizer.open(write(tmp_path / "2", two, eos_token={"content": "<b>", "special": True})).separator_id == 1
+    write(tmp_path / "3", two)
+    (tmp_path / "3" / "special_tokens_map.json").write_text('{"eos_token": {"content": "<a>"}}')
+    assert Tokenizer.open(tmp_path / "3" / "tokenizer.json").separator_id == 0
+    assert Tokenizer.open(write(tmp_path / "4", byte_level(["<s>", "</s>", "<pad>"]))).separator_id == 1
+
+
+def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r'cannot tell which token ends a document: .* says "eos_token"'):
+        Tokenizer.open(write(tmp_path, byte_level(["<a>", "<b>"])))
+
+
+def test_an_end_of_text_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"has no token '<z>', which tokenizer_config\.json says is its eos_token"):
+        Tokenizer.open(write(tmp_path, byte_level(["<a>"]), eos_token="<z>"))
+
+
+def test_the_hash_ignores_spacing_and_sees_the_separator(tmp_path: Path) -> None:
+    two = byte_level(["<a>", "<b>"])
+    first = Tokenizer.open(write(tmp_path / "1", two, eos_token="<a>"))
+    (tmp_path / "1" / "tokenizer.json").write_text(json.dumps(json.loads(two.to_str()), indent=7))
+    assert Tokenizer.open(tmp_path / "1").hash == first.hash
+    assert Tokenizer.open(write(tmp_path / "2", two, eos_token="<b>")).hash != first.hash
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": 3}', "not json"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(Mistake, match=r"tokenizer\.json: not a tokenizer\.json this can open"):
+        Tokenizer.open(tmp_path)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"no such tokenizer: name a tokenizer\.json or a folder that holds one"):
+        Tokenizer.open(tmp_path / secrets.token_hex(4))

@@ -1,0 +1,63 @@
+"""Real ranks: processes started by torch's own launcher, talking through gloo."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmforge import checkpoint
+from lmforge.model import build
+from lmforge.runs import Run
+
+HERE = Path(__file__).parent
+Case = tuple[str, list[str]]
+
+
+def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
+    """Carry out pretraining command lines on `ranks` ranks that are started once."""
+    file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
+    file.write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(HERE / "several_runs.py"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def losses(run: Run, name: str = "loss") -> dict[int, float]:
+    """Loss by step, as the run's metrics tell it."""
+    return {record["step"]: record[name] for record in run.read_metrics() if name in record}
+
+
+def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
+    folder, manifest, _ = checkpoint.find(run.path if step is None else run.checkpoint(step))
+    model = build(manifest.model_config, seed=None)
+    checkpoint.load(folder, model)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="session")
+def small_shape() -> list[str]:
+    """Options of a model small enough for many runs, with odd sizes and grouped heads."""
+    sizes = {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    return [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
+
+
+Recipe = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="session")
+def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """`recipe(run_folder, name, *more)`: a command line of 20 steps of 12 rows of 48 tokens in fp32."""
+
+    def line(folder: Path, name: str, *more: str) -> list[str]:
+        words = ["--data.folder", str(tiny_tokens), "--data.length", "48", "--run.folder", str(folder), "--run.name", name]
+        words += ["--train.steps", "20", "--train.global_batch_rows", "12", "--train.dtype", "fp32", "--train.compile", "off", "--train.seed", "3"]
+        words += ["--train.device", "cpu", "--schedule.warmup_steps", "3", "--optimizer.lr", "3e-3", "--log.every_steps", "1"]
+        words += ["--checkpoint.every_steps", "10", "--validation.rows", "5"]
+        return [*words, *small_shape, *more]
+
+    return line

@@ -1,0 +1,90 @@
+"""Measuring a model on rows of text: the same however the rows are shared out."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmforge.cluster.environment import Place
+from lmforge.cluster.ranks import Ranks
+from lmforge.data.batch import Batch
+from lmforge.data.shards import TokenFolder
+from lmforge.data.stream import Stream
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.infer.evaluate import Score, evaluate, scorer
+from lmforge.model.layers import LanguageModel
+from lmforge.objectives.language import score_text
+
+CPU = torch.device("cpu")
+ALONE = Ranks(Place(), CPU, None)
+
+
+@pytest.fixture(scope="module")
+def score(tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]) -> Score:
+    model, tokenizer = tiny_model_and_tokenizer
+    return scorer(model, torch.from_numpy(tokenizer.token_bytes()))
+
+
+@pytest.fixture(scope="module")
+def stream(tiny_tokens: Path) -> Stream:
+    return Stream(TokenFolder.open(tiny_tokens), split="held_out", length=250, shuffle=False)
+
+
+def sums(
+    tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], stream: Stream, rows: int
+) -> tuple[float, float, float, float]:
+    model, tokenizer = tiny_model_and_tokenizer
+    whole = score_text(model, Batch.of(stream.rows(0, rows)), torch.from_numpy(tokenizer.token_bytes()))
+    nats, targets, text_nats, text_bytes = whole.tolist()
+    return nats, targets, text_nats, text_bytes
+
+
+@pytest.mark.parametrize(("rows", "batch_rows"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)])
+def test_rows_are_scored_once_each_however_they_are_batched(
+    score: Score,
+    stream: Stream,
+    tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer],
+    rows: int | None,
+    batch_rows: int,
+) -> None:
+    told: list[tuple[int, int]] = []
+    measured = evaluate(
+        score, stream, ALONE, rows=rows, batch_rows=batch_rows, on_rows=lambda done, total: told.append((done, total))
+    )
+    total = min(rows or stream.rows_per_epoch, stream.rows_per_epoch)
+    nats, targets, text_nats, text_bytes = sums(tiny_model_and_tokenizer, stream, total)
+    assert measured["targets"] == targets
+    assert measured["bytes"] == text_bytes
+    # fp32 products of other shapes round otherwise.
+    assert measured["loss"] == pytest.approx(nats / targets, rel=1e-6)
+    assert measured["perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-5)
+    assert measured["bits_per_byte"] == pytest.approx(text_nats / math.log(2) / text_bytes, rel=1e-6)
+    assert told[-1] == (total, total)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_passes(
+    stream: Stream, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], ranks: int
+) -> None:
+    model, tokenizer = tiny_model_and_tokenizer
+    sizes = torch.from_numpy(tokenizer.token_bytes())
+    rows, passes, shares = 11, [], []
+    for rank in range(ranks):
+        scored: list[torch.Tensor] = []
+
+        def score(batch: Batch, scored: list[torch.Tensor] = scored) -> torch.Tensor:
+            scored.append(score_text(model, batch, sizes))
+            return scored[-1]
+
+        # Without process groups a rank keeps its own sums, which are added up here.
+        evaluate(score, stream, Ranks(Place(rank, ranks, rank, ranks), CPU, None), rows=rows, batch_rows=2)
+        passes.append(len(scored))
+        shares.append(torch.stack(scored).sum(0))
+    assert len(set(passes)) == 1
+    assert torch.stack(shares).sum(0).tolist() == pytest.approx(sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6)
+
+
+def test_nothing_to_score_is_zero_and_not_a_division_by_it(stream: Stream) -> None:
+    measured = evaluate(lambda batch: torch.zeros(4, dtype=torch.float64), stream, ALONE, rows=2, batch_rows=2)
+    assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "targets": 0.0, "bytes": 0.0}

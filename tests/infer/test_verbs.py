@@ -1,0 +1,90 @@
+"""`lmforge generate` and `lmforge evaluate` on a trained run, by its name alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.infer.engine import generate
+from lmforge.infer.sampling import Sampling
+from lmforge.model.layers import LanguageModel
+from lmforge.runs import Run
+from tests.conftest import Command
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *words: object) -> tuple[str, str]:
+    """Standard output and error of a command line that succeeds."""
+    capsys.readouterr()
+    assert command([str(word) for word in words]) == 0
+    told = capsys.readouterr()
+    return told.out, told.err
+
+
+def test_a_prompt_is_printed_with_what_follows_it(
+    capsys: Capture, tiny_run: Path, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]
+) -> None:
+    told, _ = run(capsys, "generate", tiny_run, "The king", "--max_tokens", 12, "--temperature", 0)
+    model, tokenizer = tiny_model_and_tokenizer
+    [completion] = generate(model, tokenizer, ["The king"], max_tokens=12, sampling=Sampling(0.0), seed=0)
+    assert told == f"The king{completion.text}\n"
+
+
+def test_the_seed_is_told_where_it_was_not_given_and_repeats_the_text(capsys: Capture, tiny_run: Path) -> None:
+    words = ("generate", tiny_run, "The", "--max_tokens", 30)
+    told, aside = run(capsys, *words)
+    named = re.fullmatch(r"\(seed (\d+)\)\n", aside)
+    assert named
+    assert run(capsys, *words, "--seed", named[1]) == (told, "")
+    assert run(capsys, *words)[0] != told
+
+
+def test_several_prompts_are_each_told_with_their_own_text(capsys: Capture, tiny_run: Path) -> None:
+    options = ("--max_tokens", 12, "--seed", 3)
+    told, _ = run(capsys, "generate", tiny_run, "The king", "My lord", "", *options)
+    parts = re.split(r"--- \d ---\n", told)
+    assert parts[0] == ""
+    assert [part.startswith(prompt) for part, prompt in zip(parts[1:], ("The king", "My lord", ""), strict=True)] == [True] * 3
+    assert parts[1] == run(capsys, "generate", tiny_run, "The king", *options)[0]
+
+
+def test_a_checkpoint_is_named_as_well_as_its_run(capsys: Capture, tiny_run: Path) -> None:
+    options = ("The", "--max_tokens", 20, "--temperature", 0)
+    of_run = run(capsys, "generate", tiny_run, *options)
+    assert run(capsys, "generate", Run(tiny_run).checkpoint(6), *options) == of_run
+
+
+def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path) -> None:
+    done = lmforge("generate", tiny_run, "--max_tokens", 5, "--temperature", 0, stdin="The é 漢\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The é 漢\n")
+    assert done.stderr == ""
+
+
+def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
+    told, _ = run(capsys, "evaluate", tiny_run, "--rows", 4, "--output", "json")
+    measured = json.loads(told)
+    last = Run(tiny_run).read_metrics()[-1]
+    assert measured["loss"] == pytest.approx(last["val/loss"], rel=1e-6)
+    assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=1e-6)
+    assert measured["model"] == str(Run(tiny_run).checkpoint(6))
+    assert (measured["data"], measured["split"], measured["length"]) == (str(tiny_tokens), "held_out", 48)
+
+
+def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
+    told, _ = run(capsys, "evaluate", tiny_run, "--rows", 2)
+    number = r"[\d,]+"
+    assert re.search(rf"\(held_out, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
+    assert told.count("\n") == 1
+
+
+def test_data_of_another_tokenizer_is_refused(capfd: Capture, tiny_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Something else altogether.\n\n" * 50)
+    run(capfd, "prepare", tmp_path / "text.txt", tmp_path / "tokens", "--vocab_size", 301)
+    assert command(["evaluate", str(tiny_run), "--data", str(tmp_path / "tokens")]) == 2
+    complaint = capfd.readouterr().err
+    assert f"{tmp_path}/tokens: prepared with another tokenizer than the model's; prepare it with --tokenizer " in complaint

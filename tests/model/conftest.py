@@ -1,0 +1,117 @@
+"""Shapes drawn at random, a fresh seed each time, and rows of packed documents to run through them."""
+
+import random
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lmforge.model import build
+from lmforge.model.shapes import ModelConfig
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    """A source of randomness whose seed is printed, and with it torch's own."""
+    seed = secrets.randbelow(2**32)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelConfig:
+    """A small shape with odd sizes, and each option of its kind on or off."""
+    groups, queries_each = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 5])
+    layers = fixed.get("num_hidden_layers", draw.choice([1, 2, 3]))
+    fields: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": draw.randrange(31, 131),
+        "hidden_size": draw.choice([18, 30, 42, 54]),
+        "intermediate_size": draw.randrange(17, 99),
+        "num_hidden_layers": layers,
+        "num_attention_heads": groups * queries_each,
+        "max_position_embeddings": draw.choice([128, 300]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "initializer_range": 0.05,
+    }
+    if model_type == "gpt2":
+        fields["num_attention_heads"] = draw.choice([1, 2, 3, 6])
+        fields["layer_norm_epsilon"] = draw.choice([1e-5, 1e-3])
+        return ModelConfig(**fields | fixed)
+    fields |= {
+        "num_key_value_heads": groups,
+        "head_dim": draw.choice([4, 10, 16, 22]),
+        "rms_norm_eps": draw.choice([1e-5, 1e-3]),
+        "rope_theta": draw.choice([10000.0, 500000.0, 77.0]),
+    }
+    fields["rope_scaling"] = draw.choice([None, {"type": "linear", "factor": draw.uniform(1.5, 9)}, _llama3(draw)])
+    if model_type in ("llama", "qwen3"):
+        fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
+    if model_type == "llama":
+        fields["mlp_bias"] = draw.random() < 0.5
+        fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([3, 5, 6])
+    if model_type == "qwen2":
+        fields["attention_bias"] = True
+    if model_type == "qwen3":
+        fields["qk_norm"] = True
+    if model_type != "llama" and draw.random() < 0.7:
+        fields["sliding_window"] = draw.randrange(2, 20)
+        if model_type != "mistral":
+            fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    return ModelConfig(**fields | fixed)
+
+
+def _llama3(draw: random.Random) -> dict[str, Any]:
+    bounds = {"low_freq_factor": draw.uniform(0.5, 1.5), "high_freq_factor": draw.uniform(2, 6)}
+    return {
+        "rope_type": "llama3",
+        "factor": draw.uniform(1.5, 32),
+        "original_max_position_embeddings": draw.choice([16, 64]),
+    } | bounds
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """The model with every parameter moved away from its first value, so that no norm or bias is without effect."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@dataclass
+class Rows:
+    """What a model's forward takes."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+
+
+def packed(lengths: list[list[int]], vocab_size: int, padding: int = 0) -> Rows:
+    """Rows of documents of these lengths, each row followed by `padding` slots of padding."""
+    tokens = torch.randint(0, vocab_size, (len(lengths), sum(lengths[0]) + padding))
+    positions = [[place for length in row for place in range(length)] + [0] * padding for row in lengths]
+    documents = [[number for number, length in enumerate(row) for _ in range(length)] + [-1] * padding for row in lengths]
+    return Rows(tokens, torch.tensor(positions), torch.tensor(documents, dtype=torch.int32))
+
+
+def one_document(rows: int, length: int, vocab_size: int) -> Rows:
+    """Rows that are one document each."""
+    return packed([[length]] * rows, vocab_size)
+
+
+def logits(model: nn.Module, rows: Rows) -> torch.Tensor:
+    """Whole logits of whole rows."""
+    with torch.no_grad():
+        return model.lm_head(model(rows.tokens, rows.positions, rows.documents))  # type: ignore[operator]
+
+
+def built(config: ModelConfig, seed: int = 0) -> nn.Module:
+    """A model of this shape with weights that all matter."""
+    print(config)
+    return shaken(build(config, seed=seed))

@@ -1,0 +1,38 @@
+"""Run by test_sharded.py on each of several ranks: a sharded model is initialised and loaded as a whole one is."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lmforge.model import build
+from lmforge.model.initial import initialise
+from lmforge.model.shapes import resolve
+from lmforge.model.weights import load_folder
+
+
+def assert_same(sharded: nn.Module, whole: nn.Module) -> None:
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(sharded.get_parameter(name).full_tensor(), parameter), name
+
+
+dist.init_process_group("gloo")
+for folder in map(Path, sys.argv[1:]):
+    config = resolve(folder, {})
+    model = build(config, seed=None, device="meta")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    model.tie()
+    whole = build(config, seed=5)
+
+    initialise(model, seed=5)
+    assert_same(model, whole)
+    load_folder(folder, model)
+    load_folder(folder, whole)
+    assert_same(model, whole)
+dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""What a shape costs, checked against counting."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmforge.model import build
+from lmforge.model.flops import flops_per_token, parameters, peak_flops, training_bytes, weight_bytes
+from lmforge.model.shapes import PRESETS, preset
+from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random) -> None:
+    for _ in range(5):
+        config = drawn_config(model_type, draw)
+        model = build(config, seed=None, device="meta")
+        found = parameters(config)
+        assert found.total == sum(parameter.numel() for parameter in model.parameters())
+        assert found.input_embedding == sum(module.weight.numel() for module in model.embeddings)
+        head = 0 if not config.tie_word_embeddings else model.lm_head.weight.numel()
+        assert found.multiplied == found.total - found.input_embedding + head
+        assert weight_bytes(config, 2) == 2 * found.total
+        assert training_bytes(config) == 12 * found.total
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw)
+    model = build(config, seed=None, device="meta")
+    length = 40
+    rows = one_document(2, length, config.vocab_size)
+    with FlopCounterMode(display=False) as counted:
+        model.lm_head(model(*(x.to("meta") for x in (rows.tokens, rows.positions, rows.documents)))).sum().backward()
+    # Norms and biases have parameters, which the convention counts, and no matrix product.
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+    print(counted.get_flop_counts()["Global"])
+    assert counted.get_total_flops() / (2 * length) == flops_per_token(config, length) - 6 * vectors
+
+
+def test_published_sizes() -> None:
+    billions = {
+        "llama2-7b": 6.74,
+        "llama2-70b": 68.98,
+        "llama3-8b": 8.03,
+        "llama3.1-405b": 405.85,
+        "1b": 1.236,
+        "gpt2-124m": 0.1244,
+    }
+    for name, size in billions.items():
+        assert parameters(preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
+    assert set(billions) < set(PRESETS)
+
+
+def test_peaks_are_known_by_the_names_that_cuda_gives() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
+    assert peak_flops("NVIDIA L40S", "bf16") == 362e12
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp16") == 125e12
+    assert peak_flops("Some Future Chip", "bf16") is None
+    assert torch.cuda.is_available() or peak_flops("cpu", "fp32") is None

@@ -1,0 +1,58 @@
+"""First values depend on the seed and the tensor's name, and on nothing else."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from lmforge.model import build
+from tests.model.conftest import MODEL_TYPES, drawn_config
+
+
+def parameters(config, seed: int) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
+    return {name: parameter.detach() for name, parameter in build(config, seed=seed).named_parameters()}
+
+
+def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random.Random) -> None:
+    small = drawn_config("llama", draw, num_hidden_layers=2, tie_word_embeddings=True, sliding_window=None)
+    torch.manual_seed(draw.randrange(1000))
+    first = parameters(small, 3)
+    torch.manual_seed(draw.randrange(1000))
+    deeper = {**small.to_hugging_face(), "num_hidden_layers": 3, "tie_word_embeddings": False}
+    from lmforge.model.shapes import from_hugging_face
+
+    second = parameters(from_hugging_face(deeper, "here"), 3)
+    for name, value in first.items():
+        if not name.endswith(("o_proj.weight", "down_proj.weight")):  # their scale is the depth's
+            assert torch.equal(value, second[name]), name
+
+
+def test_another_seed_gives_other_values_and_no_two_tensors_are_alike(draw: random.Random) -> None:
+    config = drawn_config("qwen3", draw, num_hidden_layers=3)
+    first, second = parameters(config, 1), parameters(config, 2)
+    matrices = [name for name, value in first.items() if value.dim() == 2]
+    assert not any(torch.equal(first[name], second[name]) for name in matrices)
+    flat = [first[name].flatten()[:50] for name in matrices]
+    assert len({tuple(values.tolist()) for values in flat}) == len(flat)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw, num_hidden_layers=2)
+    for name, value in parameters(config, draw.randrange(1000)).items():
+        if name.endswith(".bias"):
+            assert not value.any(), name
+        elif value.dim() == 1:
+            assert (value == 1).all(), name
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
+            deviation = config.initializer_range / (math.sqrt(4) if residual else 1)
+            # Six standard errors of a standard deviation.
+            assert abs(value.std().item() / deviation - 1) < 6 / math.sqrt(2 * value.numel()), name
+            assert abs(value.mean().item()) < 6 * deviation / math.sqrt(value.numel()), name
+
+
+def test_a_model_has_no_buffers(draw: random.Random) -> None:
+    for model_type in MODEL_TYPES:
+        assert list(build(drawn_config(model_type, draw), seed=None, device="meta").buffers()) == []

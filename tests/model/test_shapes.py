@@ -1,0 +1,188 @@
+"""Shapes: there and back, where they come from, and what is refused."""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from lmforge.errors import Mistake
+from lmforge.model.shapes import PRESETS, ModelConfig, RopeScaling, from_hugging_face, preset, resolve
+from tests.model.conftest import MODEL_TYPES, drawn_config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_shape_survives_the_trip_through_its_own_json(model_type: str, draw: random.Random) -> None:
+    for _ in range(20):
+        tokens = {"bos_token_id": draw.choice([None, 1]), "eos_token_id": draw.choice([None, 2, (2, 3)]), "pad_token_id": 0}
+        config = drawn_config(model_type, draw, **tokens)
+        assert from_hugging_face(json.loads(json.dumps(config.to_hugging_face())), "here") == config
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_shape_survives_the_trip_through_transformers(model_type: str, draw: random.Random, tmp_path: Path) -> None:
+    for _ in range(5):
+        config = drawn_config(model_type, draw)
+        AutoConfig.for_model(**config.to_hugging_face()).save_pretrained(tmp_path)
+        ours = dataclasses.asdict(resolve(tmp_path, {}))
+        # transformers fills in the special tokens of each kind's first model.
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ours[name] = None
+        assert ours == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_the_trip_through_its_own_json(name: str) -> None:
+    assert from_hugging_face(preset(name).to_hugging_face(), "here") == preset(name)
+
+
+def test_the_spellings_of_transformers_4_and_5_mean_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}, "torch_dtype": "bfloat16"}
+    older = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
+    new = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}, "dtype": "bfloat16"}
+    assert from_hugging_face(old, "a") == from_hugging_face(new, "b") == from_hugging_face(older, "c")
+    assert from_hugging_face(new, "b").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+
+
+def test_windows_name_the_layers_that_have_one() -> None:
+    qwen = {**LLAMA, "model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 7, "max_window_layers": 3}
+    assert from_hugging_face({**qwen, "use_sliding_window": False}, "here").windows == (None,) * 4
+    assert from_hugging_face({**qwen, "use_sliding_window": True}, "here").windows == (None, None, None, 7)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert from_hugging_face({**qwen, "use_sliding_window": True, "layer_types": kinds}, "here").windows == (7, None, 7, None)
+    assert from_hugging_face({**LLAMA, "model_type": "mistral", "sliding_window": 5}, "here").windows == (5, 5)
+
+
+def test_an_override_of_the_width_gives_the_heads_a_new_size() -> None:
+    assert resolve("nano", {"hidden_size": 512}).head_dim == 512 // resolve("nano", {}).num_attention_heads
+    assert resolve("qwen3-0.6b", {"hidden_size": 512}).head_dim == 128
+
+
+def test_the_tokenizer_sets_the_vocabulary_of_a_preset_but_not_of_a_folder(tmp_path: Path) -> None:
+    assert resolve("nano", {}, vocab_size=777).vocab_size == 777
+    assert resolve("nano", {"vocab_size": 800}, vocab_size=777).vocab_size == 800
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert resolve(tmp_path, {}, vocab_size=90).vocab_size == 99
+    with pytest.raises(Mistake, match="vocab_size is 99 and the tokenizer has 100 entries"):
+        resolve(tmp_path, {}, vocab_size=100)
+    with pytest.raises(Mistake, match="vocab_size is 50 and the tokenizer has 100 entries"):
+        resolve("nano", {"vocab_size": 50}, vocab_size=100)
+
+
+def test_a_shape_can_be_given_field_by_field() -> None:
+    fields = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
+    assert resolve(None, fields, vocab_size=99).head_dim == 8
+    with pytest.raises(Mistake, match=r"^model\.num_attention_heads: missing; give it, or begin from a preset \(nano"):
+        resolve(None, {name: size for name, size in fields.items() if name != "num_attention_heads"}, vocab_size=99)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mixtral"}, 'model_type: "mixtral" is not supported; lmforge reads llama, mistral'),
+        ({"model_type": None}, "model_type"),
+        ({"num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
+        ({"num_experts": 60}, "num_experts: mixtures of experts are not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
+        ({"hidden_act": "gelu"}, 'hidden_act: "gelu" is not supported in a llama model; use "silu"'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, 'rope_type "yarn" is not supported; choose one of default, lin'),
+        ({"rope_scaling": {"type": "linear"}}, 'rope_type "linear" needs factor, a number above zero; got None'),
+        ({"rope_scaling": {"type": "llama3", "factor": 8}}, 'rope_type "llama3" needs low_freq_factor'),
+        ({"num_key_value_heads": 4}, "num_key_value_heads: 4 does not divide num_attention_heads 6"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "5 heads do not divide hidden_size 48; change one of the two"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a whole number above zero, got 0"),
+        ({"hidden_size": "48"}, "hidden_size: expected a whole number above zero, got '48'"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers: expected a whole number above zero, got 2.0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: expected a number above zero, got -1"),
+        ({"head_dim": 7}, "head_dim: rotary positions need an even width, got 7"),
+    ],
+)
+def test_a_config_json_that_cannot_be_computed_is_refused_by_field(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(Mistake) as refused:
+        from_hugging_face({**LLAMA, **change}, "models/x/config.json")
+    assert str(refused.value).startswith("models/x/config.json: ")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_config_json_without_a_size_is_refused(name: str) -> None:
+    with pytest.raises(Mistake, match=f"{name}: missing"):
+        from_hugging_face({key: value for key, value in LLAMA.items() if key != name}, "here")
+
+
+@pytest.mark.parametrize("name", ["scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"])
+def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
+    content = preset("gpt2-124m").to_hugging_face()
+    with pytest.raises(Mistake, match=f"{name}: .* is not supported"):
+        from_hugging_face({**content, name: name != "scale_attn_weights"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "words"),
+    [
+        ("llama2-7b", {"qk_norm": True}, "qk_norm: True cannot be written as a llama model"),
+        ("qwen3-0.6b", {"qk_norm": False}, "qk_norm: False cannot be written as a qwen3 model"),
+        ("llama2-7b", {"sliding_window": 99}, "sliding_window: a llama model has none"),
+        ("llama2-7b", {"attention_bias": True}, "attention_bias, attention_output_bias: (True, False) cannot be written"),
+        ("mistral-7b", {"mlp_bias": True}, "mlp_bias: a mistral model has none"),
+        ("qwen2.5-0.5b", {"layer_types": ["full_attention"]}, "layer_types: needs sliding_window"),
+        ("qwen2.5-0.5b", {"layer_types": ["full_attention"], "sliding_window": 9}, "layer_types: names 1 layers of 24"),
+        ("qwen2.5-0.5b", {"layer_types": ["chunked"] * 24, "sliding_window": 9}, '"chunked" is not supported'),
+        ("gpt2-124m", {"num_key_value_heads": 4}, "num_key_value_heads, head_dim: a gpt2 model has neither"),
+        ("gpt2-124m", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: a gpt2 model has learned positions"),
+        ("gpt2-124m", {"num_attention_heads": 7}, "7 heads do not divide hidden_size 768; change one of the two"),
+        ("nano", {"hidden_sise": 9}, "model.hidden_sise: no such field; did you mean hidden_size?"),
+        ("nanno", {}, '"nanno" is neither a preset nor a folder; did you mean nano?'),
+        ("llama-3-8b", {}, "did you mean llama3-8b?"),
+        ("nano", {"model_type": "bert"}, 'model_type: "bert" is not supported; choose one of'),
+    ],
+)
+def test_a_recipe_that_asks_for_the_impossible_is_told_why(source: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(Mistake) as refused:
+        resolve(source, change)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"config\.json: no such file"):
+        resolve(tmp_path, {})
+    (tmp_path / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(Mistake, match=r"config\.json: not valid JSON"):
+        resolve(tmp_path, {})
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(Mistake, match=r"config\.json: expected an object"):
+        resolve(tmp_path, {})
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(Mistake, match=r"config\.json: not valid JSON"):
+        resolve(tmp_path, {})
+
+
+def test_reading_shapes_and_costs_does_not_import_torch() -> None:
+    program = "import sys, lmforge.model.shapes, lmforge.model.flops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_shape_is_a_value() -> None:
+    fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    assert ModelConfig(**fields) == ModelConfig(**fields)
+    assert hash(ModelConfig(**fields)) == hash(ModelConfig(**fields))

@@ -1,0 +1,68 @@
+"""What `auto` means on this hardware, and what is said where it cannot be done."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmforge.errors import Mistake
+from lmforge.parallel.precision import STEPS_WORTH_COMPILING, choose_compile, choose_dtype, find_compiler, has_fast_bf16
+
+CPU = torch.device("cpu")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@pytest.fixture
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No program can be found: as on a machine without a compiler."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.skipif(
+    not CPUINFO.exists() or "\nflags" not in CPUINFO.read_text(), reason="needs the flags of an x86 /proc/cpuinfo"
+)
+def test_a_cpu_has_fast_bf16_where_its_flags_say_so() -> None:
+    flags = next(line for line in CPUINFO.read_text().splitlines() if line.startswith("flags")).split()
+    assert has_fast_bf16(CPU) == ("amx_bf16" in flags or "avx512_bf16" in flags)
+
+
+def test_auto_is_bf16_exactly_where_the_hardware_multiplies_it() -> None:
+    dtype, reason = choose_dtype("auto", CPU)
+    assert dtype == (torch.bfloat16 if has_fast_bf16(CPU) else torch.float32)
+    assert reason == ("the hardware multiplies it" if has_fast_bf16(CPU) else "this hardware has no bf16 arithmetic")
+
+
+def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
+    assert choose_dtype("fp32", CPU) == (torch.float32, "as asked")
+    dtype, reason = choose_dtype("bf16", CPU)
+    assert dtype == torch.bfloat16
+    assert ("far slower" in reason) == (not has_fast_bf16(CPU))
+
+
+def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
+    if find_compiler(CPU):
+        pytest.skip(f"this machine has {find_compiler(CPU)}")
+    assert choose_compile("auto", CPU, STEPS_WORTH_COMPILING)[0]
+    assert choose_compile("auto", CPU, STEPS_WORTH_COMPILING - 1) == (False, "fewer than 200 steps would not repay it")
+    assert choose_compile("on", CPU, 1) == (True, "as asked")
+    assert choose_compile("off", CPU, 10**6) == (False, "as asked")
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
+    assert find_compiler(CPU) == "no C++ compiler (g++)"
+    assert choose_compile("auto", CPU, 10**6) == (False, "no C++ compiler (g++)")
+    assert choose_compile("off", CPU, 10**6) == (False, "as asked")
+    with pytest.raises(
+        Mistake,
+        match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
+    ):
+        choose_compile("on", CPU, 10**6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
+    device = torch.device("cuda", 0)
+    assert has_fast_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
+    assert choose_compile("auto", device, 1) == (True, "each block by itself")

@@ -1,0 +1,143 @@
+"""The tree of a run's options: its arithmetic, and the combinations that it refuses."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from lmforge import config as options
+from lmforge.config import COMFORTABLE_MICRO_BATCH_TOKENS, Config, TrainOptions, batch_plan
+from lmforge.errors import Mistake
+from lmforge.options import Options, fields, read_recipe, to_toml, validate
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+TREES = [
+    tree for tree in vars(options).values() if isinstance(tree, type) and issubclass(tree, Options) and tree is not Options
+]
+
+counts = st.integers(1, 400)
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    return validate(Config, sections, "a.toml")
+
+
+@given(rows=counts, length=st.sampled_from([16, 100, 1024, 8192, 40_000]), ranks=st.integers(1, 16), data=st.data())
+def test_a_batch_plan_cuts_the_global_batch_without_remainder(rows: int, length: int, ranks: int, data: st.DataObject) -> None:
+    assume(rows % ranks == 0)
+    divisors = [size for size in range(1, rows // ranks + 1) if rows // ranks % size == 0]
+    micro = data.draw(st.none() | st.sampled_from(divisors))
+    plan = batch_plan(TrainOptions(global_batch_rows=rows, micro_batch_rows=micro), length, ranks)
+    assert plan.rows == rows == plan.ranks * plan.accumulation * plan.micro_batch_rows
+    assert plan.ranks == ranks
+    assert plan.tokens == rows * length
+    if micro is not None:
+        assert plan.micro_batch_rows == micro
+    else:
+        comfortable = [size for size in divisors if size * length <= COMFORTABLE_MICRO_BATCH_TOKENS]
+        assert plan.micro_batch_rows == max(comfortable, default=1)
+
+
+@given(rows=counts, ranks=st.integers(1, 16), micro=st.none() | st.integers(1, 20))
+def test_what_does_not_divide_is_refused_with_the_nearest_sizes_that_do(rows: int, ranks: int, micro: int | None) -> None:
+    train = TrainOptions(global_batch_rows=rows, micro_batch_rows=micro)
+    unit = ranks * (micro or 1)
+    assume(rows >= ranks and rows % unit)
+    with pytest.raises(Mistake, match="does not divide by") as caught:
+        batch_plan(train, 64, ranks)
+    named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
+    assert named == [size for size in (rows // unit * unit, rows // unit * unit + unit) if size]
+    for size in named:
+        assert batch_plan(train.model_copy(update={"global_batch_rows": size}), 64, ranks).rows == size
+
+
+@given(rows=st.integers(1, 15), more=st.integers(1, 15))
+def test_more_ranks_than_rows_are_refused(rows: int, more: int) -> None:
+    with pytest.raises(Mistake, match=rf"^{rows + more} ranks for a global batch of {rows} rows: .*use at most {rows} ranks$"):
+        batch_plan(TrainOptions(global_batch_rows=rows), 64, rows + more)
+
+
+@given(rows=counts, length=st.integers(1, 5000))
+def test_a_batch_in_tokens_is_the_same_as_in_rows(rows: int, length: int) -> None:
+    in_tokens = config(train={"global_batch_tokens": rows * length}, data={"length": length})
+    assert batch_plan(in_tokens.train, length, 1) == batch_plan(TrainOptions(global_batch_rows=rows), length, 1)
+
+
+@pytest.mark.parametrize(("tokens", "nearest"), [(1000, "768 or 1024"), (100, "256"), (257, "256 or 512")])
+def test_a_batch_in_tokens_that_cuts_a_row_is_refused_with_the_nearest_that_do_not(tokens: int, nearest: str) -> None:
+    complaint = f"a.toml: train.global_batch_tokens = {tokens} is not a multiple of data.length = 256; nearest: {nearest}"
+    with pytest.raises(Mistake, match=f"^{complaint}$"):
+        config(train={"global_batch_tokens": tokens}, data={"length": 256})
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"model": {"preset": "nano", "source": "x"}}, "model.preset and model.source: give one of them, not both"),
+        (
+            {"train": {"global_batch_rows": 8, "global_batch_tokens": 8192}},
+            "train.global_batch_rows and train.global_batch_tokens: give one of them, not both",
+        ),
+        ({"train": {"steps": 99}}, "schedule.warmup_steps = 100: more than train.steps = 99; lower them or train longer"),
+        (
+            {"train": {"steps": 99}, "schedule": {"name": "warmup-stable-decay", "warmup_steps": 50, "decay_steps": 50}},
+            "schedule.warmup_steps = 50 and schedule.decay_steps = 50: more than train.steps = 99; lower them or train longer",
+        ),
+    ],
+)
+def test_what_excludes_each_other_is_refused_with_the_way_out(sections: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        config(**sections)
+    assert str(caught.value) == f"a.toml: {complaint}"
+
+
+def test_schedules_that_just_fit_are_taken() -> None:
+    config(train={"steps": 100})
+    config(train={"steps": 99}, schedule={"name": "warmup-stable-decay", "warmup_steps": 49, "decay_steps": 50})
+    config(train={"steps": 99}, schedule={"warmup_steps": 99, "decay_steps": 50})  # a cosine has no decay of its own
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
+def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules_accept(tree: type[Options]) -> None:
+    for path, field in fields(tree):
+        assert field.description, path
+        assert "\n" not in field.description, path
+    given = {path[0]: "x" for path, field in fields(tree) if field.is_required()}
+    assert validate(tree, given) == validate(tree, validate(tree, given).model_dump(mode="json"))
+
+
+def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
+    for name, field in Config.model_fields.items():
+        assert field.description, name
+        assert isinstance(field.annotation, type), name
+        assert issubclass(field.annotation, BaseModel), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_of_the_house_is_valid_and_survives_being_written_out(recipe: Path) -> None:
+    read = validate(Config, read_recipe(recipe), str(recipe))
+    batch_plan(read.train, read.data.length, read.launch.processes)
+    assert read != Config()
+    assert validate(Config, tomllib.loads(to_toml(read))) == read
+
+
+def test_a_run_is_called_what_its_options_say_and_else_what_its_recipe_is_called() -> None:
+    assert Config().with_name("recipe").run.name == "recipe"
+    assert config(run={"name": "mine"}).with_name("recipe").run.name == "mine"
+    assert Config().with_name("recipe").train == Config().train
+
+
+@pytest.mark.parametrize(("steps", "asked", "every"), [(1000, None, 100), (5, None, 1), (1000, 7, 7)])
+def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(steps: int, asked: int | None, every: int) -> None:
+    chosen = config(train={"steps": steps}, schedule={"warmup_steps": 0}, checkpoint={"every_steps": asked})
+    assert chosen.checkpoint_every_steps == every
+
+
+def test_shape_options_are_handed_on_only_where_they_were_given() -> None:
+    assert Config().model.overrides() == {}
+    chosen = config(model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False})
+    assert chosen.model.overrides() == {"hidden_size": 64, "attention_bias": False}

@@ -1,0 +1,278 @@
+"""Reading options, on a small tree that has every kind of option."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmforge.errors import Mistake
+from lmforge.options import Options, argument, describe, fields, option, parse, read_recipe, section, to_toml, validate
+
+
+class Inner(Options):
+    whole: int = option(3, "a whole number", gt=0, le=2**60)
+    number: float = option(0.5, "a number", ge=0)
+    switch: bool = option(False, "a switch")
+    text: str = option("plain", "some text")
+    place: Path = option(Path("here"), "a path")
+    choice: Literal["left", "right"] = option("left", "one of two")
+    texts: tuple[str, ...] = option(("one",), "some texts")
+    maybe_whole: int | None = option(None, "a whole number or nothing", gt=0)
+    maybe_number: float | None = option(None, "a number or nothing")
+    maybe_switch: bool | None = option(None, "a switch or nothing")
+    maybe_text: str | None = option(None, "some text or nothing")
+
+
+class Tree(Options):
+    inner: Inner = section(Inner, "the inner ones")
+    other_part: Inner = section(Inner, "the others")
+
+
+class Flat(Options):
+    first: Path = argument(..., "what to read")
+    rest: tuple[str, ...] = argument((), "what else")
+    count: int = option(1, "how many")
+
+
+# TOML and the command line carry any text but half a surrogate pair; text "none" is nothing where that is a choice.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+inners = st.fixed_dictionaries(
+    {},
+    optional={
+        "whole": st.integers(1, 2**60),
+        "number": numbers,
+        "switch": st.booleans(),
+        "text": texts,
+        "place": texts.filter(lambda text: str(Path(text)) == text),
+        "choice": st.sampled_from(["left", "right"]),
+        "texts": st.lists(texts, max_size=3),
+        "maybe_whole": st.integers(1, 2**60),
+        "maybe_number": numbers.map(lambda number: -number),
+        "maybe_switch": st.booleans(),
+        "maybe_text": texts.filter(lambda text: text.lower() != "none"),
+    },
+)
+trees = st.fixed_dictionaries({}, optional={"inner": inners, "other_part": inners})
+
+
+def words_of(table: dict[str, dict[str, Any]]) -> list[str]:
+    """The command line that says what a table says."""
+    words = []
+    for part, values in table.items():
+        for name, value in values.items():
+            if isinstance(value, list):
+                words += [f"--{part}.{name}={value[0]}"] if len(value) == 1 else [f"--{part}.{name}", *value]
+            else:
+                words.append(f"--{part}.{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return words
+
+
+@given(trees)
+def test_a_tree_written_as_toml_reads_back_equal(table: dict[str, Any]) -> None:
+    tree = validate(Tree, table)
+    assert validate(Tree, tomllib.loads(to_toml(tree))) == tree
+
+
+@given(trees)
+def test_command_line_and_recipe_say_the_same(table: dict[str, Any]) -> None:
+    for values in table.values():
+        if any(word.startswith("--") for word in values.get("texts", ())):
+            del values["texts"]  # several texts that look like options can only stand in a recipe
+    assert parse(Tree, words_of(table)) == parse(Tree, [], table)
+
+
+@given(trees, trees)
+def test_the_command_line_overrides_the_recipe_option_by_option(recipe: dict[str, Any], typed: dict[str, Any]) -> None:
+    for values in typed.values():
+        values.pop("texts", None)
+    merged = {part: {**recipe.get(part, {}), **typed.get(part, {})} for part in {**recipe, **typed}}
+    assert parse(Tree, words_of(typed), recipe) == validate(Tree, merged)
+
+
+def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
+    recipe = {"inner": {"whole": 5}}
+    parse(Tree, ["--inner.whole", "7"], recipe)
+    assert recipe == {"inner": {"whole": 5}}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--inner.whole", "7"], {"whole": 7}),
+        (["--inner.whole=7"], {"whole": 7}),
+        (["--inner.whole", "5e5"], {"whole": 500_000}),
+        (["--inner.whole", "1", "--inner.whole", "2"], {"whole": 2}),
+        (["--inner.maybe-whole", "7"], {"maybe_whole": 7}),
+        (["--inner.maybe_whole", "none"], {"maybe_whole": None}),
+        (["--inner.maybe_text", "none"], {"maybe_text": None}),
+        (["--inner.number", "3"], {"number": 3.0}),
+        (["--inner.number", "1e300"], {"number": 1e300}),
+        (["--inner.maybe_number", "-3e-4"], {"maybe_number": -3e-4}),
+        (["--inner.switch"], {"switch": True}),
+        (["--inner.switch", "--inner.whole", "2"], {"switch": True, "whole": 2}),
+        (["--inner.switch", "False"], {"switch": False}),
+        (["--inner.maybe_switch=true"], {"maybe_switch": True}),
+        (["--inner.text", "5"], {"text": "5"}),
+        (["--inner.text=--strange"], {"text": "--strange"}),
+        (["--inner.text", "-- a comment"], {"text": "-- a comment"}),
+        (["--inner.text="], {"text": ""}),
+        (["--inner.texts", "a", "b", "--inner.whole", "2"], {"texts": ("a", "b"), "whole": 2}),
+        (["--inner.texts", "[a, b]"], {"texts": ("[a, b]",)}),
+        (["--inner.texts=--strange"], {"texts": ("--strange",)}),
+        (["--inner.texts"], {"texts": ()}),
+    ],
+)
+def test_words_are_read_as_the_option_says(words: list[str], expected: dict[str, Any]) -> None:
+    read = parse(Tree, words).inner.model_dump()
+    assert {name: read[name] for name in expected} == expected
+    assert {name: value for name, value in read.items() if name not in expected} == {
+        name: value for name, value in Inner().model_dump().items() if name not in expected
+    }
+
+
+def test_options_that_may_be_given_by_position_take_words_in_turn() -> None:
+    assert parse(Flat, ["a", "b", "-c", "--count", "3", "d"]) == Flat(first=Path("a"), rest=("b", "-c", "d"), count=3)
+    assert parse(Flat, ["--first", "a", "b"]) == Flat(first=Path("a"), rest=("b",))
+    assert parse(Flat, ["a", "--rest", "b", "c"]) == Flat(first=Path("a"), rest=("b", "c"))
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("whole", "many", 'expected a whole number, got "many"'),
+    ("whole", 1.5, "expected a whole number, got 1.5"),
+    ("whole", True, "expected a whole number, got true"),
+    ("whole", 0, "expected a number above 0, got 0"),
+    ("whole", 2**60 + 1, f"expected a number of at most {2**60}, got {2**60 + 1}"),
+    ("whole", [1], "expected a whole number, got [1]"),
+    ("number", "half", 'expected a number, got "half"'),
+    ("number", -1, "expected a number of at least 0.0, got -1"),
+    ("number", float("inf"), "expected a finite number, got Infinity"),
+    ("number", float("nan"), "expected a finite number, got NaN"),
+    ("switch", "yes", 'expected true or false, got "yes"'),
+    ("switch", 1, "expected true or false, got 1"),
+    ("text", 5, "expected text, got 5"),
+    ("place", 5, "expected text, got 5"),
+    ("choice", "up", "expected 'left' or 'right', got \"up\""),
+    ("texts", "one", 'expected a list, got "one"'),
+    ("texts", [1], "expected text, got 1"),
+    ("maybe_whole", "some", 'expected a whole number, got "some"'),
+    ("whole", {"a": 1}, 'expected a whole number, got {"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "complaint"), WRONG)
+def test_a_wrong_value_in_a_recipe_is_named_with_its_place(name: str, value: Any, complaint: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        parse(Tree, [], {"inner": {name: value}}, "a.toml")
+    assert str(caught.value) == f"a.toml: inner.{name}: {complaint}"
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "complaint"),
+    [
+        ("whole", "many", 'expected a whole number, got "many"'),
+        ("whole", "1.5", 'expected a whole number, got "1.5"'),
+        ("whole", "-1", "expected a number above 0, got -1"),
+        ("number", "half", 'expected a number, got "half"'),
+        ("number", "inf", "expected a finite number, got Infinity"),
+        ("number", "nan", "expected a finite number, got NaN"),
+        ("choice", "up", "expected 'left' or 'right', got \"up\""),
+    ],
+)
+def test_a_wrong_value_on_the_command_line_is_named_with_its_option(name: str, word: str, complaint: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        parse(Tree, [f"--inner.{name}", word], {"inner": {"text": "fine"}}, "a.toml")
+    assert str(caught.value) == f"--inner.{name}: {complaint}"
+
+
+@pytest.mark.parametrize("section_value", [5, "text", [1], True])
+@pytest.mark.parametrize("words", [[], ["--inner.whole", "2"]])
+def test_a_section_that_is_no_table_is_refused(section_value: Any, words: list[str]) -> None:
+    with pytest.raises(Mistake, match=r"^a\.toml: inner: expected a section, got "):
+        parse(Tree, words, {"inner": section_value}, "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ({"inner": {"whoel": 5}}, "a.toml: inner.whoel: no such option; did you mean inner.whole?"),
+        ({"iner": {"whole": 5}}, "a.toml: iner: no such option; did you mean inner?"),
+        ({"otherpart": {}}, "a.toml: otherpart: no such option; did you mean other_part?"),
+        ({"inner": {"zzzzz": 5}}, "a.toml: inner.zzzzz: no such option; --help lists those there are"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        parse(Tree, [], table, "a.toml")
+    assert str(caught.value) == complaint
+
+
+@pytest.mark.parametrize(
+    ("word", "complaint"),
+    [
+        ("--inner.whoel", "--inner.whoel: no such option; did you mean inner.whole?"),
+        ("--inner.maybe-wole", "--inner.maybe-wole: no such option; did you mean inner.maybe_whole?"),
+        ("--maybe_whole", "--maybe_whole: no such option; did you mean inner.maybe_whole?"),
+        ("--qqqq=3", "--qqqq: no such option; --help lists those there are"),
+        ("--inner.whole", "--inner.whole: needs a value"),
+        ("--inner.switch=yes", '--inner.switch: expected true or false, got "yes"'),
+        ("stray", "unexpected argument 'stray'; options begin with --"),
+        ("-x", "unexpected argument '-x'; options begin with --"),
+        ("--inner.text=\udcff", "'--inner.text=\\udcff': not UTF-8 text"),
+    ],
+)
+def test_a_word_that_means_nothing_is_refused(word: str, complaint: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        parse(Tree, [word])
+    assert str(caught.value) == complaint
+
+
+def test_a_missing_argument_is_asked_for_by_its_meaning() -> None:
+    with pytest.raises(Mistake, match=r"^--first: missing; give what to read$"):
+        parse(Flat, ["--count", "3"])
+
+
+def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[inner]\nwhole = 2024-01-01\n")
+    with pytest.raises(Mistake, match=r'inner\.whole: expected a whole number, got "2024-01-01"$'):
+        validate(Tree, read_recipe(tmp_path / "a.toml"), "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "no such recipe"),
+        (b'[inner]\ntext = "caf\xe9"\n', r"not UTF-8 text \(byte 19\)"),
+        (b"[inner\n", r"not valid TOML: .*line 1"),
+        (b"[inner]\nwhole = 1\nwhole = 2\n", r"not valid TOML: .*line 3"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | None, complaint: str) -> None:
+    if content is not None:
+        (tmp_path / "a.toml").write_bytes(content)
+    with pytest.raises(Mistake, match=rf"/a\.toml: {complaint}"):
+        read_recipe(tmp_path / "a.toml")
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match="Is a directory"):
+        read_recipe(tmp_path)
+
+
+def test_help_says_of_each_option_its_kind_meaning_and_default() -> None:
+    lines = describe(Tree).splitlines()
+    assert "[other_part]  the others" in lines
+    assert sum(line.startswith("  --inner.") for line in lines) == len(list(fields(Inner)))
+    halves = dict(re.split(r" {2,}", line.strip()) for line in lines if line.startswith("  --"))
+    assert halves["--inner.whole INT"] == "a whole number (default: 3)"
+    assert halves["--inner.switch [true|false]"] == "a switch (default: false)"
+    assert halves["--inner.place PATH"] == "a path (default: here)"
+    assert halves["--inner.choice left|right"] == "one of two (default: left)"
+    assert halves["--inner.texts TEXT …"] == 'some texts (default: ["one"])'
+    assert halves["--inner.maybe_number NUMBER"] == "a number or nothing (default: none)"
+    assert [line.split()[0] for line in describe(Flat).splitlines()] == ["[--]first", "[--]rest", "--count"]
+    assert "(required)" in describe(Flat).splitlines()[0]

@@ -1,0 +1,201 @@
+"""What a run tells: exact means, a file that survives being killed, and lines for people."""
+
+import io
+import json
+import os
+import pty
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmforge.cluster.environment import Place
+from lmforge.cluster.ranks import Ranks
+from lmforge.train.metrics import Meter, MetricsFile, Teller, clock, measured_peak_flops, peak_memory_gib
+
+CPU = torch.device("cpu")
+ALONE = Ranks(Place(), CPU, None)
+RECORD: dict[str, Any] = {
+    "step": 30,
+    "loss": 2.34567,
+    "lr": 3e-4,
+    "grad_norm": 0.5,
+    "tokens_per_second": 12345.6,
+    "mfu": 0.518,
+    "memory_gib": 1.25,
+    "seconds_left": 185.0,
+}
+
+
+def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
+    meter = Meter(ALONE)
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    sums, counts = torch.rand(50, generator=generator), torch.randint(0, 9, (50,), generator=generator).float()
+    for total, count in zip(sums, counts, strict=True):
+        meter.add({"loss": (total, count), "twice": (2 * total, count)})
+    expected = float(sums.double().sum() / counts.double().sum())
+    assert meter.read() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
+
+
+def test_reading_begins_anew_and_nothing_counted_is_zero() -> None:
+    meter = Meter(ALONE)
+    assert meter.read() == {}
+    meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))})
+    assert meter.read() == {"loss": 1.5}
+    meter.add({"loss": (torch.tensor(0.0), torch.tensor(0.0))})
+    assert meter.read() == {"loss": 0.0}
+    assert meter.read() == {}
+
+
+def test_what_is_added_is_a_copy_without_a_graph() -> None:
+    meter = Meter(ALONE)
+    total = torch.tensor(3.0, requires_grad=True)
+    meter.add({"loss": (total, torch.tensor(1.0))})
+    with torch.no_grad():
+        total.mul_(100)
+    assert meter.read() == {"loss": 3.0}
+
+
+def test_small_sums_do_not_vanish_beside_a_large_one() -> None:
+    meter = Meter(ALONE)
+    meter.add({"loss": (torch.tensor(2.0**30), torch.tensor(1.0))})
+    for _ in range(1000):
+        meter.add({"loss": (torch.tensor(1.0), torch.tensor(0.0))})
+    assert meter.read() == {"loss": 2.0**30 + 1000}
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def test_each_record_is_a_line_of_json_that_is_there_at_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        file.write({"step": step, "loss": 0.1, "mfu": None})
+        assert json.loads(lines(tmp_path / "metrics.jsonl")[-1]) == {"step": step, "loss": 0.1, "mfu": None}
+    file.close()
+
+
+def test_what_is_not_finite_is_null_because_json_has_no_word_for_it(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    file.close()
+    assert json.loads(lines(tmp_path / "metrics.jsonl")[0], parse_constant=pytest.fail) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
+
+
+@pytest.mark.parametrize("left", ["", '{"step": 1}\n', '{"step": 1}\n{"step": 2, "lo'])
+def test_a_file_is_continued_after_whatever_a_killed_process_left(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(left)
+    file = MetricsFile(path)
+    file.write({"step": 3})
+    file.close()
+    assert path.read_text().startswith(left)
+    assert lines(path)[-1] == '{"step": 3}'
+    assert len(lines(path)) == len(left.splitlines()) + 1
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    file = MetricsFile(tmp_path / "metrics.jsonl", tmp_path / "events")
+    for step in (5, 10):
+        file.write({"step": step, "loss": step / 4, "val/loss": 1.5, "mfu": None})
+    file.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "events")).Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "val/loss"}
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(5, 1.25), (10, 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0, "0s"),
+        (-3, "0s"),
+        (59.4, "59s"),
+        (59.5, "1m00s"),
+        (185, "3m05s"),
+        (3599.6, "1h00m"),
+        (7620, "2h07m"),
+        (360_000, "100h00m"),
+    ],
+)
+def test_time_is_told_in_two_units_at_most(seconds: float, told: str) -> None:
+    assert clock(seconds) == told
+
+
+@given(st.floats(0, 1e7))
+def test_time_never_shows_sixty_of_anything(seconds: float) -> None:
+    assert "60" not in clock(seconds).removesuffix("s")[-2:]
+
+
+def test_a_record_is_one_readable_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    teller = Teller(ALONE, 1000, tmp_path / "rank-0.log")
+    teller.tell(RECORD)
+    teller.tell({**RECORD, "step": 1000, "val/loss": 2.5, "val/bits_per_byte": 1.75, "mfu": None})
+    teller.close()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "step   30/1000  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left"
+    assert last.startswith("step 1000/1000  loss 2.3457  val 2.5000 (1.750 bits/byte)  lr ")
+    assert "MFU" not in last
+    assert [line.split(" ", 1)[1] for line in lines(tmp_path / "rank-0.log")] == [first, last]
+
+
+def test_a_validation_without_a_log_step_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Teller(ALONE, 10, None).tell({"step": 5, "tokens": 99, "val/loss": 2.5, "val/bits_per_byte": 1.75})
+    assert capsys.readouterr().out == "step  5/10  val 2.5000 (1.750 bits/byte)\n"
+
+
+def test_only_the_first_rank_tells(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    teller = Teller(Ranks(Place(1, 2, 1, 2), CPU, None), 10, tmp_path / "rank-1.log")
+    teller.start(0)
+    teller.say("hello")
+    teller.tell(RECORD)
+    teller.close()
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "rank-1.log").exists()
+
+
+def test_on_a_terminal_a_bar_moves_and_text_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
+    ours, theirs = pty.openpty()
+    with open(theirs, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        teller = Teller(ALONE, 60, None)
+        teller.start(0)
+        teller.say("[bold]not markup[/bold] é")
+        teller.advance(30)
+        teller.tell(RECORD)
+        teller.close()
+        monkeypatch.undo()
+        shown = io.BytesIO()
+        os.set_blocking(ours, False)
+        while True:
+            try:
+                shown.write(os.read(ours, 65_536))
+            except BlockingIOError:
+                break
+    os.close(ours)
+    text = shown.getvalue().decode()
+    assert "[bold]not markup[/bold] é" in text
+    assert "step 30/60" in text
+    assert "loss 2.3457, 3m05s left" in text
+
+
+def test_the_machine_is_measured_in_plausible_numbers() -> None:
+    assert 1e8 < measured_peak_flops(torch.float32) < 1e14
+    before = peak_memory_gib(CPU)
+    held = torch.ones(2**26)  # 256 MiB
+    assert 0 < before <= peak_memory_gib(CPU)
+    assert peak_memory_gib(CPU) >= held.nbytes / 2**30
