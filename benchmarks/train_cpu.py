@@ -159,8 +159,14 @@ def main() -> int:
         folder = Path(name)
         vocab_size, rows, length, peak_size = (512, 2, 64, 512) if chosen.tiny else (4096, 8, 256, 2048)
         tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=vocab_size)
-        narrow = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} if chosen.tiny else {}
-        shape = resolve("nano", {"tie_word_embeddings": False, **narrow}, vocab_size)
+        hidden, feed_forward, layers = (32, 64, 2) if chosen.tiny else (256, 704, 6)
+        sizes = {
+            "hidden_size": hidden,
+            "intermediate_size": feed_forward,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+        }
+        shape = resolve("nano", {"tie_word_embeddings": False, **sizes, "num_key_value_heads": 4}, vocab_size)
         what = (
             f"Llama of {parameters(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
             f" vocabulary {vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads; {chosen.rounds} interleaved"

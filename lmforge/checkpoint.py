@@ -17,14 +17,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.data.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def save(
     return final
 
 
-class _telling_of_full_disk:  # noqa: N801 - reads as a clause
+class _telling_of_full_disk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -247,9 +247,13 @@ def load(folder: Path, model: nn.Module, optimizer_state: OptimizerState | None 
     for name, tensor in _flat(state):
         if name not in stored:
             raise Mistake(f"{folder}: it has no tensor {name}; the model is of another shape")
-        size = stored[name].size
+        described = stored[name]
+        assert isinstance(described, TensorStorageMetadata)  # the reader refuses anything else
+        size = described.size
         if tuple(size) != tuple(tensor.shape):
-            raise Mistake(f"{folder}: {name} is {list(size)} there and {list(tensor.shape)} here; the model is of another shape")
+            raise Mistake(
+                f"{folder}: {name} is {list(size)} there and {list(tensor.shape)} here; the model is of another shape"
+            )
     with torch.no_grad():
         dcp.load(state, storage_reader=reader, process_group=control, no_dist=control is None)
 
@@ -284,9 +288,14 @@ class _Reader(dcp.FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the dataclasses that describe stored tensors, and nothing else."""
 
-    ALLOWED = {
+    ALLOWED: ClassVar = {
         "torch.distributed.checkpoint.metadata": {
-            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},

@@ -65,6 +65,7 @@ class ModelOptions(Options):
     qk_norm: bool | None = _of_shape("normalise queries and keys per head")
     sliding_window: int | None = _of_shape("attend to this many last tokens only", gt=0)
     initializer_range: float | None = _of_shape("standard deviation of random weights", gt=0)
+    embedding_initializer_range: float | None = option(None, "the same for an untied input embedding", gt=0)
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelOptions":
@@ -74,7 +75,7 @@ class ModelOptions(Options):
 
     def overrides(self) -> dict[str, object]:
         """The shape options that were given, by their Hugging Face names."""
-        chosen = self.model_dump(exclude={"preset", "source", "load_weights"})
+        chosen = self.model_dump(exclude={"preset", "source", "load_weights", "embedding_initializer_range"})
         return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -82,7 +83,10 @@ class ParallelOptions(Options):
     """How the model is spread over ranks."""
 
     engine: Literal["auto", "alone", "ddp", "fsdp2"] = option("auto", "auto is fsdp2 on several ranks, alone on one")
-    sharding: Literal["full-shard"] = option("full-shard", "what fsdp2 shards: parameters, gradients, optimizer states")
+    sharding: Literal["full-shard", "grad-shard"] = option(
+        "full-shard",
+        "fsdp2: free gathered weights after the forward pass (full-shard), or keep them for the backward (grad-shard)",
+    )
 
 
 class TrainOptions(Options):
@@ -116,6 +120,7 @@ class OptimizerOptions(Options):
     beta1: float = option(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = option(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = option(1e-8, "added to the root of the second moment", gt=0)
+    embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to that of the rest", gt=0)
     weight_decay: float = option(0.1, "decoupled decay of matrices; vectors (norms, biases) never decay", ge=0)
     clip_norm: float = option(1.0, "longest gradient norm; 0 leaves gradients as they are", ge=0)
 

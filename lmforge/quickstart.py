@@ -23,7 +23,14 @@ def quickstart(options: QuickstartOptions) -> int:
     """
     began = time.perf_counter()
     data, recipe = options.folder / "data" / "stdlib", Path(str(resources.files("lmforge") / "recipes" / "quickstart.toml"))
-    words = ["--data.folder", str(data), "--run.folder", str(options.folder / "runs"), "--launch.processes", str(options.processes)]
+    words = [
+        "--data.folder",
+        str(data),
+        "--run.folder",
+        str(options.folder / "runs"),
+        "--launch.processes",
+        str(options.processes),
+    ]
     words += ["--train.steps", str(options.steps), "--schedule.warmup_steps", str(options.steps // 10)] if options.steps else []
     words += ["--run.overwrite"] if options.overwrite else []
     config = parse(Config, words, read_recipe(recipe), str(recipe)).with_name("quickstart")

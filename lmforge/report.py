@@ -28,7 +28,11 @@ def loss_curve(run: Run, path: Path | None = None) -> Path:
         last = records[-1].get("val/bits_per_byte")
         if last is not None:
             axes.annotate(
-                f"{held_out[-1][1]:.3f} ({last:.3f} bits per byte)", held_out[-1], xytext=(0, 12), textcoords="offset points", ha="right"
+                f"{held_out[-1][1]:.3f} ({last:.3f} bits per byte)",
+                held_out[-1],
+                xytext=(0, 12),
+                textcoords="offset points",
+                ha="right",
             )
     axes.set_title(run.path.name, loc="left")
     axes.set_xlabel("tokens")

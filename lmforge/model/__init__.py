@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from lmforge.model.shapes import ModelConfig
 
 
-def build(config: "ModelConfig", *, seed: int | None, device: "str | torch.device" = "cpu") -> "Decoder | GPT2":
-    """A model of this shape in fp32, initialised from `seed` (see initial.py).
+def build(
+    config: "ModelConfig",
+    *,
+    seed: int | None,
+    device: "str | torch.device" = "cpu",
+    embedding_deviation: float | None = None,
+) -> "Decoder | GPT2":
+    """A model of this shape in fp32, initialised from `seed` (see initial.py, for `embedding_deviation` too).
 
     With seed None the weights are left as allocated, which is what loading, or device "meta", wants.
     """
@@ -29,5 +35,5 @@ def build(config: "ModelConfig", *, seed: int | None, device: "str | torch.devic
     model.to_empty(device=device)
     model.tie()
     if seed is not None:
-        initialise(model, seed)
+        initialise(model, seed, embedding_deviation)
     return model

@@ -17,11 +17,17 @@ from lmforge.model.shapes import ModelConfig
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 
 
-def initial_value(name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, seed: int) -> torch.Tensor:
+_INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+
+
+def initial_value(
+    name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, seed: int, embedding_deviation: float | None = None
+) -> torch.Tensor:
     """The first value of one tensor, fp32 on the CPU.
 
     Norm weights are one and biases zero; the rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
     projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
+    `embedding_deviation` is that of the input embedding where it is to differ.
     """
     if name.endswith(".bias"):
         return torch.zeros(shape)
@@ -30,19 +36,21 @@ def initial_value(name: str, shape: torch.Size | tuple[int, ...], config: ModelC
     deviation = config.initializer_range
     if name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * config.num_hidden_layers)
+    if embedding_deviation is not None and name.endswith(_INPUT_EMBEDDINGS):
+        deviation = embedding_deviation
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, embedding_deviation: float | None = None) -> None:
     """Give every parameter of a model its first value, in place; of a sharded one (DTensor) each rank keeps its part.
 
     Nothing is sent between ranks: each draws a whole tensor and drops the rest, one tensor at a time.
     """
     for name, parameter in model.named_parameters():
-        value = initial_value(name, parameter.shape, model.config, seed)  # type: ignore[arg-type]
+        value = initial_value(name, parameter.shape, model.config, seed, embedding_deviation)  # type: ignore[arg-type]
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)

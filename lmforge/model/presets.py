@@ -29,7 +29,7 @@ def _sizes(hidden: int, feed_forward: int, layers: int, heads: int, groups: int 
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"vocab_size": 4096, "tie_word_embeddings": True, **_sizes(256, 704, 6, 4)},
+    "nano": {"vocab_size": 4096, **_sizes(192, 512, 4, 3)},
     "124m": {"vocab_size": 50257, "tie_word_embeddings": True, **_sizes(768, 2048, 12, 12)},
     "1b": {
         **_LLAMA31,

@@ -50,6 +50,7 @@ class Spread:
     scored: nn.Module
     ranks: Ranks
     autocast_dtype: torch.dtype | None
+    keep_gathered: bool
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -91,7 +92,7 @@ class Spread:
         """The model with all its weights gathered, for decoding: every rank enters and leaves together, and in between
         forward passes may differ in number from rank to rank."""
         if self.engine == "fsdp2":
-            with fsdp2.gathered(self.scored):
+            with fsdp2.gathered(self.scored, self.keep_gathered):
                 yield self.model
         else:
             yield self.model
@@ -115,6 +116,7 @@ def spread(
     loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]],
     *,
     engine: str,
+    sharding: str = "full-shard",
     ranks: Ranks,
     dtype: torch.dtype,
     compiled: bool,
@@ -138,10 +140,10 @@ def spread(
             dist.init_process_group(
                 "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
-        fsdp2.shard(scored, model, ranks, dtype)
+        fsdp2.shard(scored, model, ranks, dtype, sharding == "grad-shard")
         mixed = None
     elif engine == "ddp":
         if ranks.count == 1:
             raise Mistake("parallel.engine = ddp: there is one rank only; start more with --launch.processes, or use alone")
         scored = ddp.replicate(scored, ranks)
-    return Spread(engine, model, scored, ranks, mixed)
+    return Spread(engine, model, scored, ranks, mixed, sharding == "grad-shard")

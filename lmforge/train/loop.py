@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,17 +101,17 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 gc.collect()
             if last or _due(parts.validate_every, done):
                 parts.heartbeat.phase("validation", done)
-                record |= since.pausing(lambda done=done: parts.validate(done))
+                record |= since.pausing(partial(parts.validate, done))
             if record:
                 _write(parts, {"step": done, "tokens": done * parts.plan.tokens, **record})
             if last or signal or done % parts.save_every == 0:
                 parts.heartbeat.phase("checkpoint", done)
-                since.pausing(lambda done=done: parts.save(done))
+                since.pausing(partial(parts.save, done))
             if signal:
                 return done, signal
             if _due(parts.sample_every, done):
                 parts.heartbeat.phase("sample", done)
-                since.pausing(lambda done=done: parts.sample(done))
+                since.pausing(partial(parts.sample, done))
         return parts.steps, 0
     finally:
         stop.close()

@@ -73,7 +73,9 @@ class MetricsFile:
             self._events = SummaryWriter(str(tensorboard))
 
     def write(self, record: dict[str, Any]) -> None:
-        clean = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        clean = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+        }
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
         if self._events is not None:
@@ -128,7 +130,10 @@ class Teller:
         """Show the bar, on a terminal."""
         if self._speaks and self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"), console=self._console
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
             )
             self._task = self._bar.add_task("", total=self._steps, completed=step)
             self._bar.start()

@@ -1,18 +1,33 @@
 """The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lmforge.config import OptimizerOptions, ScheduleOptions
+from lmforge.model.layers import LanguageModel
 
 
-def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """Fused AdamW over `model`'s trainable parameters. Matrices decay; vectors (norms, biases) do not."""
+def build_optimizer(model: LanguageModel, options: OptimizerOptions) -> torch.optim.AdamW:
+    """Fused AdamW over `model`'s trainable parameters.
+
+    Matrices decay; vectors (norms, biases) do not. Input embeddings and head are a group of their own, whose learning
+    rate is `embedding_lr_ratio` times that of the rest.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": options.weight_decay},
+    tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [parameter for parameter in trainable if parameter.ndim >= 2 and id(parameter) not in tables],
+            "weight_decay": options.weight_decay,
+        },
+        {
+            "params": [parameter for parameter in trainable if id(parameter) in tables],
+            "weight_decay": options.weight_decay,
+            "lr_ratio": options.embedding_lr_ratio,
+        },
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
@@ -64,4 +79,4 @@ def learning_rate(step: int, steps: int, options: ScheduleOptions, peak: float) 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lmforge import checkpoint, report
 from lmforge.checkpoint import Manifest
@@ -28,6 +27,7 @@ from lmforge.infer.sampling import Sampling
 from lmforge.model import build
 from lmforge.model.attention import backend_name
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops
+from lmforge.model.layers import LanguageModel
 from lmforge.model.shapes import ModelConfig, resolve
 from lmforge.model.weights import load_folder
 from lmforge.objectives.language import NextToken, score_text
@@ -38,8 +38,6 @@ from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, learning_rate, state_by_name
-
-
 
 
 @dataclass(frozen=True)
@@ -169,20 +167,26 @@ def _pretrain(
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
         model = _build(config, material.shape, ranks.device, fresh=entry.folder is None)
     objective = NextToken()
-    trained = spread(model, objective.loss, engine=config.parallel.engine, ranks=ranks, dtype=dtype, compiled=compiled)
+    trained = spread(
+        model,
+        objective.loss,
+        engine=config.parallel.engine,
+        sharding=config.parallel.sharding,
+        ranks=ranks,
+        dtype=dtype,
+        compiled=compiled,
+    )
     optimizer = build_optimizer(model, config.optimizer)
     if entry.folder is not None and entry.manifest is not None:
         heartbeat.phase("loading", start)
         checkpoint.load(entry.folder, model, state_by_name(model, optimizer), ranks)
         checkpoint.set_rng_state(entry.manifest.rng)
     peak = _peak(ranks.device, dtype)
-    where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads a rank"
-    count = parameters(material.shape).total
-    teller.say(f"model      {count:,} parameters ({material.shape.model_type}), {flops_per_token(material.shape, config.data.length):.3g} FLOPs a token")
-    teller.say(f"data       {config.data.folder}: {material.tokens.split('train').tokens:,} tokens, {material.train.rows_per_epoch:,} rows an epoch")
-    teller.say(f"batch      {material.plan}")
-    teller.say(f"engine     {trained.engine}, {ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {where}")
-    teller.say(f"compute    {str(dtype).removeprefix('torch.')} ({dtype_why}), attention {backend_name(ranks.device)}, compile {'on' if compiled else 'off'} ({compile_why})")
+    _introduce(config, material, trained, teller)
+    teller.say(
+        f"compute    {_name(dtype)} ({dtype_why}), attention {backend_name(ranks.device)},"
+        f" compile {_on(compiled)} ({compile_why})"
+    )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 
     loader = Loader(
@@ -247,12 +251,39 @@ def _pretrain(
         if metrics is not None:
             metrics.close()
     if stopped:
-        teller.say(f"stopped by {signal.Signals(stopped).name} after step {done}, which is saved; to continue: lmforge pretrain {run.recipe}")
+        teller.say(
+            f"stopped by {signal.Signals(stopped).name} after step {done}, which is saved;"
+            f" to continue: lmforge pretrain {run.recipe}"
+        )
         return 128 + stopped
     teller.say(f"trained {done - start} steps in {clock(time.perf_counter() - began)}: {run.checkpoint(done)}")
     if ranks.first:
         teller.say(f"loss curve: {report.loss_curve(run)}")
     return 0
+
+
+def _introduce(config: Config, material: Material, trained: Spread, teller: Teller) -> None:
+    """Say what is about to be trained, on what, and by whom."""
+    ranks, length = trained.ranks, config.data.length
+    on_gpu = ranks.device.type == "cuda"
+    where = torch.cuda.get_device_name(ranks.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
+    shape = material.shape
+    teller.say(
+        f"model      {parameters(shape).total:,} parameters ({shape.model_type}),"
+        f" {flops_per_token(shape, length):.3g} FLOPs a token"
+    )
+    tokens = material.tokens.split("train").tokens
+    teller.say(f"data       {config.data.folder}: {tokens:,} tokens, {material.train.rows_per_epoch:,} rows an epoch")
+    teller.say(f"batch      {material.plan}")
+    teller.say(f"engine     {trained.engine}, {ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {where}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
 
 
 def _changes(entry: Entry, config: Config) -> list[str]:
@@ -269,11 +300,18 @@ def _changes(entry: Entry, config: Config) -> list[str]:
     return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
 
 
-def _build(config: Config, shape: ModelConfig, device: torch.device, fresh: bool) -> nn.Module:
+def _build(config: Config, shape: ModelConfig, device: torch.device, fresh: bool) -> LanguageModel:
     """The model with its first weights, on the device; with `fresh` false they are about to be loaded."""
     source = config.model.source
     given = fresh and source is not None and config.model.load_weights and any(source.glob("*.safetensors*"))
-    model = build(shape, seed=config.train.seed if fresh and not given else None, device=device)
+    spread_of_embedding = config.model.embedding_initializer_range
+    if spread_of_embedding is not None and shape.tie_word_embeddings:
+        raise Mistake(
+            "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
+        )
+    model = build(
+        shape, seed=config.train.seed if fresh and not given else None, device=device, embedding_deviation=spread_of_embedding
+    )
     if given and source is not None:
         load_folder(source, model)
     return model
@@ -288,7 +326,8 @@ def _peak(device: torch.device, dtype: torch.dtype) -> float | None:
 def _peak_words(peak: float | None, device: torch.device) -> str:
     if peak is None:
         return "an unknown peak (this GPU is not in the table), so it is left out"
-    return f"{peak / 1e9:,.0f} GFLOP/s a rank ({'a large matrix product, timed just now' if device.type == 'cpu' else 'data sheet'})"
+    source = "a large matrix product, timed just now" if device.type == "cpu" else "data sheet"
+    return f"{peak / 1e9:,.0f} GFLOP/s a rank ({source})"
 
 
 def _validator(config: Config, material: Material, trained: Spread) -> Any:

@@ -21,7 +21,15 @@ def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
     """Carry out pretraining command lines on `ranks` ranks that are started once."""
     file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
     file.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(HERE / "several_runs.py"), str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(HERE / "several_runs.py"),
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
@@ -42,7 +50,13 @@ def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="session")
 def small_shape() -> list[str]:
     """Options of a model small enough for many runs, with odd sizes and grouped heads."""
-    sizes = {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 52,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
     return [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
 
 
@@ -55,7 +69,18 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
 
     def line(folder: Path, name: str, *more: str) -> list[str]:
         words = ["--data.folder", str(tiny_tokens), "--data.length", "48", "--run.folder", str(folder), "--run.name", name]
-        words += ["--train.steps", "20", "--train.global_batch_rows", "12", "--train.dtype", "fp32", "--train.compile", "off", "--train.seed", "3"]
+        words += [
+            "--train.steps",
+            "20",
+            "--train.global_batch_rows",
+            "12",
+            "--train.dtype",
+            "fp32",
+            "--train.compile",
+            "off",
+            "--train.seed",
+            "3",
+        ]
         words += ["--train.device", "cpu", "--schedule.warmup_steps", "3", "--optimizer.lr", "3e-3", "--log.every_steps", "1"]
         words += ["--checkpoint.every_steps", "10", "--validation.rows", "5"]
         return [*words, *small_shape, *more]

@@ -66,7 +66,9 @@ def test_losses_and_weights_do_not_depend_on_how_a_run_is_spread(runs: dict[str,
     assert_same(runs[name], runs["alone"])
 
 
-@pytest.mark.parametrize(("name", "reference"), [("untied fsdp2", "untied alone"), ("untied ddp", "untied alone"), ("gpt2 fsdp2", "gpt2 alone")])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("untied fsdp2", "untied alone"), ("untied ddp", "untied alone"), ("gpt2 fsdp2", "gpt2 alone")]
+)
 def test_other_shapes_do_not_depend_on_it_either(runs: dict[str, Run], name: str, reference: str) -> None:
     assert_same(runs[name], runs[reference])
 

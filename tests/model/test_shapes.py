@@ -70,7 +70,7 @@ def test_windows_name_the_layers_that_have_one() -> None:
 
 
 def test_an_override_of_the_width_gives_the_heads_a_new_size() -> None:
-    assert resolve("nano", {"hidden_size": 512}).head_dim == 512 // resolve("nano", {}).num_attention_heads
+    assert resolve("nano", {"hidden_size": 384}).head_dim == 384 // resolve("nano", {}).num_attention_heads
     assert resolve("qwen3-0.6b", {"hidden_size": 512}).head_dim == 128
 
 
