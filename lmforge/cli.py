@@ -47,6 +47,7 @@ def run(arguments: list[str]) -> int:
     except Exception:
         if debug or _speaks():
             raise
+        _let_the_one_that_speaks_finish()
         return 1
 
 
@@ -86,7 +87,11 @@ def _tell(line: str) -> None:
     if _speaks():
         print("lmforge: " + " ".join(line.split("\n")), file=sys.__stderr__, flush=True)
     else:
-        time.sleep(2)  # a launcher ends all ranks when the first one leaves: let the one that speaks finish
+        _let_the_one_that_speaks_finish()
+
+
+def _let_the_one_that_speaks_finish() -> None:
+    time.sleep(2)  # a launcher ends all ranks as soon as one has left
 
 
 def _overview() -> str:

@@ -33,11 +33,15 @@ MANIFEST = "manifest.json"
 def write_sealed(path: Path, text: str) -> None:
     """Write a small file so that it is either the old one or the new one, also after a power cut."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 _held: list[IO[str]] = []  # the system drops a lock with its process, however that ends

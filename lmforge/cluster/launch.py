@@ -19,7 +19,7 @@ def launch_local(processes: int, arguments: list[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
-    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
     # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(

@@ -111,10 +111,10 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         torch.set_num_threads(threads or local_threads(place.local_ranks))
     if place.ranks == 1:
         return Ranks(place, chosen, None)
-    global _store, _starts
+    global _store, _starts, _speaks
     shared, rank, count = next(dist.rendezvous("env://"))
     # A second start in the same processes finds the first one's keys in the store: each has its own names.
-    _starts += 1
+    _starts, _speaks = _starts + 1, None
     _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
@@ -135,13 +135,20 @@ def stop() -> None:
 # The store outlives the groups: it still answers when a peer has died and every collective fails.
 _store: dist.Store | None = None
 _starts = 0
+_speaks: bool | None = None
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is the first of its peers to ask: the one that tells the user what went wrong."""
+    """Whether this process is the first of its peers to ask: the one that tells the user what went wrong.
+
+    It stays the one: asking again gets the same answer.
+    """
+    global _speaks
     if _store is None:
         return find_place().first
-    try:
-        return int(_store.add("lmforge/told", 1)) == 1
-    except RuntimeError:  # the store went with the host that kept it
-        return True
+    if _speaks is None:
+        try:
+            _speaks = int(_store.add("lmforge/told", 1)) == 1
+        except RuntimeError:  # the store went with the host that kept it
+            _speaks = True
+    return _speaks

@@ -105,8 +105,6 @@ def _local(tensor: Tensor | None) -> Tensor:
 
 def compile_blocks(model: LanguageModel) -> None:
     """Compile each repeated block in place: one graph serves them all, and the names of tensors stay as they are."""
-    # The blocks differ only in their weights, so that one compilation is reused; cached graphs are not rebuilt per block.
-    torch._dynamo.config.inline_inbuilt_nn_modules = True
     for block in model.blocks:
         block.compile(dynamic=False)
 

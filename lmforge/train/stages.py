@@ -17,6 +17,7 @@ from lmforge.cluster.ranks import Ranks
 from lmforge.config import BatchPlan, Config, batch_plan
 from lmforge.data.batch import Batch
 from lmforge.data.loader import Loader
+from lmforge.data.sealing import NO_ROOM
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.data.tokenizer import Tokenizer
@@ -67,8 +68,8 @@ def pretrain(config: Config) -> int:
     Mistake before anything of the run is touched, and RunFailed after that.
     """
     ranks = cluster.start(config.train.device, config.train.threads)
+    run = Run(config.run.folder / config.run.name)
     try:
-        run = Run(config.run.folder / config.run.name)
         entry = ranks.decide(partial(enter, run, config))
         with ranks.agreeing():
             material = open_material(config, ranks.count)
@@ -84,14 +85,23 @@ def pretrain(config: Config) -> int:
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
-            steps = run.steps()
-            good = f"last checkpoint: {run.checkpoint(steps[-1])}" if steps else "no checkpoint had been saved"
-            raise RunFailed(f"{failed}; {good}; log: {log}") from failed
+            raise RunFailed(f"{failed}; {_kept(run)}; log: {log}") from failed
         finally:
             heartbeat.stop(phase)
             teller.close()
+    except Exception as problem:
+        # Peers that lose their groups fail too: whoever knows the cause asks for the word while it still has them.
+        cluster.speaks_for_all()
+        if isinstance(problem, OSError) and problem.errno in NO_ROOM:
+            raise RunFailed(f"{run.path}: no room to write ({problem.strerror}); {_kept(run)}") from problem
+        raise
     finally:
         cluster.stop()
+
+
+def _kept(run: Run) -> str:
+    steps = run.steps()
+    return f"last checkpoint: {run.checkpoint(steps[-1])}" if steps else "no checkpoint had been saved"
 
 
 def enter(run: Run, config: Config) -> Entry:
@@ -109,6 +119,11 @@ def enter(run: Run, config: Config) -> Entry:
     if config.run.overwrite or not run.exists():
         return Entry(None, None, [])
     folder, manifest, lines = checkpoint.newest_sound(run)
+    if manifest is None and run.steps():
+        reason = lines[0].removesuffix("; skipped")
+        raise Mistake(
+            f"{run.path}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
+        )
     if manifest is None:
         return Entry(None, None, [*lines, f"{run.path}: has no checkpoint yet; it begins at step 0"])
     return Entry(folder, manifest, [*lines, f"continuing {run.path} from step {manifest.step}"])

@@ -16,7 +16,6 @@ WEIGHT_TOLERANCE = 2e-5
 SPREADS: dict[str, tuple[int, list[str]]] = {
     "alone": (1, []),
     "alone in 4 micro-batches": (1, ["--train.micro_batch_rows", "3"]),
-    "alone compiled": (1, ["--train.compile", "on"]),
     "fsdp2 on 1": (1, ["--parallel.engine", "fsdp2"]),
     "fsdp2 on 2": (2, []),
     "fsdp2 on 2 in 3 micro-batches": (2, ["--train.micro_batch_rows", "2"]),

@@ -114,7 +114,12 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, dr
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_gpu_gives_the_logits_and_gradients_of_the_cpu(model_type: str, compiled: bool, draw: random.Random) -> None:
-    config = drawn_config(model_type, draw, head_dim=0 if model_type == "gpt2" else 32, hidden_size=96)
+    heads = (
+        {"num_attention_heads": 3}
+        if model_type == "gpt2"
+        else {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    )
+    config = drawn_config(model_type, draw, hidden_size=96, max_position_embeddings=300, **heads)
     model = built(config)
     rows = packed([[70, 60], [10, 120]], config.vocab_size, padding=17)
     model(rows.tokens, rows.positions, rows.documents).square().mean().backward()

@@ -1,0 +1,138 @@
+"""Who sees whom: documents, padding, windows, and the backends that agree on it."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from lmforge.model.attention import attend, attention_mask
+from tests.model.conftest import MODEL_TYPES, Rows, built, drawn_config, logits, one_document, packed
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """The definition, slot by slot, in float64."""
+    rows, heads, length, width = q.shape
+    out = torch.zeros_like(q)
+    for row in range(rows):
+        for head in range(heads):
+            group = head // (heads // k.shape[1])
+            for query in range(length):
+                first = 0 if window is None else max(0, query - window + 1)
+                seen = [key for key in range(first, query + 1) if documents[row, key] == documents[row, query]]
+                scores = (k[row, group, seen] @ q[row, head, query]) / width**0.5
+                out[row, head, query] = scores.softmax(0) @ v[row, group, seen]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_attention_is_its_definition(window: int | None, draw: random.Random) -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 2, -1, -1], [0] * 12, [-1] * 12], dtype=torch.int32)
+    q = torch.randn(3, 6, 12, 10, dtype=torch.float64)
+    k, v = torch.randn(2, 3, 2, 12, 10, dtype=torch.float64)
+    found = attend(q, k, v, attention_mask(documents, window))
+    torch.testing.assert_close(found, plain_attention(q, k, v, documents, window), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("length", [300, 2100])
+def test_a_long_row_taken_in_pieces_is_the_same_as_taken_whole(length: int, draw: random.Random) -> None:
+    documents = (torch.arange(length) > draw.randrange(length)).int()[None]
+    q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+    mask = attention_mask(documents, draw.choice([None, 40]))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=True)
+    upstream = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, (q, k, v), upstream)
+    pieces = attend(q, k, v, mask)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+    for found, wanted in zip(torch.autograd.grad(pieces, (q, k, v), upstream), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_document_does_not_see_the_others_in_its_row(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw)
+    model = built(config)
+    rows = packed([[13, 21, 9], [20, 3, 20]], config.vocab_size, padding=4)
+    before = logits(model, rows)
+    first, second = draw.choice([(0, 1), (1, 2), (2, 0)])
+    changed = rows.tokens.clone()
+    changed[rows.documents == first] = torch.randint(0, config.vocab_size, ((rows.documents == first).sum(),))
+    after = logits(model, Rows(changed, rows.positions, rows.documents))
+    assert torch.equal(before[rows.documents == second], after[rows.documents == second])
+    assert not torch.equal(before[rows.documents == first], after[rows.documents == first])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_document_reads_the_same_packed_as_alone(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw)
+    model = built(config)
+    rows = packed([[13, 21, 9]], config.vocab_size, padding=3)
+    alone = one_document(1, 21, config.vocab_size)
+    alone.tokens[:] = rows.tokens[:, 13:34]
+    torch.testing.assert_close(logits(model, rows)[:, 13:34], logits(model, alone), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_padding_gives_finite_values_and_gradients(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw)
+    model = built(config)
+    rows = packed([[11, 12], [8, 15]], config.vocab_size, padding=6)
+    rows.documents[1] = -1
+    hidden = model(rows.tokens, rows.positions, rows.documents)
+    assert hidden.isfinite().all()
+    hidden[0, :11].sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_token_does_not_see_those_after_it(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw)
+    model = built(config)
+    rows = one_document(1, 30, config.vocab_size)
+    before = logits(model, rows)
+    rows.tokens[:, 17:] = (rows.tokens[:, 17:] + 1) % config.vocab_size
+    assert torch.equal(before[:, :17], logits(model, rows)[:, :17])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, draw: random.Random) -> None:
+    from lmforge.model.attention import seen_by
+
+    documents = torch.tensor([[0] * 70 + [1] * 50 + [-1] * 20, [-1] * 140], dtype=torch.int32)
+    q, k, v = torch.randn(2, 4, 140, 16), torch.randn(2, 2, 140, 16), torch.randn(2, 2, 140, 16)
+    blocks = create_block_mask(seen_by(documents, window), 2, None, 140, 140, device="cpu")
+    found = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    torch.testing.assert_close(found, attend(q, k, v, attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_gpu_gives_the_logits_and_gradients_of_the_cpu(model_type: str, compiled: bool, draw: random.Random) -> None:
+    heads = (
+        {"num_attention_heads": 3}
+        if model_type == "gpt2"
+        else {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    )
+    config = drawn_config(model_type, draw, hidden_size=96, max_position_embeddings=300, **heads)
+    model = built(config)
+    rows = packed([[70, 60], [10, 120]], config.vocab_size, padding=17)
+    model(rows.tokens, rows.positions, rows.documents).square().mean().backward()
+    expected = logits(model, rows)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model
+    if compiled:
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.compile()
+    there = Rows(rows.tokens, rows.positions, rows.documents)
+    model(there.tokens, there.positions, there.documents).square().mean().backward()
+    # fp32 products on a GPU, in kernels that sum in another order.
+    torch.testing.assert_close(logits(model, there).cpu(), expected, atol=1e-3, rtol=1e-3)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad.cpu(), gradient, atol=1e-3, rtol=1e-2)  # type: ignore[union-attr]

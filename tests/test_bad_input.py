@@ -1,0 +1,418 @@
+"""What a user can get wrong, and what a machine can: one line that says it, the right status, nothing lost.
+
+Through the command itself. Where a process of its own adds nothing to the claim, the command line is carried out in this
+one, since every process that imports torch costs seconds.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from lmforge import checkpoint
+from lmforge.cli import run
+from lmforge.data.shards import BLOCK_BYTES
+from lmforge.data.tokenizer import train_tokenizer
+from lmforge.runs import MANIFEST, Run, write_sealed
+from tests.conftest import Command
+from tests.distributed.conftest import weights
+
+Refusal = Callable[..., str]
+
+
+def only_line(errors: str) -> str:
+    """The one `lmforge: ...` line of standard error, without its first word."""
+    assert errors.startswith("lmforge: "), errors
+    assert errors.count("\n") == 1, errors
+    assert errors.endswith("\n")
+    return errors.removeprefix("lmforge: ").rstrip("\n")
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
+    """`refused(*words, status=2)`: carries out a command line here and returns its only line of complaint."""
+
+    def complaint(*words: object, status: int = 2) -> str:
+        capfd.readouterr()
+        assert run([str(word) for word in words]) == status
+        return only_line(capfd.readouterr().err)
+
+    return complaint
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file below a folder and what it holds; the lock alone may come and change."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files}
+
+
+def flip_a_bit(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def tokens(tiny_tokens: Path, tmp_path: Path) -> Path:
+    """A copy of the shards, to spoil."""
+    return Path(shutil.copytree(tiny_tokens, tmp_path / "tokens"))
+
+
+@pytest.fixture
+def trained(tiny_run: Path, tmp_path: Path) -> Run:
+    """A copy of the finished run, to go on from: checkpoints of steps 2, 4 and 6."""
+    return Run(Path(shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns(".lock"))))
+
+
+@pytest.fixture
+def onwards(trained: Run, tiny_options: list[str]) -> list[str]:
+    """The command line that continues `trained`."""
+    return ["pretrain", *tiny_options, "--run.folder", str(trained.path.parent), "--run.name", trained.path.name]
+
+
+# --- corpus and shards -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, 'no such file or folder: give a path, or "stdlib"'),
+        (b"", "empty: there is no text in it"),
+        ("Gr\u00fc\u00dfe".encode("latin-1"), "not UTF-8 at byte 2: convert the file, or leave it out"),
+    ],
+    ids=["missing", "empty", "not UTF-8"],
+)
+def test_a_corpus_that_cannot_be_read_is_named_and_nothing_looks_prepared(
+    tmp_path: Path, refused: Refusal, content: bytes | None, complaint: str
+) -> None:
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
+    if content is not None:
+        corpus.write_bytes(content)
+    assert refused("prepare", corpus, out, "--workers", 1, "--vocab_size", 512) == f"{corpus}: {complaint}"
+    assert not (out / MANIFEST).exists()
+
+
+def test_a_truncated_shard_is_named_before_a_run_begins(
+    tmp_path: Path, tokens: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    shard = tokens / "train-00000.tokens"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 100)
+    said = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
+    assert said == f"{shard}: truncated: {size - 100} bytes of {size}: restore it, or prepare anew with overwrite"
+    assert contents(tmp_path / "runs") == {}
+
+
+def test_a_block_that_goes_bad_under_training_ranks_is_told_by_one_and_nobody_hangs(
+    tmp_path: Path, tokens: Path, tiny_options: list[str], lmforge: Command
+) -> None:
+    """One rank alone meets it, while the other waits for that rank's gradient."""
+    shard = tokens / "train-00000.tokens"
+    flip_a_bit(shard, BLOCK_BYTES + 5)
+    more = ["--train.steps", "500", "--checkpoint.every_steps", "1", "--launch.processes", "2"]
+    done = lmforge("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path, "--run.name", "spoiled", *more)
+    assert done.returncode == 2, done.stderr
+    assert f"{shard}: the block at byte {BLOCK_BYTES} does not match its checksum" in only_line(done.stderr)
+    for step in Run(tmp_path / "spoiled").steps():
+        checkpoint.verify(Run(tmp_path / "spoiled").checkpoint(step))
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_did_not_make_the_shards_is_refused(
+    tmp_path: Path, tokens: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    train_tokenizer([""], 512).save(tokens / "tokenizer")
+    said = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
+    assert said.startswith(f"{tokens}: its tokenizer is not the one that made its tokens")
+
+
+def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
+    tmp_path: Path, tiny_options: list[str], tiny_tokens: Path, refused: Refusal
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    train_tokenizer([""], 300).save(source)
+    said = refused("pretrain", *tiny_options, "--model.source", source, "--run.folder", tmp_path / "runs")
+    assert said == f"{tiny_tokens}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (["--model.hidden_size", "64"], "a model of another shape (hidden_size 32 there, 64 here"),
+        (["--train.global_batch_rows", "8"], "its global batch has 4 rows, this recipe's 8"),
+        (["--train.seed", "9"], "trained on other data, or with another data.length or train.seed"),
+    ],
+    ids=["shape", "batch", "data"],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_untouched(
+    trained: Run, onwards: list[str], refused: Refusal, change: list[str], complaint: str
+) -> None:
+    before = contents(trained.path)
+    said = refused(*onwards, *change)
+    assert said.startswith(f"{trained.checkpoint(6)}: {complaint}")
+    assert "--run.overwrite" in said
+    assert contents(trained.path) == before
+
+
+def unfinish(newest: Path) -> None:
+    newest.rename(newest.with_name(newest.name + checkpoint.PARTIAL))
+
+
+def tensors(newest: Path) -> Path:
+    return next(newest.glob("*.distcp"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (unfinish, "half-written, skipped"),
+        (lambda newest: (newest / MANIFEST).unlink(), "it has no manifest, so it was never finished; skipped"),
+        (lambda newest: (newest / MANIFEST).write_text("{"), "its manifest cannot be read; skipped"),
+        (lambda newest: os.truncate(tensors(newest), 5000), "has 5,000 bytes instead of"),
+        (lambda newest: flip_a_bit(tensors(newest), 5000), "does not hold what was written (its checksum differs); skipped"),
+        (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
+    ],
+    ids=["partial", "no manifest", "broken manifest", "truncated", "flipped bit", "missing file"],
+)
+def test_a_damaged_checkpoint_is_skipped_and_said_and_the_one_before_it_used(
+    trained: Run,
+    tiny_run: Path,
+    onwards: list[str],
+    capfd: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], object],
+    reason: str,
+) -> None:
+    spoil(trained.checkpoint(6))
+    assert run(onwards) == 0
+    told = capfd.readouterr()
+    assert told.err == ""
+    assert sum(str(trained.checkpoint(6)) in line and reason in line for line in told.out.splitlines()) == 1
+    assert f"continuing {trained.path} from step 4\n" in told.out
+    for name, tensor in weights(Run(tiny_run)).items():
+        assert torch.equal(weights(trained)[name], tensor), name
+    assert not list(trained.checkpoints.glob(f"*{checkpoint.PARTIAL}"))
+
+
+def test_a_run_with_no_sound_checkpoint_left_is_not_begun_again_unasked(
+    trained: Run, onwards: list[str], refused: Refusal
+) -> None:
+    for step in trained.steps():
+        flip_a_bit(tensors(trained.checkpoint(step)), 5000)
+    before = contents(trained.path)
+    said = refused(*onwards)
+    assert said.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint(6)}: ")
+    assert contents(trained.path) == before
+
+
+class Malice:
+    """Pickles as a command that leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
+    trained: Run, onwards: list[str], tmp_path: Path, refused: Refusal
+) -> None:
+    """Sealed properly, as whoever made it would."""
+    folder, mark = trained.checkpoint(6), tmp_path / "mark"
+    (folder / ".metadata").write_bytes(pickle.dumps(Malice(mark)))
+    manifest = checkpoint.read_manifest(folder)
+    manifest.files[".metadata"] = checkpoint._describe(folder / ".metadata")
+    write_sealed(folder / MANIFEST, json.dumps(asdict(manifest)))
+    for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
+        said = refused(*words)
+        assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for ")
+    assert not mark.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert mark.exists()  # the program was a working one
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+from lmforge.cli import main
+main()
+"""
+# "$1" the run to copy, "$2" the bytes that are to be free beside it, "$3" where to copy the end of it; then the command.
+IN_A_SMALL_DISK = """
+set -e
+mkdir -p disk
+mount -t tmpfs -o size=64m tmpfs disk
+cp -r "$1" disk/tiny
+mount -o remount,size=$(($(df -B1 --output=used disk | tail -1) + $2)) disk
+left=$3
+shift 3
+status=0
+"$@" || status=$?
+cp -r disk/tiny "$left"
+exit $status
+"""
+
+
+def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, before: dict[str, str]) -> str:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert left.steps() == [2, 4, 6]
+    for step in left.steps():
+        checkpoint.verify(left.checkpoint(step))
+    assert not list(left.path.rglob("*.partial"))
+    after = contents(left.path)
+    kept = [name for name in before if name.startswith("checkpoints/")]
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    return only_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("free", "complaint"),
+    [
+        (200_000, "disk/tiny/checkpoints: the checkpoint step-00000008 could not be written: the disk is full; "),
+        (0, "disk/tiny: no room to write (No space left on device); "),
+    ],
+    ids=["at a checkpoint", "before the first step"],
+)
+def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
+    trained: Run, tiny_options: list[str], tmp_path: Path, free: int, complaint: str
+) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", "disk", "--run.name", "tiny", "--train.steps", "8"]
+    shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("no right to mount a file system here")
+    place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [*shell, sys.executable, "-m", "lmforge", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300)
+    if "mount:" in done.stderr:
+        pytest.skip("no right to mount a file system here")
+    said = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
+    assert said.startswith(f"{complaint}last checkpoint: disk/tiny/checkpoints/step-00000006")
+
+
+def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained: Run, onwards: list[str]) -> None:
+    """What a quota or a file system without large files does, and what can be had without mounting one."""
+    before = contents(trained.path)
+    command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = assert_failed_and_kept(done, trained, before)
+    assert said.startswith(f"{trained.checkpoints}: the checkpoint step-00000008 could not be written: ")
+    assert f"last checkpoint: {trained.checkpoint(6)}" in said
+
+
+# --- the run directory -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_there_is_not_begun_again_and_one_that_is_not_is_not_resumed(
+    trained: Run, onwards: list[str], refused: Refusal
+) -> None:
+    before = contents(trained.path)
+    assert refused(*onwards, "--resume", "never").startswith(f"{trained.path}: this run exists; ")
+    absent = trained.path.with_name("absent")
+    assert refused(*onwards, "--run.name", "absent", "--resume") == f"{absent}: there is no such run to resume"
+    assert contents(trained.path) == before
+    assert not absent.exists()
+
+
+def test_a_folder_that_is_no_run_is_neither_trained_into_nor_overwritten(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    thesis = tmp_path / "work" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of it")
+    for more in ([], ["--run.overwrite", "true"]):
+        said = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "work", *more)
+        assert said.startswith(f"{thesis.parent}: not empty and not a run of lmforge")
+    assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
+    assert thesis.read_text() == "years of it"
+
+
+def test_a_run_in_training_is_refused_to_a_second_process(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "taken", "--train.steps", "100000"]
+    taken = Run(tmp_path / "taken")
+    with subprocess.Popen([sys.executable, "-m", "lmforge", *words], stdout=subprocess.DEVNULL) as holder:
+        try:
+            while not taken.read_metrics():
+                assert holder.poll() is None
+                time.sleep(0.05)
+            for more in ([], ["--run.overwrite", "true"]):
+                said = refused(*words, *more)
+                assert said.startswith(f"{taken.path}: being trained by process {holder.pid} on ")
+            assert holder.poll() is None
+        finally:
+            holder.kill()
+
+
+# --- recipes and batches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ('[train]\nsteps = "many"\n', "{recipe}: train.steps: expected a whole number"),
+        ("[train]\nstepz = 5\n", "did you mean train.steps?"),
+        ("[train\n", "{recipe}: "),
+    ],
+    ids=["wrong type", "unknown key", "no TOML"],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused_with_the_place(
+    tmp_path: Path, refused: Refusal, recipe: str, complaint: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(recipe)
+    said = refused("pretrain", path, "--run.folder", tmp_path / "runs")
+    assert complaint.format(recipe=path) in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "complaint"),
+    [
+        (
+            "--train.global_batch_rows 2 --launch.processes 3",
+            "3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks",
+        ),
+        (
+            "--train.global_batch_rows 10 --launch.processes 4",
+            "a global batch of 10 rows does not divide by 4 ranks; nearest global_batch_rows: 8 or 12",
+        ),
+        (
+            "--train.micro_batch_rows 3",
+            "a global batch of 4 rows does not divide by 1 ranks × 3 micro-batch rows; nearest global_batch_rows: 3 or 6",
+        ),
+    ],
+    ids=["more ranks than rows", "ranks", "micro-batches"],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, batch: str, complaint: str
+) -> None:
+    assert refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", *batch.split()) == complaint
+    assert contents(tmp_path / "runs") == {}
+
+
+def test_what_all_ranks_find_wrong_one_of_them_tells(tmp_path: Path, tiny_options: list[str]) -> None:
+    """Under another's launcher, which adds its own report of how its processes ended."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "lmforge"]
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path / "runs"), "--train.global_batch_rows", "2"]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("lmforge: ")] == [
+        "lmforge: 3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks"
+    ]
+    assert "exitcode  : 2" in done.stderr
+    assert contents(tmp_path / "runs") == {}

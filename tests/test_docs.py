@@ -1,0 +1,217 @@
+"""The documents are true: what they tell a reader to type works, and what they name is there.
+
+The commands of README.md and docs/ are carried out in order, in one new folder that holds the recipes and such material
+as a reader would bring. A pretraining is cut down to a few steps of a tiny model (`shortened`), a `make` line is looked up
+in the Makefile, and every other command runs as it stands.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from lmforge.cli import VERBS
+from lmforge.config import Config
+from lmforge.data.tokenizer import train_tokenizer
+from lmforge.model import build
+from lmforge.model.shapes import resolve
+from lmforge.model.weights import export_folder
+from lmforge.options import fields
+from tests.conftest import corpus
+
+ROOT = Path(__file__).parents[1]
+EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+COMMANDS = Path(sys.executable).parent
+
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+OF_A_RUN = {".".join(path) for path, _ in fields(Config)}
+OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in fields(verb.options)}
+OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
+FLAGS = {"help", "debug", "version", "dry-run", "resume"}
+
+TINY_SHAPE = {
+    "model.hidden_size": 32,
+    "model.intermediate_size": 48,
+    "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 2,
+    "model.num_key_value_heads": 2,
+}
+FEW_STEPS = {
+    "data.length": 64,
+    "train.global_batch_tokens": "none",
+    "train.global_batch_rows": 4,
+    "train.device": "cpu",
+    "train.compile": "off",
+    "schedule.warmup_steps": 1,
+    "validation.rows": 4,
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something to carry out: a line of shell, a Python program, or a file to write, and where it is told."""
+
+    page: Path
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def pieces() -> list[Piece]:
+    """All there is to carry out, in reading order."""
+    found = []
+    for page in EXECUTED:
+        content = page.read_text(encoding="utf-8")
+        for block in FENCED.finditer(content):
+            kind, text = block.groups()
+            first = content[: block.start(2)].count("\n") + 1
+            if kind == "sh":
+                lines = enumerate(text.splitlines(), start=first)
+                found += [Piece(page, at, kind, line) for at, line in lines if line.strip() and not line.startswith("#")]
+            elif kind in ("python", "toml"):
+                found.append(Piece(page, first, kind, text))
+    return found
+
+
+def shortened(line: str) -> str:
+    """A pretraining in 4 steps of 4 short rows on a CPU, or in 6 where the line itself asks for more steps than its recipe.
+
+    The shape of a preset becomes tiny; that of a model folder, which is tiny already, stays.
+    """
+    words = shlex.split(line)
+    if "pretrain" not in words or {"--dry-run", "--help"} & set(words):
+        return line
+    shape = {} if "--model.source" in words else TINY_SHAPE
+    chosen = {**FEW_STEPS, **shape, "train.steps": 6 if "--train.steps" in words else 4}
+    return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
+
+
+@dataclass
+class Reader:
+    """Follows the documents from top to bottom, each piece once, whichever test asks first."""
+
+    folder: Path
+    outcomes: list[str | None] = field(default_factory=list)
+
+    def outcome(self, number: int) -> str | None:
+        """What went wrong with a piece, after all before it were carried out; None where nothing did."""
+        for piece in PIECES[len(self.outcomes) : number + 1]:
+            self.outcomes.append(self._carry_out(piece))
+        return self.outcomes[number]
+
+    def _carry_out(self, piece: Piece) -> str | None:
+        if piece.kind == "toml":
+            (self.folder / piece.text.splitlines()[0].removeprefix("# ")).write_text(piece.text, encoding="utf-8")
+            return None
+        if piece.kind == "sh" and piece.text.startswith("make "):
+            return make_line(piece.text)
+        command = ["sh", "-c", shortened(piece.text)] if piece.kind == "sh" else [sys.executable, "-c", piece.text]
+        variables = {**os.environ, "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(
+            command, cwd=self.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+        )
+        return None if done.returncode == 0 else f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+def make_line(line: str) -> str | None:
+    """What is wrong with `make TARGET`: the Makefile should have it, and quickstart should call the verb of that name."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [_, target] = line.split()
+    rule = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", makefile, re.M)
+    if rule is None:
+        return f"the Makefile has no target {target}"
+    if target == "quickstart" and not re.search(r"^\t\S*lmforge quickstart$", rule[1], re.M):
+        return f"make quickstart does not call lmforge quickstart but {rule[1]!r}"
+    return None
+
+
+PIECES = pieces()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """A folder with the recipes and what a reader brings: books, a corpus in two formats, a tokenizer, a model folder."""
+    folder = tmp_path_factory.mktemp("reader")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    chapters = [corpus()[at : at + 10_000] for at in range(0, 200_000, 10_000)]
+    (folder / "books").mkdir()
+    for number, chapter in enumerate(chapters):
+        (folder / "books" / f"{number}.txt").write_text(chapter, encoding="utf-8")
+    lines = "".join(json.dumps({"content": chapter}) + "\n" for chapter in chapters)
+    (folder / "corpus.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": chapters}), folder / "corpus.parquet")
+    tokenizer = train_tokenizer(chapters, 400)
+    tokenizer.save(folder / "made")
+    shutil.copy(folder / "made" / "tokenizer.json", folder)
+    sizes = {name.removeprefix("model."): value for name, value in TINY_SHAPE.items()}
+    shape = resolve("smollm-135m", sizes, tokenizer.vocab_size)
+    export_folder(build(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    shutil.rmtree(folder / "made")
+    return Reader(folder)
+
+
+@pytest.mark.parametrize("number", range(len(PIECES)), ids=[str(piece) for piece in PIECES])
+def test_what_the_documents_tell_to_type_works(reader: Reader, number: int) -> None:
+    problem = reader.outcome(number)
+    assert problem is None, f"{PIECES[number]}: {problem}"
+
+
+def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
+    assert [piece.text for piece in PIECES[:2]] == ["make quickstart", "make test"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_that_a_page_names_exists(page: Path) -> None:
+    # torchrun's own options are tried out with the line that has them.
+    text = "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if not line.startswith("torchrun "))
+    named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
+    assert {name for name in named if "." in name} <= OF_A_RUN
+    assert {name for name in named if "." not in name} <= OF_VERBS | FLAGS
+    sections = {name.partition(".")[0] for name in OF_A_RUN}
+    written = {name for name in re.findall(r"`([a-z]+\.[a-z_]+)`", text) if name.partition(".")[0] in sections}
+    assert {name for name in written if not name.endswith((".py", ".toml"))} <= OF_A_RUN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+    for line in re.findall(r"`(make [a-z-]+)`", page.read_text(encoding="utf-8")):
+        assert make_line(line) is None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_commands(reader: Reader, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), f"link to {target}"
+    reader.outcome(len(PIECES) - 1)
+    names = re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)*/?)`", text)
+    for name in names:
+        if "/" not in name and Path(name).suffix not in OF_FILES:
+            continue
+        if name.startswith(".venv/bin/"):
+            assert (COMMANDS / Path(name).name).exists(), name
+            continue
+        pattern = name.rstrip("/").replace("NAME", "*")
+        assert (ROOT / pattern).exists() or any(reader.folder.rglob(pattern)), name
+
+
+def test_the_readme_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
+    reader.outcome(len(PIECES) - 1)
+    [listing] = re.findall(r"^runs/quickstart/\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
+    there = {entry.name for entry in (reader.folder / "runs" / "quickstart").iterdir() if not entry.name.startswith(".")}
+    assert listed == there
