@@ -21,7 +21,8 @@ import xxhash
 
 from lmforge import checkpoint
 from lmforge.cli import run
-from lmforge.data.shards import BLOCK_BYTES
+from lmforge.data.shards import BLOCK_BYTES, TokenFolder
+from lmforge.data.stream import Stream
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.runs import MANIFEST, Run, write_sealed
 from tests.conftest import Command
@@ -116,15 +117,24 @@ def test_a_truncated_shard_is_named_before_a_run_begins(
 def test_a_block_that_goes_bad_under_training_ranks_is_told_by_one_and_nobody_hangs(
     tmp_path: Path, tokens: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
-    """One rank alone meets it, while the other waits for that rank's gradient."""
+    """A rank meets it after two sound steps of two rows, while the other waits for its gradient."""
     shard = tokens / "train-00000.tokens"
-    flip_a_bit(shard, BLOCK_BYTES + 5)
-    more = ["--train.steps", "500", "--checkpoint.every_steps", "1", "--launch.processes", "2"]
-    done = lmforge("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path, "--run.name", "spoiled", *more)
+    seed, block = 0, None
+    while block is None:
+        seed += 1
+        rows = Stream(TokenFolder.open(tokens), length=48, seed=seed).indices(0, 4)
+        touched = {byte // BLOCK_BYTES for row in rows for byte in (row * 96, row * 96 + 97)}
+        block = max(set(range(-(-shard.stat().st_size // BLOCK_BYTES))) - touched, default=None)
+    flip_a_bit(shard, block * BLOCK_BYTES + 5)
+    spoiled = Run(tmp_path / "spoiled")
+    words = ["--data.folder", tokens, "--run.folder", tmp_path, "--run.name", "spoiled", "--train.seed", seed]
+    words += ["--train.global_batch_rows", 2, "--train.steps", 500, "--checkpoint.every_steps", 1, "--launch.processes", 2]
+    done = lmforge("pretrain", *tiny_options, *words)
     assert done.returncode == 2, done.stderr
-    assert f"{shard}: the block at byte {BLOCK_BYTES} does not match its checksum" in only_line(done.stderr)
-    for step in Run(tmp_path / "spoiled").steps():
-        checkpoint.verify(Run(tmp_path / "spoiled").checkpoint(step))
+    assert f"{shard}: the block at byte {block * BLOCK_BYTES} does not match its checksum" in only_line(done.stderr)
+    assert spoiled.steps()[-1] >= 2
+    for step in spoiled.steps():
+        checkpoint.verify(spoiled.checkpoint(step))
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -235,16 +245,17 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
 ) -> None:
     """Sealed properly, as whoever made it would."""
     folder, mark = trained.checkpoint(6), tmp_path / "mark"
-    (folder / ".metadata").write_bytes(pickle.dumps(Malice(mark)))
+    program = pickle.dumps(Malice(mark))
+    (folder / ".metadata").write_bytes(program)
     manifest = checkpoint.read_manifest(folder)
-    manifest.files[".metadata"] = checkpoint._describe(folder / ".metadata")
+    manifest.files[".metadata"] = {"bytes": len(program), "xxh3": xxhash.xxh3_64_hexdigest(program)}
     write_sealed(folder / MANIFEST, json.dumps(asdict(manifest)))
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
         said = refused(*words)
         assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for ")
     assert not mark.exists()
-    pickle.loads((folder / ".metadata").read_bytes())
-    assert mark.exists()  # the program was a working one
+    pickle.loads(program)
+    assert mark.exists()  # it is a working one
 
 
 LIMITED = """

@@ -1,8 +1,8 @@
 """The documents are true: what they tell a reader to type works, and what they name is there.
 
 The commands of README.md and docs/ are carried out in order, in one new folder that holds the recipes and such material
-as a reader would bring. A pretraining is cut down to a few steps of a tiny model (`shortened`), a `make` line is looked up
-in the Makefile, and every other command runs as it stands.
+as a reader would bring. A pretraining is cut down to a few steps of a tiny model and an evaluation to a few rows
+(`shortened`), a `make` line is looked up in the Makefile, and every other command runs as it stands.
 """
 
 import json
@@ -90,13 +90,17 @@ def pieces() -> list[Piece]:
 def shortened(line: str) -> str:
     """A pretraining in 4 steps of 4 short rows on a CPU, or in 6 where the line itself asks for more steps than its recipe.
 
-    The shape of a preset becomes tiny; that of a model folder, which is tiny already, stays.
+    The shape of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those that the
+    line says, not its recipe. An evaluation sees 32 rows.
     """
     words = shlex.split(line)
+    if words[:2] == ["lmforge", "evaluate"]:
+        return f"{line} --rows 32"
     if "pretrain" not in words or {"--dry-run", "--help"} & set(words):
         return line
     shape = {} if "--model.source" in words else TINY_SHAPE
-    chosen = {**FEW_STEPS, **shape, "train.steps": 6 if "--train.steps" in words else 4}
+    alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
+    chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
     return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
 
 
@@ -122,7 +126,7 @@ class Reader:
         command = ["sh", "-c", shortened(piece.text)] if piece.kind == "sh" else [sys.executable, "-c", piece.text]
         variables = {**os.environ, "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}"}
         done = subprocess.run(
-            command, cwd=self.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+            command, cwd=self.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500
         )
         return None if done.returncode == 0 else f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
 
