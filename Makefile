@@ -1,5 +1,7 @@
 # Each target sets up what it needs and can be the first command ever typed in a checkout.
-PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(shell command -v $(name))))
+# The first that runs and is new enough: a name on the PATH may be a shim that leads nowhere.
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$name; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,8 +15,7 @@ help:
 	@echo "make lint         style, types, floors                  make bench      speed, side by side with others"
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "lmforge needs Python 3.11 or newer; none is on the PATH"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmforge needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=/path/to/python3.11"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "lmforge needs Python 3.11 or newer, and none is on the PATH: make PYTHON=/path/to/python3.11"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: on Debian and Ubuntu, apt-get install python3-venv"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 

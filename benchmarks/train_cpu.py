@@ -19,10 +19,13 @@ from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib
 
 from lmforge.cluster.environment import local_threads
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters
-from lmforge.model.shapes import resolve
+from lmforge.model.shapes import ModelConfig
 from lmforge.parallel.precision import find_compiler, has_fast_bf16
 
 PEAK_SECONDS = 1.5
+# Written out rather than a preset, so that results stay comparable when presets change.
+SHAPE = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4)
+TINY = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
 class Contender:
@@ -157,19 +160,11 @@ def main() -> int:
         )
     with tempfile.TemporaryDirectory(prefix="train-cpu-") as name:
         folder = Path(name)
-        vocab_size, rows, length, peak_size = (512, 2, 64, 512) if chosen.tiny else (4096, 8, 256, 2048)
-        tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=vocab_size)
-        hidden, feed_forward, layers = (32, 64, 2) if chosen.tiny else (256, 704, 6)
-        sizes = {
-            "hidden_size": hidden,
-            "intermediate_size": feed_forward,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-        }
-        shape = resolve("nano", {"tie_word_embeddings": False, **sizes, "num_key_value_heads": 4}, vocab_size)
+        shape, rows, length, peak_size = (TINY, 2, 64, 512) if chosen.tiny else (SHAPE, 8, 256, 2048)
+        tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=shape.vocab_size)
         what = (
             f"Llama of {parameters(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
-            f" vocabulary {vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads; {chosen.rounds} interleaved"
+            f" vocabulary {shape.vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads; {chosen.rounds} interleaved"
             f" rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up; median (low–high), ratios in a round"
         )
         for line in (*machine_lines(about), what, *left_out):
