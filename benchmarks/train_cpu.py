@@ -165,7 +165,8 @@ def main() -> int:
         what = (
             f"Llama of {parameters(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
             f" vocabulary {shape.vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads;"
-            f" {chosen.rounds} interleaved rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up; median (low–high), ratios in a round"
+            f" {chosen.rounds} interleaved rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up;"
+            " median (low–high), ratios in a round"
         )
         for line in (*machine_lines(about), what, *left_out):
             say(line)
