@@ -27,12 +27,12 @@ SPREADS: dict[str, tuple[int, list[str]]] = {
     "fsdp2 on 4": (4, ["--train.micro_batch_rows", "1"]),
     "ddp on 4": (4, ["--parallel.engine", "ddp"]),
 }
-UNTIED = ["--model.tie_word_embeddings", "false"]
+TIED = ["--model.tie_word_embeddings", "true"]
 GPT2 = ["--model.preset", "gpt2-124m", "--model.num_key_value_heads", "6"]
 SHAPES: dict[str, tuple[int, list[str]]] = {
-    "untied alone": (1, UNTIED),
-    "untied fsdp2": (2, UNTIED),
-    "untied ddp": (2, [*UNTIED, "--parallel.engine", "ddp"]),
+    "tied alone": (1, TIED),
+    "tied fsdp2": (2, TIED),
+    "tied ddp": (2, [*TIED, "--parallel.engine", "ddp"]),
     "gpt2 alone": (1, GPT2),
     "gpt2 fsdp2": (2, GPT2),
 }
@@ -49,15 +49,20 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def assert_same(run: Run, reference: Run) -> None:
     for name in ("loss", "grad_norm", "val/loss"):
-        ours, theirs = losses(run, name), losses(reference, name)
-        assert ours.keys() == theirs.keys()
+        mine, theirs = losses(run, name), losses(reference, name)
+        assert mine.keys() == theirs.keys()
         assert theirs, name
         for step, value in theirs.items():
             tolerance = LOSS_TOLERANCE if "loss" in name else 1e-4  # a norm is no sum of 576 terms: its noise is larger
-            assert ours[step] == pytest.approx(value, rel=tolerance), (name, step)
+            assert mine[step] == pytest.approx(value, rel=tolerance), (name, step)
+    ours = weights(run)
     for name, tensor in weights(reference).items():
-        difference = (weights(run)[name] - tensor).abs().max() / tensor.abs().max()
-        assert difference < WEIGHT_TOLERANCE, name
+        difference = (ours[name] - tensor).abs() / tensor.abs().max()
+        if name.endswith("c_attn.bias"):
+            # Softmax does not see a bias on the keys, so its gradient is zero but for rounding, which AdamW makes a step of.
+            queries, _, values = difference.chunk(3)
+            difference = torch.cat([queries, values])
+        assert difference.max() < WEIGHT_TOLERANCE, name
 
 
 @pytest.mark.parametrize("name", [name for name in SPREADS if name != "alone"])
@@ -66,7 +71,7 @@ def test_losses_and_weights_do_not_depend_on_how_a_run_is_spread(runs: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("name", "reference"), [("untied fsdp2", "untied alone"), ("untied ddp", "untied alone"), ("gpt2 fsdp2", "gpt2 alone")]
+    ("name", "reference"), [("tied fsdp2", "tied alone"), ("tied ddp", "tied alone"), ("gpt2 fsdp2", "gpt2 alone")]
 )
 def test_other_shapes_do_not_depend_on_it_either(runs: dict[str, Run], name: str, reference: str) -> None:
     assert_same(runs[name], runs[reference])
@@ -79,7 +84,7 @@ def test_training_lowers_the_loss(runs: dict[str, Run]) -> None:
 
 def test_other_seeds_and_shapes_are_told_apart(runs: dict[str, Run]) -> None:
     """The comparisons above could not tell anything if every run looked alike."""
-    assert losses(runs["untied alone"])[20] != pytest.approx(losses(runs["alone"])[20], rel=1e-3)
+    assert losses(runs["tied alone"])[20] != pytest.approx(losses(runs["alone"])[20], rel=1e-3)
     assert any(not torch.equal(tensor, weights(runs["alone"], 10)[name]) for name, tensor in weights(runs["alone"]).items())
 
 

@@ -194,7 +194,11 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_the_rate_is_set_for_every_group() -> None:
-    optimizer = build_optimizer(model_of("gpt2"), OptimizerOptions())
+def test_the_rate_is_set_for_every_group_and_embedding_and_head_have_their_multiple() -> None:
+    model = model_of("gpt2")
+    optimizer = build_optimizer(model, OptimizerOptions(embedding_lr_ratio=4.0))
     set_learning_rate(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
+    for parameter in model.parameters():
+        assert rates[id(parameter)] == (0.5 if id(parameter) in tables else 0.125)
