@@ -125,7 +125,7 @@ def test_steps_are_those_of_the_checkpoint_folders_oldest_first(
         run.checkpoint(step).mkdir(parents=True)
     for stranger in ("step-00000001.partial", "step-", "step-x", "other"):
         (run.checkpoints / stranger).mkdir(parents=True)
-    (run.checkpoints / "step-00000099").write_text("a file")
+    (run.checkpoints / f"step-{10**9 + 1}").write_text("a file")  # beyond every folder drawn
     assert run.steps() == sorted(steps)
 
 

@@ -4,6 +4,7 @@ Training traffic uses the default group. Decisions, checkpoints and errors use a
 time-out, so that they can never pair with a gradient's collective.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
     # torchrun sets OMP_NUM_THREADS=1 for every rank: on a CPU that leaves cores idle, so it is decided here.
     if chosen.type == "cpu" or threads:
         torch.set_num_threads(threads or local_threads(place.local_ranks))
+    if chosen.type == "cpu":
+        _keep_freed_memory()
     if place.ranks == 1:
         return Ranks(place, chosen, None)
     global _store, _starts, _speaks
@@ -124,6 +127,21 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         device_id=chosen if chosen.type == "cuda" else None,
     )
     return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors, as the GPU allocator does.
+
+    It returns large blocks to the kernel, so that every activation of every step is mapped, zeroed and faulted in anew:
+    5 to 8 % of a training step on a CPU. Elsewhere (macOS, musl) nothing is changed.
+    """
+    library = ctypes.CDLL(None)
+    if not (hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version")):
+        return
+    trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
+    library.mallopt(trim_threshold, largest)
+    # Before version 2.35 glibc takes no more than 32 MiB.
+    library.mallopt(mmap_threshold, largest) or library.mallopt(mmap_threshold, 2**25)
 
 
 def stop() -> None:

@@ -14,12 +14,19 @@ IGNORED = -100
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [n, vocab], their logsumexp [n], losses [n] (0 where not scored) and which are scored [n]; in `_wide`."""
+    """Losses [n] (0 where not scored), exp(logit − the row's highest) [n, vocab], its sums [n, 1], which are scored [n].
+
+    In `_wide`. The exponentials are made once, for the loss and for its gradient: they cost more than any other pass
+    over the logits on a CPU.
+    """
     logits = (hidden @ weight.t()).to(_wide(hidden))
     scored = targets != IGNORED
-    log_total = logits.logsumexp(-1)
-    chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return logits, log_total, torch.where(scored, log_total - chosen, 0.0), scored
+    chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
+    highest = logits.amax(-1, keepdim=True)
+    exponentials = logits.sub_(highest).exp_()
+    sums = exponentials.sum(-1, keepdim=True)
+    losses = (highest - chosen + sums.log()).squeeze(1)
+    return torch.where(scored, losses, 0.0), exponentials, sums, scored
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
@@ -38,14 +45,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden)) if wanted else None
         for start in range(0, hidden.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
-            logits, log_total, losses, scored = _chunk(hidden[rows], compute, targets[rows])
+            losses, exponentials, sums, scored = _chunk(hidden[rows], compute, targets[rows])
             total += losses.sum()
             if hidden_gradient is None or weight_gradient is None:
                 continue
-            # softmax − one-hot, in place of the logits; a row that is not scored gets zero.
-            gradient = logits.sub_(log_total.unsqueeze(1)).exp_()
-            gradient.scatter_add_(1, targets[rows].clamp(min=0).unsqueeze(1), -torch.ones_like(log_total).unsqueeze(1))
-            gradient.mul_(scored.unsqueeze(1))
+            # softmax − one-hot, in place of the exponentials; a row that is not scored gets zero.
+            counts = scored.to(sums.dtype).unsqueeze(1)
+            gradient = exponentials.mul_(counts / sums)
+            gradient.scatter_add_(1, targets[rows].clamp(min=0).unsqueeze(1), -counts)
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, compute, out=hidden_gradient[rows])
             if weight_gradient.dtype == gradient.dtype:
@@ -81,4 +88,4 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     compute = weight.to(flat.dtype)
     chunks = zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)
-    return torch.cat([_chunk(part, compute, chosen)[2] for part, chosen in chunks]).view(targets.shape)
+    return torch.cat([_chunk(part, compute, chosen)[0] for part, chosen in chunks]).view(targets.shape)
