@@ -138,7 +138,7 @@ class ValidationOptions(Options):
     """Loss on held-out documents while training."""
 
     every_steps: int | None = option(None, "steps between validations; none for never (the last step always validates)", gt=0)
-    rows: int = option(64, "held-out rows of one validation, always the same ones", gt=0)
+    rows: int = option(64, "held-out rows of one validation, evenly spaced and always the same", gt=0)
 
 
 class SampleOptions(Options):
@@ -278,7 +278,7 @@ class EvaluateOptions(Options):
     model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
     data: Path | None = option(None, "folder of token shards (default: the one the run was trained on)")
     split: Literal["held_out", "train"] = option("held_out", "which documents")
-    rows: int | None = option(None, "stop after so many rows (default: all)", gt=0)
+    rows: int | None = option(None, "so many rows, evenly spaced over the split (default: all)", gt=0)
     length: int | None = option(None, "tokens in a row (default: as in training)", gt=0)
     batch_rows: int = option(16, "rows in one forward pass", gt=0)
     device: Device = option("auto", "auto is cuda where there is one")

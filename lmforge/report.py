@@ -24,16 +24,9 @@ def loss_curve(run: Run, path: Path | None = None) -> Path:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes.plot(*zip(*train, strict=True), color="#2a6f97", linewidth=1.2, label="training")
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), color="#c1121f", marker="o", markersize=4, linewidth=1.2, label="held out")
-        last = records[-1].get("val/bits_per_byte")
-        if last is not None:
-            axes.annotate(
-                f"{held_out[-1][1]:.3f} ({last:.3f} bits per byte)",
-                held_out[-1],
-                xytext=(0, 12),
-                textcoords="offset points",
-                ha="right",
-            )
+        bits = [record["val/bits_per_byte"] for record in records if record.get("val/loss") is not None]
+        label = f"held out, at last {held_out[-1][1]:.3f} ({bits[-1]:.3f} bits per byte)"
+        axes.plot(*zip(*held_out, strict=True), color="#c1121f", marker="o", markersize=4, linewidth=1.2, label=label)
     axes.set_title(run.path.name, loc="left")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")

@@ -353,6 +353,22 @@ def test_a_folder_that_is_no_run_is_neither_trained_into_nor_overwritten(
     assert thesis.read_text() == "years of it"
 
 
+def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
+    (tmp_path / "taken").write_text("kept")
+    told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "taken")
+    assert told == f"{tmp_path}/taken: a file, where the run's directory would be; choose another --run.name"
+    assert (tmp_path / "taken").read_text() == "kept"
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmforge.train.stages.find_spec", lambda name: None)
+    told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
+    assert told == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
+    assert not (tmp_path / "a" / "recipe.toml").exists()
+
+
 def test_a_run_in_training_is_refused_to_a_second_process(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
     words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "taken", "--train.steps", "100000"]
     taken = Run(tmp_path / "taken")

@@ -81,15 +81,22 @@ def seal_part(job: PartJob) -> None:
     sizes: list[int] = []
     empty = 0
     with sealing(part_path(job.out, job.number, ".tokens")) as file:
-        for handful in _handfuls(job.reading.texts()):
-            kept = [(text, digest) for text, digest in handful if text.strip()]
-            empty += len(handful) - len(kept)
-            encoded = tokenizer.encode_batch([text for text, _ in kept])
-            for (text, digest), ids in zip(kept, encoded, strict=True):
+        tokens = 0
+        for handful in _handfuls(_pieces(job.reading.texts(), tokenizer)):
+            for piece, ids in zip(handful, tokenizer.encode_batch([piece.text for piece in handful]), strict=True):
+                if piece.of is None:
+                    file.write(np.array(ids, dtype).data)
+                    tokens += len(ids)
+                    continue
+                text, digest = piece.of
+                if not text.strip():
+                    empty += 1
+                    continue
                 file.write(np.array([*ids, tokenizer.separator_id], dtype).data)
-                lengths.append(len(ids) + 1)
+                lengths.append(tokens + len(ids) + 1)
                 hashes.append(digest)
                 sizes.append(len(text.encode()))
+                tokens = 0
     with sealing(part_path(job.out, job.number, ".npz")) as file:
         np.savez(
             file,
@@ -100,13 +107,28 @@ def seal_part(job: PartJob) -> None:
         )
 
 
-def _handfuls(texts: Iterator[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    """Documents by the megabyte, so that memory does not grow with the unit."""
-    handful: list[tuple[str, int]] = []
-    size = 0
+@dataclass(frozen=True)
+class Piece:
+    """Part of a document; the last one says of which: its text and digest."""
+
+    text: str
+    of: tuple[str, int] | None
+
+
+def _pieces(texts: Iterator[tuple[str, int]], tokenizer: Tokenizer) -> Iterator[Piece]:
     for text, digest in texts:
-        handful.append((text, digest))
-        size += len(text)
+        *others, last = tokenizer.pieces(text)
+        yield from (Piece(other, None) for other in others)
+        yield Piece(last, (text, digest))
+
+
+def _handfuls(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Pieces by the megabyte, so that memory does not grow with the unit."""
+    handful: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        handful.append(piece)
+        size += len(piece.text)
         if size >= ENCODED_AT_ONCE:
             yield handful
             handful, size = [], 0

@@ -7,8 +7,10 @@ all of that is switched off, and what stands between documents is put there by `
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +41,12 @@ SPLIT = "|".join(
         r"\s+",
     )
 )
+
+# Where a long text may be cut, how much of it around a cut is compared, and how many places are tried.
+PIECE_CHARACTERS = 1 << 20
+LINE_END = re.compile(r"\S\r?\n(?=\S)")
+CUT_CONTEXT = 200
+CUTS_TRIED = 20
 
 # Files that say of a tokenizer.json what it does not say itself; kept with it wherever it goes.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -127,9 +135,37 @@ class Tokenizer:
         """The ids of a text and nothing else: what spells a special token is text too."""
         return self._tokens.encode(text, add_special_tokens=False).ids
 
+    @cached_property
+    def opening_ids(self) -> list[int]:
+        """What its own post-processor puts before a text, most often the token that begins one; empty for many."""
+        text = "a"
+        plain, dressed = self.encode(text), self._tokens.encode(text, add_special_tokens=True).ids
+        starts = [at for at in range(len(dressed)) if dressed[at : at + len(plain)] == plain]
+        return dressed[: starts[0]] if starts else []
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each."""
         return [encoding.ids for encoding in self._tokens.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def pieces(self, text: str, length: int = PIECE_CHARACTERS) -> Iterator[str]:
+        """A long text in pieces of about `length` characters whose ids, joined, are those of the whole.
+
+        The library needs a hundred bytes of memory for each byte that it encodes at once. Pieces end with a line, where
+        the text on both sides shows that no token goes across; a tokenizer that lets none end there gets the text whole.
+        """
+        start = 0
+        while len(text) - start > 2 * length and (end := self._cut(text, start + length, length)):
+            yield text[start:end]
+            start = end
+        yield text[start:]
+
+    def _cut(self, text: str, start: int, length: int) -> int | None:
+        for line_end in islice(LINE_END.finditer(text, start, start + length), CUTS_TRIED):
+            at = line_end.end()
+            before, after = text[max(0, at - CUT_CONTEXT) : at], text[at : at + CUT_CONTEXT]
+            if self.encode(before) + self.encode(after) == self.encode(before + after):
+                return at
+        return None
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         """The text of ids, with the special tokens spelled out or left out."""

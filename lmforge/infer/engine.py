@@ -82,29 +82,32 @@ def generate(
     sampling: Sampling,
     seed: int,
     stop: Sequence[str] = (),
+    opening: Sequence[int] = (),
+    ends: frozenset[int] = frozenset(),
     on_text: Callable[[int, str], None] = lambda row, piece: None,
 ) -> list[Completion]:
     """Complete each prompt. `on_text(row, piece)` is called with text as soon as it is certain.
 
-    A completion ends at the tokenizer's end-of-text, before the first of the `stop` texts, or after `max_tokens`. An
-    empty prompt begins with the token that begins a text or, where the tokenizer has none, the one that ends it.
+    Each prompt is put after the ids of `opening`. A completion ends at the tokenizer's end-of-text or an id of `ends`,
+    before the first of the `stop` texts, or after `max_tokens`. An empty prompt without opening begins with the token
+    that begins a text or, where the tokenizer has none, the one that ends it.
     """
-    end = tokenizer.separator_id
-    begin = end if tokenizer.bos_id is None else tokenizer.bos_id
+    ends |= {tokenizer.separator_id}
+    begin = tokenizer.separator_id if tokenizer.bos_id is None else tokenizer.bos_id
     writers = [_Writer(tokenizer, stop) for _ in prompts]
     steps = decode(
         model,
-        [tokenizer.encode(prompt) or [begin] for prompt in prompts],
+        [[*opening, *tokenizer.encode(prompt)] or [begin] for prompt in prompts],
         vocab_size=tokenizer.vocab_size,
         max_tokens=max_tokens,
         sampling=sampling,
         seed=seed,
-        stop_ids=frozenset({end}),
+        stop_ids=ends,
     )
     for new in steps:
         for row, (writer, token) in enumerate(zip(writers, new, strict=True)):
             if token is not None and writer.reason is None:
-                _tell(on_text, row, writer.add(token, ends=token == end))
+                _tell(on_text, row, writer.add(token, ends=token in ends))
         if all(writer.reason for writer in writers):
             break
     for row, writer in enumerate(writers):

@@ -1,5 +1,6 @@
 """Opening a trained model by naming it: a run, a checkpoint or a Hugging Face folder, with no other flag."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,18 @@ from lmforge.model.weights import load_folder
 
 @dataclass(frozen=True)
 class Opened:
-    """A model in fp32 or bf16 on one device, ready to be read from, and what is known of it."""
+    """A model in fp32 or bf16 on one device, ready to be read from, and what is known of it.
+
+    opening, ends: ids that a text begins with, and that end one, as the model was trained.
+    """
 
     model: LanguageModel
     config: ModelConfig
     tokenizer: Tokenizer
     origin: Path
     recipe: dict[str, Any] | None
+    opening: list[int]
+    ends: frozenset[int]
 
 
 def open_model(path: Path, device: torch.device, dtype: torch.dtype, say: Callable[[str], None] = print) -> Opened:
@@ -46,6 +52,23 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, say: Callab
     model = build(config, seed=None, device=device)
     if manifest is None:
         load_folder(origin, model)
+        recipe, opening, ends = None, tokenizer.opening_ids, _named_ends(origin, config.vocab_size)
     else:
         checkpoint.load(origin, model)
-    return Opened(model.to(dtype).eval(), config, tokenizer, origin, manifest.recipe if manifest else None)
+        # Our rows are texts and separators: no text in them began with another token.
+        recipe, opening, ends = manifest.recipe, [], frozenset[int]()
+    return Opened(model.to(dtype).eval(), config, tokenizer, origin, recipe, opening, ends)
+
+
+def _named_ends(folder: Path, vocab_size: int) -> frozenset[int]:
+    """Every id that a Hugging Face folder calls `eos_token_id`: chat models name several."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            named = json.loads((folder / name).read_text("utf-8")).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (ValueError, AttributeError):
+            raise Mistake(f"{folder / name}: not a JSON object") from None
+        ids.update(id for id in (named if isinstance(named, list) else [named]) if isinstance(id, int))
+    return frozenset(id for id in ids if 0 <= id < vocab_size)

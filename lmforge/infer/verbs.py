@@ -95,6 +95,8 @@ def run_generate(options: GenerateOptions) -> int:
         sampling=sampling,
         seed=seed,
         stop=options.stop,
+        opening=opened.opening,
+        ends=opened.ends,
     )
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)

@@ -61,18 +61,19 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def learning_rate(step: int, steps: int, options: ScheduleOptions, peak: float) -> float:
     """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
 
-    Warm-up reaches the peak at step `warmup_steps`; the last step has the final learning rate, or just above it.
+    The peak is reached at step `warmup_steps`, and the final learning rate at the last step. warmup-stable-decay stays
+    at the peak until `decay_steps` steps are left.
     """
     if step < options.warmup_steps:
         return peak * (step + 1) / (options.warmup_steps + 1)
     if options.name == "constant":
         return peak
-    begin = options.warmup_steps
+    last_at_peak = options.warmup_steps
     if options.name == "warmup-stable-decay":
-        begin = steps - (options.decay_steps or max(1, steps // 5))
-        if step < begin:
+        last_at_peak = max(last_at_peak, steps - 1 - (options.decay_steps or max(1, steps // 5)))
+        if step <= last_at_peak:
             return peak
-    progress = min(1.0, (step - begin + 1) / max(1, steps - begin))
+    progress = min(1.0, (step - last_at_peak) / max(1, steps - 1 - last_at_peak))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if options.name == "cosine" else 1 - progress
     return peak * (options.final_ratio + (1 - options.final_ratio) * shape)
 

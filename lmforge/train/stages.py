@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def pretrain(config: Config) -> int:
     try:
         entry = ranks.decide(partial(enter, run, config))
         with ranks.agreeing():
+            check_tracker(config)
             material = open_material(config, ranks.count)
             check_continues(entry, config, material)
         attempt = ranks.decide(partial(run.begin, config))
@@ -106,6 +108,8 @@ def _kept(run: Run) -> str:
 
 def enter(run: Run, config: Config) -> Entry:
     """Decide what becomes of a run directory: begun, continued or refused (Mistake). Changes nothing but the lock."""
+    if run.path.exists() and not run.path.is_dir():
+        raise Mistake(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.path.exists() and not run.exists() and any(entry.name != ".lock" for entry in run.path.iterdir()):
         raise Mistake(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
     if not run.exists() and config.run.resume == "required":
@@ -127,6 +131,12 @@ def enter(run: Run, config: Config) -> Entry:
     if manifest is None:
         return Entry(None, None, [*lines, f"{run.path}: has no checkpoint yet; it begins at step 0"])
     return Entry(folder, manifest, [*lines, f"continuing {run.path} from step {manifest.step}"])
+
+
+def check_tracker(config: Config) -> None:
+    """Raise Mistake where metrics are to go to a tracker that is not installed."""
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise Mistake("log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out")
 
 
 def open_material(config: Config, ranks: int) -> Material:

@@ -72,6 +72,22 @@ def test_any_text_comes_back_and_its_bytes_are_counted(trained: Tokenizer, text:
     assert int(trained.token_bytes()[ids].sum()) == len(text.encode())
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TEXTS, max_size=12).map("\n".join), st.integers(1, 20))
+def test_pieces_of_a_long_text_have_together_the_ids_of_the_whole(trained: Tokenizer, text: str, length: int) -> None:
+    pieces = list(trained.pieces(text, length))
+    assert "".join(pieces) == text
+    assert [id for piece in pieces for id in trained.encode(piece)] == trained.encode(text)
+
+
+def test_a_text_of_lines_is_cut_where_its_tokenizer_allows_it(trained: Tokenizer, tmp_path: Path) -> None:
+    text = "He said: the word\nrather low,\n\n    or so it\nseemed.\n" * 40
+    assert 20 < len(list(trained.pieces(text, 50))) < len(text) / 50
+    # A token that stands for the blank before every text would be there once a piece.
+    prefixed = Tokenizer.open(write(tmp_path, sentencepiece(), eos_token="</s>"))
+    assert list(prefixed.pieces(text, 50)) == [text]
+
+
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
 def test_text_that_comes_id_by_id_is_the_same_text_in_whole_characters(trained: Tokenizer, text: str) -> None:

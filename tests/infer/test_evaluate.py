@@ -35,7 +35,11 @@ def sums(
     tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], stream: Stream, rows: int
 ) -> tuple[float, float, float, float]:
     model, tokenizer = tiny_model_and_tokenizer
-    whole = score_text(model, Batch.of(stream.rows(0, rows)), torch.from_numpy(tokenizer.token_bytes()))
+    whole = score_text(
+        model,
+        Batch.of([stream.row(number * stream.rows_per_epoch // rows) for number in range(rows)]),
+        torch.from_numpy(tokenizer.token_bytes()),
+    )
     nats, targets, text_nats, text_bytes = whole.tolist()
     return nats, targets, text_nats, text_bytes
 

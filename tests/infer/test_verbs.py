@@ -2,13 +2,19 @@
 
 import json
 import re
+import secrets
 from pathlib import Path
 
 import pytest
+import tokenizers
+import torch
+from tokenizers import processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.infer.engine import generate
+from lmforge.infer.opening import open_model
 from lmforge.infer.sampling import Sampling
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
@@ -80,6 +86,37 @@ def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
     number = r"[\d,]+"
     assert re.search(rf"\(held_out, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("ends", [[], [1, 2]])
+def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
+    capsys: Capture, tmp_path: Path, byte_tokenizer: Tokenizer, ends: list[int]
+) -> None:
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    byte_tokenizer.save(tmp_path)
+    dressed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    begin = byte_tokenizer.id_of("<|system|>")
+    dressed.post_processor = processors.TemplateProcessing("<|system|> $A", special_tokens=[("<|system|>", begin)])
+    dressed.save(str(tmp_path / "tokenizer.json"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=261, initializer_range=1.0, eos_token_id=ends or 0, **sizes))
+    theirs.save_pretrained(tmp_path)
+    prompt = AutoTokenizer.from_pretrained(tmp_path)("The king", return_tensors="pt")
+    assert prompt["input_ids"][0, 0] == begin
+    free = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    if ends:
+        # Whatever it would write fourth is from now on the second of the tokens that end a text.
+        ends = [1, int(free[prompt["input_ids"].shape[1] + 3])]
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    opened = open_model(tmp_path, torch.device("cpu"), torch.float32)
+    assert set(ends) <= opened.ends
+    expected = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=sorted(opened.ends))[0]
+    written = expected[prompt["input_ids"].shape[1] :].tolist()
+    text = byte_tokenizer.decode([token for token in written if token not in opened.ends])
+    told, _ = run(capsys, "generate", tmp_path, "The king", "--max_tokens", 12, "--temperature", 0)
+    assert told == f"The king{text}\n"
 
 
 def test_data_of_another_tokenizer_is_refused(capfd: Capture, tiny_run: Path, tmp_path: Path) -> None:

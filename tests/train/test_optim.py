@@ -43,15 +43,16 @@ def test_warm_up_climbs_in_equal_steps_towards_the_peak(name: str) -> None:
 
 @given(
     name=st.sampled_from(FALLING),
-    steps=st.integers(1, 300),
-    warmup_share=st.floats(0, 0.7),
+    steps=st.integers(2, 300),
+    warmup_share=st.floats(0, 1),
     final_ratio=st.floats(0, 1),
 )
-def test_after_warm_up_the_rate_only_falls_and_ends_at_its_final_share(
+def test_after_warm_up_the_rate_is_at_its_peak_and_falls_to_its_final_share(
     name: str, steps: int, warmup_share: float, final_ratio: float
 ) -> None:
-    warmup = int(warmup_share * (steps - 1))
+    warmup = int(warmup_share * (steps - 2))
     every = rates(steps, name=name, warmup_steps=warmup, final_ratio=final_ratio)
+    assert every[warmup] == PEAK
     assert every[-1] == pytest.approx(PEAK * final_ratio)
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(every[warmup:]))
     assert all(0 <= rate <= PEAK * (1 + 1e-12) for rate in every)
@@ -59,12 +60,12 @@ def test_after_warm_up_the_rate_only_falls_and_ends_at_its_final_share(
 
 
 def test_the_shapes_of_falling_are_those_of_their_names() -> None:
-    linear = rates(101, name="linear", warmup_steps=1, final_ratio=0.2)
+    linear = rates(102, name="linear", warmup_steps=1, final_ratio=0.2)
     falls = [earlier - later for earlier, later in pairwise(linear[1:])]
     assert falls == pytest.approx([falls[0]] * len(falls))
-    cosine = rates(101, name="cosine", warmup_steps=1, final_ratio=0.2)
-    assert cosine[50] == pytest.approx(PEAK * 0.6)
-    assert cosine[25] == pytest.approx(PEAK * (0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2))
+    cosine = rates(102, name="cosine", warmup_steps=1, final_ratio=0.2)
+    assert cosine[51] == pytest.approx(PEAK * 0.6)
+    assert cosine[26] == pytest.approx(PEAK * (0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2))
 
 
 @pytest.mark.parametrize(("decay_steps", "falls_from"), [(None, 80), (30, 70), (1, 99)])
