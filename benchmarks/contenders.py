@@ -110,7 +110,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     objective = NextToken()
     model = build(contest.shape, seed=0)
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    trained = spread(model, objective.loss, engine="alone", ranks=ranks, dtype=dtype, compiled=compiled)
+    trained = spread(model, objective.loss, ranks=ranks, dtype=dtype, compiled=compiled)
     loader = Loader(contest.stream(), global_batch_rows=contest.rows, micro_batch_rows=contest.rows)
     heartbeat, teller = Heartbeat(folder, rank=0), Teller(ranks, ENDLESS_STEPS, folder / "log")
     metrics = MetricsFile(folder / "metrics.jsonl")

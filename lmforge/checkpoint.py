@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 FORMAT = 1
 PARTIAL = ".partial"
-OptimizerState = dict[str, dict[str, Tensor]]
+State = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ def set_rng_state(state: str) -> None:
 def save(
     run: Run,
     step: int,
-    model: nn.Module,
-    optimizer_state: OptimizerState,
+    state: State,
     ranks: Ranks,
     *,
     about: dict[str, Any],
@@ -85,6 +84,8 @@ def save(
     keep_last: int,
 ) -> Path:
     """Write the checkpoint of `step` and, once it is whole, drop all but the newest `keep_last`. Every rank calls it.
+
+    `state` has tensors by name under "model", and under "optimizer" by name and kind; sharded ones as DTensors.
 
     `about` holds the manifest's fields other than step, files and format. Raises RunFailed on every rank where it cannot
     be written; the checkpoints before it are untouched.
@@ -96,7 +97,6 @@ def save(
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 tokenizer.save(partial)
-    state = {"model": dict(model.named_parameters()), "optimizer": optimizer_state}
     try:
         dcp.save(
             state,
@@ -233,15 +233,12 @@ def find(path: Path) -> tuple[Path, Manifest, list[str]]:
     return folder, manifest, passed_over
 
 
-def load(folder: Path, model: nn.Module, optimizer_state: OptimizerState | None = None, ranks: Ranks | None = None) -> None:
-    """Fill `model` (and the tensors of `optimizer_state`) in place from a checkpoint, whatever ranks wrote it.
+def load(folder: Path, state: State, ranks: Ranks | None = None) -> None:
+    """Fill the tensors of `state` (as in `save`; "optimizer" may be left out) in place, whatever ranks wrote them.
 
     Raises Mistake where a tensor is missing or has another shape.
     """
     control = ranks.control if ranks else None
-    state: dict[str, Any] = {"model": dict(model.named_parameters())}
-    if optimizer_state is not None:
-        state["optimizer"] = optimizer_state
     reader = _Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in _flat(state):

@@ -15,6 +15,7 @@ from lmforge.options import Options, argument, option, section
 
 Resume = Literal["auto", "never", "required"]
 Device = Literal["auto", "cpu", "cuda"]
+Sharding = Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
 DType = Literal["auto", "fp32", "bf16"]
 
 # One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
@@ -82,11 +83,26 @@ class ModelOptions(Options):
 class ParallelOptions(Options):
     """How the model is spread over ranks."""
 
-    engine: Literal["auto", "alone", "ddp", "fsdp2"] = option("auto", "auto is fsdp2 on several ranks, alone on one")
-    sharding: Literal["full-shard", "grad-shard"] = option(
-        "full-shard",
-        "fsdp2: free gathered weights after the forward pass (full-shard), or keep them for the backward (grad-shard)",
+    engine: Literal["auto", "alone", "ddp", "fsdp1", "fsdp2"] = option("auto", "auto is fsdp2 on several ranks, alone on one")
+    sharding: Sharding | None = option(
+        None,
+        "fsdp1 and fsdp2: full-shard (the default) frees gathered weights between forward and backward, grad-shard keeps"
+        " them; hybrid-… shards within groups of ranks and replicates over groups; no-shard (fsdp2) replicates",
     )
+    hybrid_ranks: int | None = option(None, "ranks in a group of hybrid sharding (default: those of one host)", gt=0)
+    recompute: Literal["none", "full", "blocks", "operators"] = option(
+        "none",
+        "activation checkpointing: of every block (full), every k-th (blocks), or all but dear operators (operators)",
+    )
+    recompute_every: int = option(2, "the k of recompute = blocks", gt=0)
+    offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
+    embedding_unit: bool = option(True, "shard an untied input embedding as a unit of its own (fsdp1, fsdp2)")
+    prefetch: int = option(0, "fsdp2: blocks gathered ahead, forward and backward; 0 leaves it to torch", ge=0)
+    reduce_every_micro_batch: bool = option(
+        True, "reduce-scatter gradients with each micro-batch, which keeps them sharded, or with the last only (faster)"
+    )
+    limit_all_gathers: bool = option(True, "fsdp1: wait before gathering more units than memory was counted on")
+    forward_prefetch: bool = option(False, "fsdp1: gather the next unit before the forward pass asks for it")
 
 
 class TrainOptions(Options):

@@ -120,7 +120,8 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
     _starts, _speaks = _starts + 1, None
     _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
     dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
+        # gloo too, for what is kept in host memory.
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
         store=_store,
         rank=rank,
         world_size=count,

@@ -54,7 +54,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, say: Callab
         load_folder(origin, model)
         recipe, opening, ends = None, tokenizer.opening_ids, _named_ends(origin, config.vocab_size)
     else:
-        checkpoint.load(origin, model)
+        checkpoint.load(origin, {"model": dict(model.named_parameters())})
         # Our rows are texts and separators: no text in them began with another token.
         recipe, opening, ends = manifest.recipe, [], frozenset[int]()
     return Opened(model.to(dtype).eval(), config, tokenizer, origin, recipe, opening, ends)

@@ -52,6 +52,10 @@ class LanguageModel(nn.Module):
     config: ModelConfig
     lm_head: Head
 
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
+        raise NotImplementedError
+
     @property
     def embeddings(self) -> list[nn.Embedding]:
         raise NotImplementedError

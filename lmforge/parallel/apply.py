@@ -1,106 +1,69 @@
-"""One order for everything that is done to a model before it trains: compile its blocks, then spread it over ranks.
+"""One order for everything that is done to a model before it trains: recompute → compile → shard → fill."""
 
-Model and objective are wrapped together (`Scored`), so that the head and its loss run inside the wrapped module's
-forward, where sharding has gathered the head's weight and DDP sees the whole graph.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.errors import Mistake
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel import ddp, fsdp2
-
-ENGINES = ("alone", "ddp", "fsdp2")
-
-
-class Scored(nn.Module):
-    """A model and what its batches are worth: `forward(batch) -> (sum, metrics)`.
-
-    With `instead`, that is what the batch is given to: evaluation goes through the same hooks as training.
-    """
-
-    def __init__(self, model: LanguageModel, loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]]) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, batch: Any, instead: Callable[[LanguageModel, Any], Any] | None = None) -> Any:
-        return (instead or self._loss)(self.model, batch)
+from lmforge.parallel.ddp import Replicated
+from lmforge.parallel.engine import Scored, Spread
+from lmforge.parallel.fsdp1 import FlatSharded
+from lmforge.parallel.fsdp2 import FullySharded
+from lmforge.parallel.mesh import sharding
+from lmforge.parallel.recompute import recompute
 
 
-@dataclass
-class Spread:
-    """A model ready to train on this rank.
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is spread and what memory it is spared; the fields are the options of `[parallel]` (config.py)."""
 
-    `scored` is called on a micro-batch; `model` is the same model for everything else, under its own names.
-    """
-
-    engine: str
-    model: LanguageModel
-    scored: nn.Module
-    ranks: Ranks
-    autocast_dtype: torch.dtype | None
-    keep_gathered: bool
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Mixed precision for the engines that do not bring their own."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.ranks.device.type, dtype=self.autocast_dtype)
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Around the forward and backward of one micro-batch: gradients are exchanged when its engine does so.
-
-        DDP all-reduces with the last micro-batch only. FSDP2 reduce-scatters each, which is what keeps gradients sharded.
-        """
-        return self.scored.no_sync() if isinstance(self.scored, DistributedDataParallel) and not last else nullcontext()
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """L2 norm of the whole gradient, fp32, the same on every rank; the host does not wait for it."""
-        gradients = [_local(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
-        squares = torch.stack(torch._foreach_norm(gradients)).float().square().sum()
-        if self.engine == "fsdp2":
-            self.ranks.sum_(squares)
-        return squares.sqrt()
-
-    @torch.no_grad()
-    def clip(self, longest: float) -> Tensor:
-        """Shorten the gradient to norm `longest` where it is longer, and return its norm before that."""
-        norm = self.gradient_norm()
-        if longest:
-            gradients = [_local(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
-            # A multiplication by 1 costs less than asking the device whether it is needed.
-            torch._foreach_mul_(gradients, (longest / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-    @contextmanager
-    def whole(self) -> Iterator[LanguageModel]:
-        """The model with all its weights gathered, for decoding: every rank enters and leaves together, and in between
-        forward passes may differ in number from rank to rank."""
-        if self.engine == "fsdp2":
-            with fsdp2.gathered(self.scored, self.keep_gathered):
-                yield self.model
-        else:
-            yield self.model
+    engine: str = "auto"
+    sharding: str | None = None
+    hybrid_ranks: int | None = None
+    recompute: str = "none"
+    recompute_every: int = 2
+    offload: bool = False
+    embedding_unit: bool = True
+    prefetch: int = 0
+    reduce_every_micro_batch: bool = True
+    limit_all_gathers: bool = True
+    forward_prefetch: bool = False
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def choose_engine(strategy: Strategy, ranks: Ranks) -> str:
+    """The engine that `auto` means for these ranks. Raises Mistake where an engine lacks what is asked of it."""
+    engine = strategy.engine
+    if engine == "auto":
+        engine = "fsdp2" if ranks.count > 1 or strategy.offload else "alone"
+    if engine == "alone" and ranks.count > 1:
+        raise Mistake(f"parallel.engine = alone: there are {ranks.count} ranks; use fsdp2 or ddp, or start one process")
+    if engine in ("ddp", "fsdp1") and ranks.count == 1:
+        other = "alone" if engine == "ddp" else "fsdp2, which works on one rank too"
+        raise Mistake(f"parallel.engine = {engine}: there is one rank only; start more with --launch.processes, or use {other}")
+    if engine in ("alone", "ddp"):
+        if strategy.sharding not in (None, "no-shard"):
+            raise Mistake(f"parallel.sharding = {strategy.sharding}: {engine} does not shard; use engine = fsdp2 or fsdp1")
+        if strategy.offload:
+            raise Mistake(f"parallel.offload: {engine} keeps everything on its device; use engine = fsdp2 or fsdp1")
+        if strategy.hybrid_ranks:
+            raise Mistake(
+                f"parallel.hybrid_ranks = {strategy.hybrid_ranks}: {engine} does not shard; use engine = fsdp2 or fsdp1"
+            )
+    if engine == "fsdp1" and strategy.offload and ranks.device.type == "cpu":
+        raise Mistake("parallel.offload: fsdp1 offloads from a GPU, and here all is in host memory; leave it out, or use fsdp2")
+    if strategy.prefetch and engine != "fsdp2":
+        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: only fsdp2 counts units; fsdp1 has forward_prefetch")
+    if engine != "fsdp1" and (strategy.forward_prefetch or not strategy.limit_all_gathers):
+        raise Mistake(
+            f"parallel.forward_prefetch, parallel.limit_all_gathers: {engine} has no such switch, only fsdp1; see prefetch"
+        )
+    return engine
 
 
 def compile_blocks(model: LanguageModel) -> None:
@@ -113,35 +76,52 @@ def spread(
     model: LanguageModel,
     loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]],
     *,
-    engine: str,
-    sharding: str = "full-shard",
     ranks: Ranks,
     dtype: torch.dtype,
-    compiled: bool,
+    compiled: bool = False,
+    strategy: Strategy = Strategy(),
+    fill: Callable[[LanguageModel], None] | None = None,
 ) -> Spread:
-    """Compile and spread `model` (fp32 weights, on the ranks' device) as `engine` says; `auto` chooses by the number of ranks.
+    """Spread `model` over the ranks as `strategy` says.
 
-    Masters stay fp32. With `dtype` bf16, FSDP2 gathers and computes in bf16 and reduces gradients in fp32; the other
-    engines use autocast, whose gradients are fp32 as well.
+    The model has fp32 weights on the ranks' device; or it is on the meta device and `fill` gives it its weights, once
+    it is as small on each rank as it is going to be. Masters stay fp32. With `dtype` bf16, FSDP gathers and computes in
+    bf16 and reduces gradients in fp32; the other engines use autocast, whose gradients are fp32 as well. Raises Mistake
+    where the strategy does not fit the ranks, the same on all.
     """
-    if engine == "auto":
-        engine = "fsdp2" if ranks.count > 1 else "alone"
-    if engine == "alone" and ranks.count > 1:
-        raise Mistake(f"parallel.engine = alone: there are {ranks.count} ranks; use fsdp2 or ddp, or start one process")
+    engine = choose_engine(strategy, ranks)
+    recompute(model, strategy.recompute, strategy.recompute_every)
     if compiled:
         compile_blocks(model)
-    scored: nn.Module = Scored(model, loss)
+    scored = Scored(model, loss)
     mixed = dtype if dtype != torch.float32 else None
-    if engine == "fsdp2":
-        if not dist.is_initialized():
-            # Full sharding on one rank is one code path with many; it needs a group, if only of one.
-            dist.init_process_group(
-                "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
-        fsdp2.shard(scored, model, ranks, dtype, sharding == "grad-shard")
-        mixed = None
-    elif engine == "ddp":
-        if ranks.count == 1:
-            raise Mistake("parallel.engine = ddp: there is one rank only; start more with --launch.processes, or use alone")
-        scored = ddp.replicate(scored, ranks)
-    return Spread(engine, model, scored, ranks, mixed, sharding == "grad-shard")
+    if engine != "fsdp2" and fill is not None:
+        _materialise(model, ranks.device if engine in ("alone", "ddp") else torch.device("cpu"), fill)
+    if engine == "alone":
+        return Spread(scored, model, ranks, mixed)
+    if engine == "ddp":
+        return Replicated(scored, model, ranks, mixed)
+    wanted = sharding(strategy.sharding or "full-shard", ranks, strategy.hybrid_ranks)
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "offload": strategy.offload,
+        "embedding_unit": strategy.embedding_unit,
+        "reduce_every_micro_batch": strategy.reduce_every_micro_batch,
+    }
+    if engine == "fsdp1":
+        common |= {"limit_all_gathers": strategy.limit_all_gathers, "forward_prefetch": strategy.forward_prefetch}
+        return FlatSharded(scored, model, ranks, wanted, **common)
+    if not dist.is_initialized():
+        # Sharding on one rank is one code path with many; it needs a group, if only of one.
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    sharded = FullySharded(scored, model, ranks, wanted, **common, prefetch=strategy.prefetch)
+    if fill is not None:
+        _materialise(model, torch.device("cpu") if strategy.offload else ranks.device, fill)
+    return sharded
+
+
+def _materialise(model: LanguageModel, device: torch.device, fill: Callable[[LanguageModel], None]) -> None:
+    model.to_empty(device=device)
+    model.tie()
+    fill(model)

@@ -1,5 +1,6 @@
 """Distributed data parallel: every rank holds the whole model, and gradients are summed as they appear."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,18 +9,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.cluster.ranks import Ranks
+from lmforge.model.layers import LanguageModel
+from lmforge.parallel.engine import Spread
 
 
-def replicate(scored: nn.Module, ranks: Ranks) -> DistributedDataParallel:
-    """Wrap `scored` (a model with its objective) so that its gradients are sums over ranks."""
-    wrapped = DistributedDataParallel(
-        scored,
-        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-        broadcast_buffers=False,  # the models here have none
-        gradient_as_bucket_view=True,
-    )
-    wrapped.register_comm_hook(None, _sum)
-    return wrapped
+class Replicated(Spread):
+    """Gradients are all-reduced with the last micro-batch only."""
+
+    engine = "ddp"
+
+    def __init__(self, scored: nn.Module, model: LanguageModel, ranks: Ranks, autocast_dtype: torch.dtype | None) -> None:
+        wrapped = DistributedDataParallel(
+            scored,
+            device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+            broadcast_buffers=False,  # the models here have none
+            gradient_as_bucket_view=True,
+        )
+        wrapped.register_comm_hook(None, _sum)
+        super().__init__(wrapped, model, ranks, autocast_dtype)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        assert isinstance(self.scored, DistributedDataParallel)
+        return nullcontext() if last else self.scored.no_sync()
 
 
 def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

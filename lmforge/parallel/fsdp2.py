@@ -1,60 +1,120 @@
-"""Fully sharded data parallel through `fully_shard`: each rank keeps 1/N of parameters, gradients and optimizer states.
+"""Fully sharded data parallel through `fully_shard`: each rank keeps a part of parameters, gradients and optimizer states.
 
 Units: the embedding, each block, the head, and a root with what is left (the last norm). An embedding tied to the head
 is used at both ends of the forward pass, so it stays in the root, which is gathered once.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.model.layers import Head, LanguageModel
+from lmforge.parallel.engine import Spread
+from lmforge.parallel.mesh import SHARD, Sharding
 
 
-def shard(scored: nn.Module, model: LanguageModel, ranks: Ranks, dtype: torch.dtype, keep_gathered: bool) -> None:
-    """Shard `model` in place over all ranks; `scored` (the model with its objective) becomes the root.
+class FullySharded(Spread):
+    """FSDP2. Gradients are sums over ranks: the loss is already divided by the weight of the global batch."""
 
-    With `keep_gathered` a unit's weights stay whole between forward and backward (grad-shard): one gather a step instead
-    of two, for the memory of the whole model in the compute dtype.
-    """
-    mesh = init_device_mesh(ranks.device.type, (ranks.count,), mesh_dim_names=("shard",))
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    tied = model.lm_head.weight is model.embeddings[0].weight
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-    if not tied:
-        for embedding in model.embeddings:
-            fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-        # The head is needed again as soon as the backward pass begins.
-        fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(scored, mesh=mesh, mp_policy=policy)
-    for unit in _units(scored):
-        # Gradients are sums: the loss is already divided by the weight of the global batch.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    engine = "fsdp2"
 
+    def __init__(
+        self,
+        scored: nn.Module,
+        model: LanguageModel,
+        ranks: Ranks,
+        sharding: Sharding,
+        *,
+        dtype: torch.dtype,
+        offload: bool = False,
+        embedding_unit: bool = True,
+        prefetch: int = 0,
+        reduce_every_micro_batch: bool = True,
+    ) -> None:
+        """Shard `model` in place, on any device (meta too); `scored` becomes the root.
 
-def _units(root: nn.Module) -> list[FSDPModule]:
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+        offload: parameters, gradients and optimizer states at rest in host memory
+        prefetch: how many units are gathered ahead of the one that computes, forward and backward; 0 leaves it to torch
+        reduce_every_micro_batch: reduce-scatter each micro-batch's gradients, which keeps them sharded, or only the last's
+        """
+        super().__init__(scored, model, ranks, None)
+        self._sharding = sharding
+        self._offload = offload
+        self._reduce_every_micro_batch = reduce_every_micro_batch
+        self._mesh = sharding.mesh(ranks)
+        on_gpu = ranks.device.type == "cuda"
+        about: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy(),
+        }
+        keep = sharding.keep_gathered
+        tied = model.lm_head.weight is model.embeddings[0].weight
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=not keep, **about)
+        if not tied:
+            for embedding in model.embeddings if embedding_unit else []:
+                fully_shard(embedding, reshard_after_forward=not keep, **about)
+            # The head is needed again as soon as the backward pass begins.
+            fully_shard(model.lm_head, reshard_after_forward=False, **about)
+        fully_shard(scored, **about)
+        for unit in self._units():
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        if prefetch:
+            self._prefetch(prefetch)
 
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self._sharding.name}" + (", offloaded" if self._offload else "")
 
-@contextmanager
-def gathered(root: nn.Module, keep_gathered: bool) -> Iterator[None]:
-    """All units gathered once, and left so: the forward passes inside communicate nothing. `keep_gathered` as in `shard`."""
-    units = _units(root)
-    for unit in units:
-        unit.unshard()
-        unit.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.scored.modules() if isinstance(module, FSDPModule)]
+
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.scored, FSDPModule)
+        return self.scored
+
+    def _prefetch(self, units: int) -> None:
+        blocks = [block for block in self.model.blocks if isinstance(block, FSDPModule)]
+        for number, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(list(blocks[number + 1 : number + 1 + units]))
+            block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, number - units) : number])))
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        # Copies of the model sum their gradients once a step, whatever is exchanged within a copy.
+        self._root().set_requires_all_reduce(last)
+        if not self._reduce_every_micro_batch:
+            self._root().set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        # In host memory gradients cost nothing that is scarce, and allocating them anew costs time.
+        optimizer.zero_grad(set_to_none=not self._offload)
+
+    def _sum_over_shards(self, squares: Tensor) -> None:
+        if self._sharding.shards > 1:
+            dist.all_reduce(squares, group=self._mesh.get_group(SHARD))
+
+    @contextmanager
+    def whole(self) -> Iterator[LanguageModel]:
+        units = self._units()
         for unit in units:
-            unit.reshard()
-            # The root and the head are never freed between forward and backward; see `shard`.
-            always = unit is root or isinstance(unit, Head)
-            unit.set_reshard_after_forward(not (always or keep_gathered), recurse=False)
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield self.model
+        finally:
+            for unit in units:
+                unit.reshard()
+                # The root and the head are never freed between forward and backward.
+                always = unit is self.scored or isinstance(unit, Head)
+                unit.set_reshard_after_forward(not (always or self._sharding.keep_gathered), recurse=False)

@@ -15,7 +15,7 @@ from lmforge.cluster.ranks import Ranks
 from lmforge.config import BatchPlan
 from lmforge.data.batch import Batch
 from lmforge.errors import RunFailed
-from lmforge.parallel.apply import Spread
+from lmforge.parallel.engine import Spread
 from lmforge.train.health import Heartbeat, StopRequest
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
 from lmforge.train.optim import set_learning_rate
@@ -77,10 +77,10 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
             weight = sum((parts.weight(batch) for batch in micro_batches), torch.zeros((), device=parts.ranks.device))
             weight = parts.ranks.sum_(weight).clamp(min=1.0)
             for number, batch in enumerate(micro_batches, start=1):
-                with parts.spread.accumulate(last=number == len(micro_batches)):
+                with parts.spread.micro_batch(last=number == len(micro_batches)):
                     with parts.spread.autocast():
                         total, metrics = parts.spread.scored(batch)
-                    (total / weight).backward()
+                    (total * (parts.spread.loss_scale / weight)).backward()
                 meter.add(metrics)
 
             parts.heartbeat.phase("optimizer", step)
@@ -88,7 +88,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
             lr = parts.learning_rate(step)
             set_learning_rate(parts.optimizer, lr)
             parts.optimizer.step()
-            parts.optimizer.zero_grad(set_to_none=True)
+            parts.spread.zero_gradients(parts.optimizer)
 
             done = step + 1
             last = done == parts.steps

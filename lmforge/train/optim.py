@@ -1,6 +1,7 @@
 """The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,25 +11,30 @@ from lmforge.config import OptimizerOptions, ScheduleOptions
 from lmforge.model.layers import LanguageModel
 
 
-def build_optimizer(model: LanguageModel, options: OptimizerOptions) -> torch.optim.AdamW:
+def build_optimizer(
+    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size] | None = None
+) -> torch.optim.AdamW:
     """Fused AdamW over `model`'s trainable parameters.
 
     Matrices decay; vectors (norms, biases) do not. Input embeddings and head are a group of their own, whose learning
-    rate is `embedding_lr_ratio` times that of the rest.
+    rate is `embedding_lr_ratio` times that of the rest. `shapes` has the whole shape of each parameter by name, where
+    parameters do not show it (FSDP1's are flat).
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    vectors = {id(parameter) for name, parameter in named if len((shapes or {}).get(name, parameter.shape)) < 2}
+    trainable = [parameter for _, parameter in named]
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     groups: list[dict[str, Any]] = [
         {
-            "params": [parameter for parameter in trainable if parameter.ndim >= 2 and id(parameter) not in tables],
+            "params": [parameter for parameter in trainable if id(parameter) not in vectors | tables],
             "weight_decay": options.weight_decay,
         },
         {
-            "params": [parameter for parameter in trainable if id(parameter) in tables],
+            "params": [parameter for parameter in trainable if id(parameter) in tables - vectors],
             "weight_decay": options.weight_decay,
             "lr_ratio": options.embedding_lr_ratio,
         },
-        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trainable if id(parameter) in vectors], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

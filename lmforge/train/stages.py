@@ -29,11 +29,13 @@ from lmforge.infer.sampling import Sampling
 from lmforge.model import build
 from lmforge.model.attention import backend_name
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops
+from lmforge.model.initial import initialise
 from lmforge.model.layers import LanguageModel
 from lmforge.model.shapes import ModelConfig, resolve
 from lmforge.model.weights import load_folder
 from lmforge.objectives.language import NextToken, score_text
-from lmforge.parallel.apply import Spread, spread
+from lmforge.parallel.apply import Strategy, spread
+from lmforge.parallel.engine import Spread
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
 from lmforge.train.health import Heartbeat
@@ -150,6 +152,10 @@ def open_material(config: Config, ranks: int) -> Material:
             f"{config.data.folder}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
         )
     shape = resolve(source or config.model.preset or "nano", config.model.overrides(), tokenizer.vocab_size)
+    if config.model.embedding_initializer_range is not None and shape.tie_word_embeddings:
+        raise Mistake(
+            "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
+        )
     limit = shape.longest_row_tokens
     if limit is not None and config.data.length > limit:
         raise Mistake(f"data.length = {config.data.length}: this model has positions for {limit} tokens; use at most that")
@@ -190,21 +196,22 @@ def _pretrain(
     dtype, dtype_why = choose_dtype(config.train.dtype, ranks.device)
     with ranks.agreeing():
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
-        model = _build(config, material.shape, ranks.device, fresh=entry.folder is None)
     objective = NextToken()
     trained = spread(
-        model,
+        build(material.shape, seed=None, device="meta"),
         objective.loss,
-        engine=config.parallel.engine,
-        sharding=config.parallel.sharding,
         ranks=ranks,
         dtype=dtype,
         compiled=compiled,
+        strategy=Strategy(**config.parallel.model_dump()),
+        fill=partial(_fill, config, ranks, fresh=entry.folder is None),
     )
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(trained.model, config.optimizer, trained.shapes())
     if entry.folder is not None and entry.manifest is not None:
         heartbeat.phase("loading", start)
-        checkpoint.load(entry.folder, model, state_by_name(model, optimizer), ranks)
+        state = trained.state(optimizer, state_by_name)
+        checkpoint.load(entry.folder, state, ranks)
+        trained.loaded(optimizer, state)
         checkpoint.set_rng_state(entry.manifest.rng)
     peak = _peak(ranks.device, dtype)
     _introduce(config, material, trained, teller)
@@ -228,15 +235,14 @@ def _pretrain(
         "model": material.shape.to_hugging_face(),
         "recipe": config.model_dump(mode="json"),
         "tokenizer_hash": material.tokens.tokenizer.hash,
-        "world": {"ranks": ranks.count, "engine": trained.engine, "dtype": str(dtype)},
+        "world": {"ranks": ranks.count, "engine": trained.name, "dtype": str(dtype)},
     }
 
     def save(step: int) -> None:
         checkpoint.save(
             run,
             step,
-            model,
-            state_by_name(model, optimizer),
+            trained.state(optimizer, state_by_name),
             ranks,
             about={**about, "samples": step * material.plan.rows, "rng": checkpoint.rng_state()},
             tokenizer=material.tokens.tokenizer,
@@ -300,7 +306,7 @@ def _introduce(config: Config, material: Material, trained: Spread, teller: Tell
     tokens = material.tokens.split("train").tokens
     teller.say(f"data       {config.data.folder}: {tokens:,} tokens, {material.train.rows_per_epoch:,} rows an epoch")
     teller.say(f"batch      {material.plan}")
-    teller.say(f"engine     {trained.engine}, {ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {where}")
+    teller.say(f"engine     {trained.name}, {ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {where}")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -325,21 +331,16 @@ def _changes(entry: Entry, config: Config) -> list[str]:
     return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
 
 
-def _build(config: Config, shape: ModelConfig, device: torch.device, fresh: bool) -> LanguageModel:
-    """The model with its first weights, on the device; with `fresh` false they are about to be loaded."""
+def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> None:
+    """Give a model its first weights; with `fresh` false they are about to be loaded. Nothing is sent between ranks."""
     source = config.model.source
-    given = fresh and source is not None and config.model.load_weights and any(source.glob("*.safetensors*"))
-    spread_of_embedding = config.model.embedding_initializer_range
-    if spread_of_embedding is not None and shape.tie_word_embeddings:
-        raise Mistake(
-            "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
-        )
-    model = build(
-        shape, seed=config.train.seed if fresh and not given else None, device=device, embedding_deviation=spread_of_embedding
-    )
-    if given and source is not None:
-        load_folder(source, model)
-    return model
+    if not fresh:
+        return
+    with ranks.agreeing():
+        if source is not None and config.model.load_weights and any(source.glob("*.safetensors*")):
+            load_folder(source, model)
+        else:
+            initialise(model, config.train.seed, config.model.embedding_initializer_range)
 
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float | None:

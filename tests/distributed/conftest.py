@@ -43,8 +43,9 @@ def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
     folder, manifest, _ = checkpoint.find(run.path if step is None else run.checkpoint(step))
     model = build(manifest.model_config, seed=None)
-    checkpoint.load(folder, model)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    checkpoint.load(folder, {"model": tensors})
+    return tensors
 
 
 @pytest.fixture(scope="session")

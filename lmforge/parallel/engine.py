@@ -1,0 +1,115 @@
+"""A model ready to train on this rank, whatever spreads it: what the loop asks of every engine.
+
+This class is the engine `alone`; the others, each in its file, say only what they do otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lmforge.cluster.ranks import Ranks
+from lmforge.model.layers import LanguageModel
+
+
+class Scored(nn.Module):
+    """A model and what its batches are worth: `forward(batch) -> (sum, metrics)`.
+
+    Wrapped together, so that the head and its loss run inside the wrapped module's forward, where sharding has gathered
+    the head's weight and DDP sees the whole graph. With `instead`, that is what the batch is given to: evaluation goes
+    through the same hooks as training.
+    """
+
+    def __init__(self, model: LanguageModel, loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, batch: Any, instead: Callable[[LanguageModel, Any], Any] | None = None) -> Any:
+        return (instead or self._loss)(self.model, batch)
+
+
+class Spread:
+    """`scored` is called on a micro-batch; `model` is the same model for everything else, under its own names."""
+
+    engine = "alone"
+    # What a loss is multiplied by before its backward pass, where an engine divides gradients by the number of ranks.
+    loss_scale = 1.0
+
+    def __init__(self, scored: nn.Module, model: LanguageModel, ranks: Ranks, autocast_dtype: torch.dtype | None) -> None:
+        """`autocast_dtype` for the engines that do not bring mixed precision of their own, else None."""
+        self.scored = scored
+        self.model = model
+        self.ranks = ranks
+        self._autocast_dtype = autocast_dtype
+
+    @property
+    def name(self) -> str:
+        """The engine and how it shards, for people to read."""
+        return self.engine
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The whole shape of each parameter by its name in `model.named_parameters()`, however little of it is here."""
+        return {name: parameter.shape for name, parameter in self.model.named_parameters()}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision, around forward passes."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.ranks.device.type, dtype=self._autocast_dtype)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch: says which gradients are exchanged with it, and which later."""
+        return nullcontext()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def _gradients(self) -> list[Tensor]:
+        present = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
+
+    def _sum_over_shards(self, squares: Tensor) -> None:
+        """Add up, in place, what the ranks that share one copy of the model found in their parts of it."""
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the whole gradient, fp32, the same on every rank; the host does not wait for it."""
+        gradients = self._gradients()
+        # A rank of many may hold no part of any tensor.
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.ranks.device)]
+        squares = torch.stack(norms).float().square().sum()
+        self._sum_over_shards(squares)
+        return squares.sqrt()
+
+    @torch.no_grad()
+    def clip(self, longest: float) -> Tensor:
+        """Shorten the gradient to norm `longest` where it is longer, and return its norm before that."""
+        norm = self.gradient_norm()
+        gradients = self._gradients()
+        if longest and gradients:
+            # A multiplication by 1 costs less than asking the device whether it is needed.
+            torch._foreach_mul_(gradients, (longest / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @contextmanager
+    def whole(self) -> Iterator[LanguageModel]:
+        """The model with all its weights at hand, for decoding: every rank enters and leaves together, and in between
+        forward passes may differ in number from rank to rank."""
+        yield self.model
+
+    def state(self, optimizer: torch.optim.Optimizer, by_name: Callable[..., dict[str, dict[str, Tensor]]]) -> dict[str, Any]:
+        """What a checkpoint holds: {"model": tensors, "optimizer": tensors}, under the model's own names.
+
+        `by_name(model, optimizer)` gives the optimizer's. Filling the tensors in place and calling `loaded` is loading.
+        """
+        return {"model": dict(self.model.named_parameters()), "optimizer": by_name(self.model, optimizer)}
+
+    def loaded(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take over a `state` whose tensors were filled."""

@@ -1,0 +1,59 @@
+"""Activation checkpointing: what a block computes in the forward pass is dropped, and computed again in the backward.
+
+It is put inside a block's own forward, where no wrapper changes the names of tensors, and the hooks of sharding, which
+gather a block's weights before its backward pass, stay outside of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lmforge.model.layers import LanguageModel
+
+# What is dear to compute again and cheap to keep: attention, and every second matrix product (torchtitan's choice).
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+}
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def recompute(model: LanguageModel, how: str, every: int = 2) -> None:
+    """Checkpoint the activations of `model`'s blocks, in place: before they are compiled, and before they are sharded.
+
+    how: none; full, of each block; blocks, of every `every`-th block; operators, of all but attention and every second
+    matrix product of each block.
+    """
+    if how == "none":
+        return
+    context: dict[str, Any] = {}
+    if how == "operators":
+        context["context_fn"] = _keep_some
+    for number, block in enumerate(model.blocks, start=1):
+        if how == "blocks" and number % every:
+            continue
+        # There is no dropout, so there is no random state to bring back.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+def _keep_some() -> Any:
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    products = {False: 0, True: 0}  # counted apart in the forward pass and when it is done again
+
+    def choose(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        keep = operator in _ATTENTION
+        if operator in _PRODUCTS:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose

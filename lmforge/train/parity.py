@@ -1,0 +1,210 @@
+"""Does every strategy compute the same here? A small model trained a few steps under each, beside one process alone.
+
+What `lmforge doctor --parity` shows, and what the tests of the strategies check: losses, gradient norms and weights.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lmforge.cluster.environment import Place
+from lmforge.cluster.ranks import Ranks
+from lmforge.config import OptimizerOptions
+from lmforge.data.batch import Batch
+from lmforge.model import build
+from lmforge.model.initial import initialise
+from lmforge.model.shapes import ModelConfig
+from lmforge.objectives.language import NextToken
+from lmforge.parallel.apply import Strategy, spread
+from lmforge.train.metrics import peak_memory_gib
+from lmforge.train.optim import build_optimizer, state_by_name
+
+SMALL = ModelConfig(
+    vocab_size=509,
+    hidden_size=72,
+    intermediate_size=100,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+)
+# A larger epsilon than one trains with: AdamW's step then follows the size of a gradient, so that a gradient of the wrong
+# scale is seen, and not the sign of one that is zero but for rounding.
+OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
+LONGEST_GRADIENT = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train the small model: what is compared, by a name for the table."""
+
+    name: str
+    strategy: Strategy = field(default_factory=Strategy)
+    compiled: bool = False
+    accumulation: int = 1
+    shape: ModelConfig = SMALL
+    optimizer: OptimizerOptions = OPTIMIZER
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """losses, gradient_norms: of each step. weights: whole tensors by name, at the end, on the first rank only.
+    bytes: of parameters, gradients and optimizer states that this rank holds at the end of a step."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    weights: dict[str, Tensor]
+    bytes: dict[str, int]
+    tokens_per_second: float
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """The data: `rows` rows of `length` tokens a step, drawn from the seed. Rows are ragged, and some are all masked."""
+
+    rows: int
+    length: int = 64
+    steps: int = 10
+    seed: int = 0
+
+    def batch(self, step: int, vocabulary: int) -> Batch:
+        """The global batch of a step, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        draw = partial(torch.randint, generator=generator)
+        tokens = draw(0, vocabulary, (self.rows, self.length))
+        slots = torch.arange(self.length).expand(self.rows, -1)
+        cut, end = draw(1, self.length, (self.rows, 1)), draw(self.length // 2, self.length + 1, (self.rows, 1))
+        documents = torch.where(slots < end, (slots >= cut).int(), -1).int()
+        positions = torch.where(slots >= cut, slots - cut, slots)
+        # A prediction that can be learnt: what follows a token depends on it alone.
+        targets = (tokens * 7 + 3) % vocabulary
+        targets[documents < 0] = -100
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        # In every other step all rows of the first ranks are masked.
+        if step % 2:
+            targets[: self.rows // 2] = -100
+        return Batch(tokens, targets, positions, documents)
+
+
+def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
+    """Train as `case` says, on all ranks together. Raises Mistake where it does not fit them."""
+    objective = NextToken()
+    trained = spread(
+        build(case.shape, seed=None, device="meta"),
+        objective.loss,
+        ranks=ranks,
+        dtype=torch.float32,
+        compiled=case.compiled,
+        strategy=case.strategy,
+        fill=lambda model: initialise(model, task.seed),
+    )
+    optimizer = build_optimizer(trained.model, case.optimizer, trained.shapes())
+    losses, norms = [], []
+    share = task.rows // ranks.count
+    first = ranks.place.rank * share
+    held: dict[str, int] = {}
+    began = 0.0
+    for step in range(task.steps):
+        if step == 1:
+            began = time.perf_counter()
+        whole = task.batch(step, case.shape.vocab_size)
+        weight = objective.weight(whole).clamp(min=1.0).to(ranks.device)
+        total = torch.zeros((), device=ranks.device)
+        mine = Batch(*(tensor[first : first + share] for tensor in whole._tensors))
+        for number, part in enumerate(_micro_batches(mine, case.accumulation), start=1):
+            with trained.micro_batch(last=number == case.accumulation):
+                score, _ = trained.scored(part.to(ranks.device))
+                (score * (trained.loss_scale / weight)).backward()
+            total += score.detach()
+        norms.append(trained.clip(LONGEST_GRADIENT))
+        held = {"parameters": _bytes(trained.parameters()), "gradients": _bytes([p.grad for p in trained.parameters()])}
+        optimizer.step()
+        trained.zero_gradients(optimizer)
+        losses.append(ranks.sum_(total) / weight)
+    told = torch.stack([*losses, *norms]).double().tolist()
+    seconds = time.perf_counter() - began
+    held["optimizer"] = _bytes(value for state in optimizer.state.values() for value in state.values())
+    state = trained.state(optimizer, state_by_name)["model"]
+    weights = {name: _whole(tensor).detach().float().cpu().clone() for name, tensor in state.items()}
+    return Outcome(
+        losses=told[: task.steps],
+        gradient_norms=told[task.steps :],
+        weights=weights if ranks.first else {},
+        bytes=held,
+        tokens_per_second=(task.steps - 1) * task.rows * task.length / seconds,
+        memory_gib=peak_memory_gib(ranks.device),
+    )
+
+
+def _micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
+    rows = len(batch.tokens) // count
+    for number in range(count):
+        yield Batch(*(tensor[number * rows : (number + 1) * rows] for tensor in batch._tensors))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: Any) -> int:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def difference(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+    """Largest relative differences: of `loss` and `gradient_norm` over all steps, of `weights` to their tensor's largest."""
+
+    def relative(mine: list[float], theirs: list[float]) -> float:
+        return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(mine, theirs, strict=True))
+
+    weights = max(
+        float((outcome.weights[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in reference.weights.items()
+    )
+    return {
+        "loss": relative(outcome.losses, reference.losses),
+        "gradient_norm": relative(outcome.gradient_norms, reference.gradient_norms),
+        "weights": weights,
+    }
+
+
+def alone(case: Case, task: Task, ranks: Ranks) -> Outcome:
+    """What this process computes by itself on the same device: what all cases of one shape and optimizer are compared to."""
+    lone = Ranks(Place(), ranks.device, None)
+    return trial(replace(case, strategy=Strategy(engine="alone"), compiled=False, accumulation=1), task, lone)
+
+
+def cases(ranks: int, compiled: bool) -> list[Case]:
+    """Every strategy that fits this number of ranks."""
+    found = [Case("one process, 2 micro-batches", Strategy(engine="alone"), accumulation=2)] if ranks == 1 else []
+    engines = [("ddp", None), ("fsdp1", "full-shard"), ("fsdp1", "grad-shard")] if ranks > 1 else []
+    engines += [("fsdp2", name) for name in ("full-shard", "grad-shard", "no-shard")]
+    found += [Case(" ".join(filter(None, pair)), Strategy(engine=pair[0], sharding=pair[1])) for pair in engines]
+    groups = ranks // 2 if ranks % 2 == 0 else 1
+    if ranks > 1:
+        # A group of one is no group to fsdp1.
+        for engine in ("fsdp1", "fsdp2") if groups > 1 else ("fsdp2",):
+            for name in ("hybrid-full-shard", "hybrid-grad-shard"):
+                hybrid = Strategy(engine=engine, sharding=name, hybrid_ranks=groups)
+                found.append(Case(f"{engine} {name}, groups of {groups}", hybrid))
+    base = Strategy(engine="fsdp2")
+    for how in ("full", "blocks", "operators"):
+        found.append(Case(f"fsdp2, recompute {how}", replace(base, recompute=how)))
+    found.append(Case("fsdp2, 2 micro-batches", base, accumulation=2))
+    found.append(Case("fsdp2, 2 micro-batches reduced once", replace(base, reduce_every_micro_batch=False), accumulation=2))
+    found.append(Case("fsdp2, offload", replace(base, offload=True)))
+    found.append(Case("fsdp2, prefetch 2, no embedding unit", replace(base, prefetch=2, embedding_unit=False)))
+    if ranks > 1:
+        found.append(Case("ddp, recompute full, 2 micro-batches", Strategy(engine="ddp", recompute="full"), accumulation=2))
+        found.append(Case("fsdp1, recompute full", Strategy(engine="fsdp1", recompute="full")))
+        hybrid = Strategy(engine="fsdp2", sharding="hybrid-full-shard", hybrid_ranks=groups)
+        found.append(Case(f"fsdp2 hybrid-full-shard, groups of {groups}, 2 micro-batches", hybrid, accumulation=2))
+    if compiled:
+        found.append(Case("fsdp2, compiled", base, compiled=True))
+        found.append(Case("fsdp2, compiled, recompute full", replace(base, recompute="full"), compiled=True))
+    return found

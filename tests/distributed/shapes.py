@@ -1,0 +1,22 @@
+"""The shapes that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2."""
+
+from lmforge.model.shapes import ModelConfig
+from lmforge.train.parity import SMALL
+
+_SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
+SHAPES = {
+    "llama": SMALL,
+    "tied": ModelConfig(intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES),
+    "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
+    "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
+}
+# What a shape can change: what is a unit, what is flat, what is recomputed.
+CASES_OF_SHAPES = (
+    "ddp",
+    "fsdp1 full",
+    "fsdp1 hybrid-full",
+    "fsdp2 full",
+    "fsdp2 hybrid-full",
+    "fsdp2, recompute op",
+    "fsdp2, offload",
+)

@@ -1,0 +1,37 @@
+"""Run by torch's launcher in every rank: trials of strategies, one after another, in one set of processes.
+
+    strategies.py FOLDER SEED SHAPE…
+
+Writes FOLDER/NAME.json of each trial (what it measured and how far it is from one process) from the first rank, and
+FOLDER/NAME-RANK.json of the memory that each rank held.
+"""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from lmforge.cluster import ranks as cluster
+from lmforge.train.parity import Task, alone, cases, difference, trial
+from tests.distributed.shapes import CASES_OF_SHAPES, SHAPES
+
+if __name__ == "__main__":
+    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    ranks = cluster.start("cpu", threads=1)
+    task = Task(rows=4 * ranks.count, length=48, seed=seed)
+    for shape in sys.argv[3:]:
+        chosen = cases(ranks.count, compiled=shape == "llama")
+        if shape != "llama":
+            chosen = [case for case in chosen if case.name.startswith(CASES_OF_SHAPES)]
+        reference = alone(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.first else None
+        for case in chosen:
+            outcome = trial(replace(case, shape=SHAPES[shape]), task, ranks)
+            name = f"{shape} {case.name}"
+            (folder / f"{name}-{ranks.place.rank}.json").write_text(json.dumps(outcome.bytes))
+            if reference is not None:
+                told = {"strategy": asdict(case.strategy), "losses": outcome.losses, **difference(outcome, reference)}
+                (folder / f"{name}.json").write_text(json.dumps({**told, "reference": reference.losses}))
+            torch.compiler.reset()
+    cluster.stop()
