@@ -169,6 +169,17 @@ def _generate(words: list[str]) -> int:
     return run_generate(chosen)
 
 
+def _doctor(words: list[str]) -> int:
+    chosen = parse(options.DoctorOptions, words)
+    if not find_place().launched and chosen.processes > 1:
+        from lmforge.cluster.launch import launch_local
+
+        return launch_local(chosen.processes, ["doctor", *words])
+    from lmforge.doctor import doctor
+
+    return doctor(chosen)
+
+
 def _show(words: list[str]) -> int:
     chosen = parse(options.ShowOptions, words)
     from lmforge.show import show
@@ -215,6 +226,12 @@ VERBS = {
         "MODEL [PROMPT …] [--option value]",
         options.GenerateOptions,
         _generate,
+    ),
+    "doctor": Verb(
+        "is this machine fit: every strategy compared with one process",
+        "--parity [--processes N]",
+        options.DoctorOptions,
+        _doctor,
     ),
     "show": Verb("what a recipe, model, shard folder, run or checkpoint is", "THING", options.ShowOptions, _show),
 }

@@ -331,3 +331,15 @@ class QuickstartOptions(Options):
     processes: int = option(2, "ranks to start", gt=0)
     prompt: str = option("def ", "what the model continues at the end")
     overwrite: bool = option(False, "begin again instead of continuing")
+
+
+class DoctorOptions(Options):
+    """lmforge doctor --parity: does every strategy compute the same here?"""
+
+    parity: bool = option(False, "train a small model under every strategy that fits the ranks, and compare")
+    processes: int = option(1, "ranks to start on this machine; under torchrun leave it alone", gt=0)
+    steps: int = option(10, "steps of each strategy", gt=1)
+    compile: bool = option(False, "compiled blocks too")
+    seed: int = option(0, "seed of weights and data", ge=0, le=LARGEST_SEED)
+    device: Device = option("auto", "auto is cuda where there is one")
+    output: Literal["text", "json"] = option("text", "how to print the result")

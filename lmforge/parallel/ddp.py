@@ -22,7 +22,6 @@ class Replicated(Spread):
         wrapped = DistributedDataParallel(
             scored,
             device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-            broadcast_buffers=False,  # the models here have none
             gradient_as_bucket_view=True,
         )
         wrapped.register_comm_hook(None, _sum)

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from lmforge.cluster.ranks import Ranks
 from lmforge.config import BatchPlan
 from lmforge.data.batch import Batch
 from lmforge.errors import RunFailed
+from lmforge.objectives.language import Metrics
 from lmforge.parallel.engine import Spread
 from lmforge.train.health import Heartbeat, StopRequest
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
@@ -56,12 +57,44 @@ class Parts:
     peak_flops: float | None
 
 
+def train_step(
+    spread: Spread,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    weigh: Callable[[Batch], Tensor],
+    *,
+    lr: float,
+    clip_norm: float,
+    mark: Callable[[str], None] = lambda phase: None,
+) -> tuple[Tensor, list[Metrics]]:
+    """One optimizer step over this rank's share of a global batch; `mark` hears which phase begins.
+
+    The gradient is that of the *sum* of losses over the whole global batch, divided once by the batch's weight, which is
+    counted across micro-batches and ranks before the first backward. Returns the gradient's norm before clipping and
+    the metrics of each micro-batch, on the device: the host does not wait for it.
+    """
+    weight = spread.ranks.sum_(torch.stack([weigh(batch) for batch in micro_batches]).sum()).clamp(min=1.0)
+    metrics = []
+    for number, batch in enumerate(micro_batches, start=1):
+        with spread.micro_batch(last=number == len(micro_batches)):
+            mark("forward")
+            with spread.autocast():
+                total, told = spread.scored(batch)
+            mark("backward")
+            (total * (spread.loss_scale / weight)).backward()
+        metrics.append(told)
+    mark("optimizer")
+    gradient_norm = spread.clip(clip_norm)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    spread.zero_gradients(optimizer)
+    return gradient_norm, metrics
+
+
 def train(parts: Parts, start: int) -> tuple[int, int]:
     """Train from step `start` to `parts.steps`. Returns the number of steps done and the signal that stopped it, or 0.
 
-    The gradient of a step is that of the *sum* of losses over the whole global batch, divided once by the batch's
-    weight, which is counted across micro-batches and ranks before the first backward. Between log steps the host does
-    not wait for the device.
+    Between log steps the host does not wait for the device.
     """
     meter, stop = Meter(parts.ranks), StopRequest(parts.ranks)
     parts.teller.start(start)
@@ -73,22 +106,18 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
         for step in range(start, parts.steps):
             parts.heartbeat.phase("data", step)
             micro_batches = parts.batches.batches(step)
-            parts.heartbeat.phase("forward and backward", step)
-            weight = sum((parts.weight(batch) for batch in micro_batches), torch.zeros((), device=parts.ranks.device))
-            weight = parts.ranks.sum_(weight).clamp(min=1.0)
-            for number, batch in enumerate(micro_batches, start=1):
-                with parts.spread.micro_batch(last=number == len(micro_batches)):
-                    with parts.spread.autocast():
-                        total, metrics = parts.spread.scored(batch)
-                    (total * (parts.spread.loss_scale / weight)).backward()
-                meter.add(metrics)
-
-            parts.heartbeat.phase("optimizer", step)
-            gradient_norm = parts.spread.clip(parts.clip_norm)
             lr = parts.learning_rate(step)
-            set_learning_rate(parts.optimizer, lr)
-            parts.optimizer.step()
-            parts.spread.zero_gradients(parts.optimizer)
+            gradient_norm, metrics = train_step(
+                parts.spread,
+                parts.optimizer,
+                micro_batches,
+                parts.weight,
+                lr=lr,
+                clip_norm=parts.clip_norm,
+                mark=partial(parts.heartbeat.phase, step=step),
+            )
+            for told in metrics:
+                meter.add(told)
 
             done = step + 1
             last = done == parts.steps

@@ -22,6 +22,7 @@ from lmforge.model.initial import initialise
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import Strategy, spread
+from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optim import build_optimizer, state_by_name
 
@@ -114,19 +115,25 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
         if step == 1:
             began = time.perf_counter()
         whole = task.batch(step, case.shape.vocab_size)
-        weight = objective.weight(whole).clamp(min=1.0).to(ranks.device)
-        total = torch.zeros((), device=ranks.device)
-        mine = Batch(*(tensor[first : first + share] for tensor in whole._tensors))
-        for number, part in enumerate(_micro_batches(mine, case.accumulation), start=1):
-            with trained.micro_batch(last=number == case.accumulation):
-                score, _ = trained.scored(part.to(ranks.device))
-                (score * (trained.loss_scale / weight)).backward()
-            total += score.detach()
-        norms.append(trained.clip(LONGEST_GRADIENT))
-        held = {"parameters": _bytes(trained.parameters()), "gradients": _bytes([p.grad for p in trained.parameters()])}
-        optimizer.step()
-        trained.zero_gradients(optimizer)
-        losses.append(ranks.sum_(total) / weight)
+        mine = Batch(*(tensor[first : first + share] for tensor in whole._tensors)).to(ranks.device)
+
+        def weighed(phase: str) -> None:
+            if phase == "optimizer":
+                held["parameters"] = _bytes(trained.parameters())
+                held["gradients"] = _bytes(parameter.grad for parameter in trained.parameters())
+
+        norm, metrics = train_step(
+            trained,
+            optimizer,
+            list(_micro_batches(mine, case.accumulation)),
+            objective.weight,
+            lr=case.optimizer.lr,
+            clip_norm=LONGEST_GRADIENT,
+            mark=weighed,
+        )
+        norms.append(norm)
+        total, count = (torch.stack([told["loss"][part] for told in metrics]).sum() for part in (0, 1))
+        losses.append(ranks.sum_(total) / ranks.sum_(count).clamp(min=1.0))
     told = torch.stack([*losses, *norms]).double().tolist()
     seconds = time.perf_counter() - began
     held["optimizer"] = _bytes(value for state in optimizer.state.values() for value in state.values())

@@ -1,0 +1,109 @@
+"""`lmforge doctor --parity`: does every strategy compute the same on this machine, with these ranks?"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lmforge.cluster import ranks as cluster
+from lmforge.cluster.ranks import Ranks
+from lmforge.config import DoctorOptions
+from lmforge.errors import Mistake
+from lmforge.parallel.precision import find_compiler
+from lmforge.train.parity import Task, alone, cases, difference, trial
+
+# Sums in another order, in fp32, over ten steps. A GPU's kernels also order their sums by the shape of what they are given.
+TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
+ROWS_A_RANK = 8
+MIB = 2**20
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Train the small model under every strategy that fits the ranks, print a table, and return 1 where one is wrong."""
+    if not options.parity:
+        raise Mistake("doctor: say what to examine: --parity")
+    ranks = cluster.start(options.device, threads=1)
+    try:
+        if options.compile:
+            missing = find_compiler(ranks.device)
+            if missing:
+                raise Mistake(f"--compile: {missing} on this machine; install it, or leave the option out")
+        rows = _examine(ranks, options)
+        if ranks.first:
+            print(json.dumps(rows, indent=1)) if options.output == "json" else _print(rows, ranks)
+        wrong = ranks.share([row["strategy"] for row in rows if row["wrong"]])
+        return 1 if wrong else 0
+    finally:
+        cluster.stop()
+
+
+def _examine(ranks: Ranks, options: DoctorOptions) -> list[dict[str, Any]]:
+    """A row for each strategy; on ranks but the first the rows stay empty."""
+    task = Task(rows=ROWS_A_RANK * ranks.count, steps=options.steps, seed=options.seed)
+    chosen = cases(ranks.count, options.compile)
+    tolerance = TOLERANCES[ranks.device.type]
+    reference = alone(chosen[0], task, ranks) if ranks.first else None
+    rows = []
+    for case in chosen:
+        if ranks.first and sys.stderr.isatty():
+            print(f"\r\033[K{case.name} …", end="", file=sys.stderr, flush=True)
+        if ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        outcome = trial(case, task, ranks)
+        if reference is not None:
+            differences = difference(outcome, reference)
+            rows.append(
+                {
+                    "strategy": case.name,
+                    "ranks": ranks.count,
+                    "loss": outcome.losses[-1],
+                    "reference": reference.losses[-1],
+                    "difference": differences,
+                    # Not a number is no difference that is small enough.
+                    "wrong": not all(value <= tolerance for value in differences.values()),
+                    "tokens_per_second": outcome.tokens_per_second,
+                    "held_mib": sum(outcome.bytes.values()) / MIB,
+                    "peak_gib": outcome.memory_gib if ranks.device.type == "cuda" else None,
+                    "options": asdict(case.strategy),
+                }
+            )
+        torch.compiler.reset()
+    if ranks.first and sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    return rows
+
+
+def _print(rows: list[dict[str, Any]], ranks: Ranks) -> None:
+    on_gpu = ranks.device.type == "cuda"
+    table = Table(
+        title=f"{ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {ranks.device.type}, fp32", title_justify="left"
+    )
+    table.add_column("strategy")
+    for name in ("loss", "Δ loss", "Δ gradient", "Δ weights", "tok/s", "MiB held a rank", *(["GiB at most"] if on_gpu else [])):
+        table.add_column(name, justify="right")
+    for row in rows:
+        differences = [f"{row['difference'][name]:.0e}" for name in ("loss", "gradient_norm", "weights")]
+        cells = [
+            row["strategy"],
+            f"{row['loss']:.6f}",
+            *differences,
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['held_mib']:.2f}",
+        ]
+        if on_gpu:
+            cells.append(f"{row['peak_gib']:.2f}")
+        table.add_row(*cells, style="bold red" if row["wrong"] else None)
+    # Into a file or a pipe a table is as wide as it needs to be.
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    wrong = [row["strategy"] for row in rows if row["wrong"]]
+    tolerance = TOLERANCES[ranks.device.type]
+    told = f"{len(rows)} strategies agree with one process within {tolerance:g}"
+    if wrong:
+        told = f"WRONG, further than {tolerance:g} from one process: {', '.join(wrong)}"
+    console.print(told, style="bold red" if wrong else None, highlight=False, soft_wrap=True)
+    console.print("Δ: largest relative difference from one process over all steps", highlight=False)

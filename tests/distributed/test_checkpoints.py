@@ -1,0 +1,84 @@
+"""A checkpoint written under any strategy goes on under any other, its optimizer's state included."""
+
+import shutil
+
+import pytest
+
+from lmforge.runs import Run
+from tests.distributed.conftest import Recipe, losses, run_cases
+
+LOSS_TOLERANCE = 1e-6
+SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--sample.every_steps", "5", "--sample.max_tokens", "3"]
+TIED = ["--model.tie_word_embeddings", "true"]
+FSDP1 = ["--parallel.engine", "fsdp1"]
+HYBRID = ["--parallel.hybrid_ranks", "2", "--parallel.sharding"]
+WRITERS: dict[str, tuple[int, list[str]]] = {
+    "alone": (1, []),
+    "tied alone": (1, TIED),
+    "ddp on 2": (2, ["--parallel.engine", "ddp", "--parallel.recompute", "operators"]),
+    "fsdp1 on 2": (2, FSDP1),
+    "tied fsdp1 on 2": (2, [*FSDP1, *TIED]),
+    "fsdp2 offloaded on 2": (2, ["--parallel.offload", "--parallel.recompute", "full"]),
+    "fsdp1 hybrid on 4": (4, [*FSDP1, *HYBRID, "hybrid-full-shard"]),
+    "fsdp2 hybrid on 4": (4, [*HYBRID, "hybrid-grad-shard"]),
+}
+# From whom, and under what it goes on.
+READERS: dict[str, tuple[str, int, list[str]]] = {
+    "fsdp1 on 2, then alone": ("fsdp1 on 2", 1, []),
+    "tied fsdp1 on 2, then alone": ("tied fsdp1 on 2", 1, []),
+    "fsdp2 hybrid on 4, then alone": ("fsdp2 hybrid on 4", 1, []),
+    "alone, then fsdp1 on 2": ("alone", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
+    "tied alone, then fsdp1 on 2": ("tied alone", 2, FSDP1),
+    "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.offload"]),
+    "ddp on 2, then fsdp1 hybrid on 4": ("ddp on 2", 4, [*FSDP1, *HYBRID, "hybrid-grad-shard"]),
+    "fsdp2 offloaded on 2, then no-shard on 4": ("fsdp2 offloaded on 2", 4, ["--parallel.sharding", "no-shard"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("across")
+    for ranks in (1, 2, 4):
+        lines = [recipe(folder, name, *SCHEDULE, *more) for name, (count, more) in WRITERS.items() if count == ranks]
+        run_cases(ranks, lines, folder)
+    for name, (writer, _, _) in READERS.items():
+        shutil.copytree(folder / writer, folder / name, ignore=shutil.ignore_patterns(".lock", "step-00000010"))
+    for ranks in (1, 2, 4):
+        lines = []
+        for name, (writer, count, more) in READERS.items():
+            if count == ranks:
+                lines.append(recipe(folder, name, *SCHEDULE, *(TIED if "tied" in writer else []), *more))
+        run_cases(ranks, lines, folder)
+    return {name: Run(folder / name) for name in (*WRITERS, *READERS)}
+
+
+def reference(runs: dict[str, Run], name: str) -> dict[int, float]:
+    return losses(runs["tied alone" if "tied" in name else "alone"])
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith("alone")])
+def test_a_run_is_the_same_run_under_every_strategy(runs: dict[str, Run], name: str) -> None:
+    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_checkpoint_goes_on_under_another_strategy_with_the_same_losses(runs: dict[str, Run], name: str) -> None:
+    log = runs[name].log(2, 0).read_text()
+    assert "from step 5" in log
+    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=LOSS_TOLERANCE)
+
+
+def test_the_losses_that_are_compared_change_with_each_step(runs: dict[str, Run]) -> None:
+    by_step = losses(runs["alone"])
+    assert len(set(by_step.values())) == len(by_step) == 10
+    assert by_step[10] < by_step[6]
+    assert losses(runs["tied alone"])[10] != pytest.approx(by_step[10], rel=1e-3)
+
+
+def test_samples_are_written_under_every_engine(runs: dict[str, Run]) -> None:
+    def sampled(name: str) -> list[str]:
+        log = runs[name].log(1, 0).read_text()
+        return [line.partition("sample: ")[2] for line in log.splitlines() if "sample: " in line]
+
+    assert len(sampled("alone")) == 2
+    assert sampled("fsdp1 on 2") == sampled("fsdp2 offloaded on 2") == sampled("alone")
