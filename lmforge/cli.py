@@ -2,18 +2,22 @@
 
 import difflib
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lmforge import __version__
 from lmforge import config as options
 from lmforge.cluster.environment import find_place
 from lmforge.errors import Mistake, RunFailed
 from lmforge.options import Options, describe, parse, read_recipe
+
+Recipe = TypeVar("Recipe", bound=options.Config)
 
 # Set by --debug, and so handed on to the ranks that a verb starts.
 DEBUG = "LMFORGE_DEBUG"
@@ -139,9 +143,13 @@ def _pretrain(words: list[str]) -> int:
 
 def load_config(words: list[str]) -> options.Config:
     """A run's options from `[RECIPE.toml] --section.option value …`. Raises Mistake."""
+    return _load(options.Config, words)
+
+
+def _load(tree: type[Recipe], words: list[str]) -> Recipe:
     recipe, rest = (Path(words[0]), words[1:]) if words and not words[0].startswith("-") else (None, words)
     table = read_recipe(recipe) if recipe else {}
-    config = parse(options.Config, _with_resume(rest), table, str(recipe or ""))
+    config = parse(tree, _with_resume(rest), table, str(recipe or ""))
     return config.with_name(recipe.stem if recipe else "run")
 
 
@@ -167,6 +175,19 @@ def _generate(words: list[str]) -> int:
     from lmforge.infer.verbs import run_generate
 
     return run_generate(chosen)
+
+
+def _bench(words: list[str]) -> int:
+    words = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in words]
+    config = _load(options.BenchConfig, words)
+    if not find_place().launched and config.launch.processes > 1 and not config.bench.sweep:
+        options.batch_plan(config.train, config.data.length, config.launch.processes)
+        from lmforge.cluster.launch import launch_local
+
+        return launch_local(config.launch.processes, ["bench", *words])
+    from lmforge.train.bench import bench
+
+    return bench(config, words)
 
 
 def _doctor(words: list[str]) -> int:
@@ -226,6 +247,12 @@ VERBS = {
         "MODEL [PROMPT …] [--option value]",
         options.GenerateOptions,
         _generate,
+    ),
+    "bench": Verb(
+        "what a step of a recipe costs: speed, memory, phases; with --sweep, of many",
+        "[RECIPE.toml] [--section.option value] [--sweep section.option=value,value …] [--trace FILE]",
+        options.BenchConfig,
+        _bench,
     ),
     "doctor": Verb(
         "is this machine fit: every strategy compared with one process",

@@ -6,7 +6,7 @@ torch, so that `--help` and `--dry-run` answer at once. `batch_plan` is the one 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -221,13 +221,29 @@ class Config(Options):
             raise ValueError(f"{asked}: more than train.steps = {self.train.steps}; lower them or train longer")
         return self
 
-    def with_name(self, name: str) -> "Config":
+    def with_name(self, name: str) -> Self:
         """The same options for a run called `name`, unless they name it themselves."""
         return self if self.run.name else self.model_copy(update={"run": self.run.model_copy(update={"name": name})})
 
     @property
     def checkpoint_every_steps(self) -> int:
         return self.checkpoint.every_steps or max(1, self.train.steps // 10)
+
+
+class BenchOptions(Options):
+    """What is timed, and how long."""
+
+    steps: int = option(10, "steps that are timed", gt=0)
+    warmup_steps: int = option(3, "steps before them, compilation included", gt=0)
+    sweep: tuple[str, ...] = option((), "section.option=value,value… : every combination, in one table")
+    trace: Path | None = option(None, "file for a profiler trace of one step, which Perfetto opens (.json or .json.gz)")
+    output: Literal["text", "json"] = option("text", "how to print the result")
+
+
+class BenchConfig(Config):
+    """A recipe to be timed: `lmforge bench RECIPE.toml [--section.option value] [--sweep …]`."""
+
+    bench: BenchOptions = section(BenchOptions, "what is timed")
 
 
 @dataclass(frozen=True)

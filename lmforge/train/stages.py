@@ -197,23 +197,14 @@ def _pretrain(
     with ranks.agreeing():
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
     objective = NextToken()
-    trained = spread(
-        build(material.shape, seed=None, device="meta"),
-        objective.loss,
-        ranks=ranks,
-        dtype=dtype,
-        compiled=compiled,
-        strategy=Strategy(**config.parallel.model_dump()),
-        fill=partial(_fill, config, ranks, fresh=entry.folder is None),
-    )
-    optimizer = build_optimizer(trained.model, config.optimizer, trained.shapes())
+    trained, optimizer = prepare_model(config, material.shape, objective, ranks, dtype, compiled, fresh=entry.folder is None)
     if entry.folder is not None and entry.manifest is not None:
         heartbeat.phase("loading", start)
         state = trained.state(optimizer, state_by_name)
         checkpoint.load(entry.folder, state, ranks)
         trained.loaded(optimizer, state)
         checkpoint.set_rng_state(entry.manifest.rng)
-    peak = _peak(ranks.device, dtype)
+    peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller)
     teller.say(
         f"compute    {_name(dtype)} ({dtype_why}), attention {backend_name(ranks.device)},"
@@ -331,6 +322,31 @@ def _changes(entry: Entry, config: Config) -> list[str]:
     return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
 
 
+def prepare_model(
+    config: Config,
+    shape: ModelConfig,
+    objective: NextToken,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    compiled: bool,
+    fresh: bool,
+) -> tuple[Spread, torch.optim.Optimizer]:
+    """The model of a recipe spread over the ranks, with first weights unless others are about to be loaded, and its optimizer.
+
+    Raises Mistake, on every rank, where the recipe does not fit them.
+    """
+    trained = spread(
+        build(shape, seed=None, device="meta"),
+        objective.loss,
+        ranks=ranks,
+        dtype=dtype,
+        compiled=compiled,
+        strategy=Strategy(**config.parallel.model_dump()),
+        fill=partial(_fill, config, ranks, fresh=fresh),
+    )
+    return trained, build_optimizer(trained.model, config.optimizer, trained.shapes())
+
+
 def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> None:
     """Give a model its first weights; with `fresh` false they are about to be loaded. Nothing is sent between ranks."""
     source = config.model.source
@@ -343,7 +359,8 @@ def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> No
             initialise(model, config.train.seed, config.model.embedding_initializer_range)
 
 
-def _peak(device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a rank at best: a GPU's from its data sheet (None if unknown), a CPU's timed now."""
     if device.type == "cuda":
         return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
     return measured_peak_flops(dtype)

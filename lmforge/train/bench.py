@@ -1,0 +1,300 @@
+"""`lmforge bench`: what a step of a recipe costs, and where the time goes; one recipe, or a sweep over its options.
+
+A trial builds what training would build, runs whole optimizer steps and times them; then a few more steps in which the
+host waits for the device after each phase, to tell the phases apart; then one under the profiler, for communication.
+Tokens come from the recipe's shards where they are there, and are drawn at random where they are not.
+"""
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from lmforge.cluster import ranks as cluster
+from lmforge.cluster.environment import find_place
+from lmforge.cluster.ranks import Ranks
+from lmforge.config import BatchPlan, BenchConfig, batch_plan
+from lmforge.data.batch import Batch
+from lmforge.data.loader import Loader
+from lmforge.data.shards import TokenFolder
+from lmforge.data.stream import Stream
+from lmforge.errors import Mistake, RunFailed
+from lmforge.model.flops import CONVENTION, flops_per_token, parameters
+from lmforge.model.shapes import ModelConfig, resolve
+from lmforge.objectives.language import NextToken
+from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.runs import MANIFEST
+from lmforge.train.loop import train_step
+from lmforge.train.metrics import peak_memory_gib
+from lmforge.train.stages import peak_of, prepare_model
+
+PHASE_STEPS = 3
+PHASES = ("data", "forward", "backward", "optimizer")
+OUT_OF_MEMORY = "out of memory"
+
+
+class RandomBatches:
+    """Rows of random tokens, one document each, made once: the recipe's data is not there."""
+
+    def __init__(self, vocabulary: int, plan: BatchPlan, ranks: Ranks) -> None:
+        generator = torch.Generator().manual_seed(ranks.place.rank)
+        size = plan.micro_batch_rows, plan.length
+        tokens = torch.randint(0, vocabulary, size, generator=generator)
+        positions = torch.arange(plan.length).expand(size).contiguous()
+        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32))
+        self._batches = [batch.to(ranks.device)] * plan.accumulation
+
+    def batches(self, step: int) -> list[Batch]:
+        return self._batches
+
+    def close(self) -> None: ...
+
+
+def bench(config: BenchConfig, words: list[str]) -> int:
+    """Time the recipe, or every combination of a sweep, and print. `words` is the command line without the verb.
+
+    Raises Mistake where the recipe cannot be trained here, and RunFailed where a trial failed otherwise than for memory.
+    """
+    if not config.bench.sweep:
+        measured = measure(config)
+        if find_place().first:
+            _tell([measured], config.bench.output)
+        return 0
+    if config.bench.trace:
+        raise Mistake("--trace: of one recipe, not of a sweep")
+    if find_place().launched:
+        raise Mistake("--sweep: starts ranks of its own, and these were started already; give --launch.processes instead")
+    rows = []
+    for chosen in combinations(config.bench.sweep):
+        rows.append({**_trial(words, chosen), "swept": chosen})
+        if config.bench.output == "text":
+            print(_line(rows[-1]), file=sys.stderr, flush=True)
+    _tell(rows, config.bench.output)
+    return 0
+
+
+def combinations(sweep: tuple[str, ...]) -> list[dict[str, str]]:
+    """Every combination of `section.option=value,value…`. Raises Mistake where one does not read so."""
+    axes = []
+    for axis in sweep:
+        name, equals, values = axis.partition("=")
+        if not equals or not all(values.split(",")):
+            raise Mistake(f"--sweep {axis}: expected section.option=value,value…")
+        axes.append([(name, value) for value in values.split(",")])
+    return [dict(chosen) for chosen in itertools.product(*axes)]
+
+
+def _trial(words: list[str], chosen: dict[str, str]) -> dict[str, Any]:
+    """One combination, in processes of its own: what it leaves in memory, and its failing, end with it."""
+    options = [word for name, value in chosen.items() for word in (f"--{name}", value)]
+    # The last of an option given twice counts, and a list may be empty.
+    over = ["--bench.output", "json", "--bench.sweep"]
+    command = [sys.executable, "-m", "lmforge", "bench", *words, *options, *over]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout)[0])
+    said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
+    if "OutOfMemoryError" in done.stderr or "can't allocate memory" in done.stderr or done.returncode == -9:
+        return {"failed": OUT_OF_MEMORY}
+    if done.returncode == 2:
+        return {"failed": said.removeprefix("lmforge: ")}
+    raise RunFailed(f"bench {' '.join(options)}: {said}")
+
+
+def measure(config: BenchConfig) -> dict[str, Any]:
+    """Times and rates of one recipe on these ranks; every rank calls it and has the first rank's result."""
+    ranks = cluster.start(config.train.device, config.train.threads)
+    try:
+        plan = batch_plan(config.train, config.data.length, ranks.count)
+        there = (config.data.folder / MANIFEST).exists()
+        tokens = TokenFolder.open(config.data.folder) if there else None
+        vocabulary = tokens.tokenizer.vocab_size if tokens else None
+        source = config.model.source
+        shape = resolve(source or config.model.preset or "nano", config.model.overrides(), vocabulary)
+        data: Loader | RandomBatches
+        if tokens:
+            stream = Stream(tokens, length=config.data.length, seed=config.train.seed)
+            data = Loader(
+                stream,
+                global_batch_rows=plan.rows,
+                micro_batch_rows=plan.micro_batch_rows,
+                rank=ranks.place.rank,
+                ranks=ranks.count,
+                device=ranks.device,
+            )
+        else:
+            data = RandomBatches(shape.vocab_size, plan, ranks)
+        try:
+            timed = _time(config, shape, plan, data, ranks)
+        finally:
+            data.close()
+        return ranks.share({**timed, "data": str(config.data.folder) if there else "random tokens"})
+    finally:
+        cluster.stop()
+
+
+def _time(config: BenchConfig, shape: ModelConfig, plan: BatchPlan, data: Any, ranks: Ranks) -> dict[str, Any]:
+    dtype, _ = choose_dtype(config.train.dtype, ranks.device)
+    compiled, _ = choose_compile(config.train.compile, ranks.device, config.train.steps)
+    objective = NextToken()
+    trained, optimizer = prepare_model(config, shape, objective, ranks, dtype, compiled, fresh=True)
+    on_gpu = ranks.device.type == "cuda"
+    number = itertools.count()
+
+    def settle() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def step(mark: Any = lambda phase: None) -> None:
+        mark("data")
+        train_step(
+            trained,
+            optimizer,
+            data.batches(next(number)),
+            objective.weight,
+            lr=config.optimizer.lr,
+            clip_norm=config.optimizer.clip_norm,
+            mark=mark,
+        )
+
+    began = time.perf_counter()
+    for _ in range(config.bench.warmup_steps):
+        step()
+    settle()
+    warmup = time.perf_counter() - began
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(config.bench.steps):
+        began = time.perf_counter()
+        step()
+        settle()
+        seconds.append(time.perf_counter() - began)
+    memory = peak_memory_gib(ranks.device)
+    phases = _phases(step, settle)
+    communication = _communication(step, settle, config.bench.trace if ranks.first else None)
+
+    median = statistics.median(seconds)
+    per_second = plan.tokens / median
+    flops = per_second / plan.ranks * flops_per_token(shape, plan.length)
+    peak = peak_of(ranks.device, dtype)
+    return {
+        "engine": trained.name,
+        "ranks": ranks.count,
+        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank",
+        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compiled,
+        "parameters": parameters(shape).total,
+        "batch": str(plan),
+        "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds), "steps": len(seconds)},
+        "warmup_seconds": warmup,
+        "tokens_per_second": per_second,
+        "tflops_a_rank": flops / 1e12,
+        "mfu": flops / peak if peak else None,
+        "convention": CONVENTION,
+        "memory_gib": memory,
+        "phase_seconds": phases,
+        "communication_seconds": communication,
+        "torch": torch.__version__,
+    }
+
+
+def _phases(step: Any, settle: Any) -> dict[str, float]:
+    """Seconds of each phase in a step that waits for the device between phases: together more than a step that does not."""
+    spent = dict.fromkeys(PHASES, 0.0)
+    for _ in range(PHASE_STEPS):
+        at, phase = time.perf_counter(), ""
+
+        def mark(following: str) -> None:
+            nonlocal at, phase
+            settle()
+            now = time.perf_counter()
+            if phase:
+                spent[phase] += now - at
+            at, phase = now, following
+
+        step(mark)
+        mark("")
+    return {phase: seconds / PHASE_STEPS for phase, seconds in spent.items()}
+
+
+def _communication(step: Any, settle: Any, trace: Path | None) -> float:
+    """Seconds of one step that collectives are under way, whether or not something computes meanwhile."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    settle()
+    with profile(activities=activities) as profiled:
+        step()
+        settle()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiled.export_chrome_trace(str(trace))
+    spans = []
+    for event in profiled.events() or []:
+        if event.name.startswith(("gloo:", "ncclDevKernel", "ncclKernel")):
+            spans.append((event.time_range.start, event.time_range.end))
+    return _covered(spans) / 1e6
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals: collectives overlap each other."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _line(row: dict[str, Any]) -> str:
+    swept = " ".join(f"{name}={value}" for name, value in row.get("swept", {}).items())
+    if "failed" in row:
+        return f"{swept}: {row['failed']}"
+    return f"{swept}: {row['tokens_per_second']:,.0f} tokens/s"
+
+
+def _tell(rows: list[dict[str, Any]], output: str) -> None:
+    if output == "json":
+        print(json.dumps(rows, indent=1))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    about = next((row for row in rows if "failed" not in row), None)
+    if about is not None:
+        console.print(f"{about['ranks']} × {about['device']}, {about['dtype']}, data: {about['data']}", soft_wrap=True)
+        if len(rows) == 1:
+            console.print(f"{about['engine']}, {about['parameters']:,} parameters, {about['batch']}", soft_wrap=True)
+    swept = list(rows[0].get("swept", {}))
+    table = Table()
+    for name in (*swept, "tokens/s", "ms a step", "TFLOP/s", "MFU", "GiB", *PHASES, "comm."):
+        table.add_column(name, justify="left" if name in swept else "right")
+    for row in rows:
+        chosen = [row["swept"][name] for name in swept] if swept else []
+        if "failed" in row:
+            table.add_row(*chosen, row["failed"] if row["failed"] == OUT_OF_MEMORY else "refused", style="yellow")
+            continue
+        step = row["step_seconds"]
+        table.add_row(
+            *chosen,
+            f"{row['tokens_per_second']:,.0f}",
+            f"{1e3 * step['median']:.0f} ({1e3 * step['min']:.0f}–{1e3 * step['max']:.0f})",
+            f"{row['tflops_a_rank']:.3g}",
+            f"{row['mfu']:.0%}" if row["mfu"] else "?",
+            f"{row['memory_gib']:.2f}",
+            *(f"{1e3 * row['phase_seconds'][phase]:.0f}" for phase in PHASES),
+            f"{1e3 * row['communication_seconds']:.0f}",
+        )
+    console.print(table)
+    for row in rows:
+        if row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY:
+            console.print(f"refused: {_line(row)}", soft_wrap=True)
+    phases = "phases and communication in ms of one step; phases are timed with the host waiting after each"
+    console.print(phases, soft_wrap=True)
+    if about is not None:
+        console.print(f"MFU and TFLOP/s are of a rank; {CONVENTION}", soft_wrap=True)
