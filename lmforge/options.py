@@ -152,7 +152,7 @@ def fields(tree: type[BaseModel], above: OptionPath = ()) -> Iterator[tuple[Opti
 def _members(field: FieldInfo) -> tuple[Any, ...]:
     """The kinds of value an option takes: its annotation, or the members of the union that this is."""
     kind = field.annotation
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
 def _is_list(field: FieldInfo) -> bool:

@@ -4,7 +4,9 @@ What `lmforge doctor --parity` shows, and what the tests of the strategies check
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmforge.cluster.environment import Place
 from lmforge.cluster.ranks import Ranks
@@ -55,12 +58,14 @@ class Case:
 @dataclass(frozen=True)
 class Outcome:
     """losses, gradient_norms: of each step. weights: whole tensors by name, at the end, on the first rank only.
-    bytes: of parameters, gradients and optimizer states that this rank holds at the end of a step."""
+    bytes: of parameters, gradients and optimizer states that this rank holds at the end of a step.
+    collectives: how many of each kind one step takes; not counted where blocks are compiled."""
 
     losses: list[float]
     gradient_norms: list[float]
     weights: dict[str, Tensor]
     bytes: dict[str, int]
+    collectives: dict[str, int]
     tokens_per_second: float
     memory_gib: float
 
@@ -110,6 +115,7 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     share = task.rows // ranks.count
     first = ranks.place.rank * share
     held: dict[str, int] = {}
+    counting = _Collectives()
     began = 0.0
     for step in range(task.steps):
         if step == 1:
@@ -122,15 +128,16 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
                 held["parameters"] = _bytes(trained.parameters())
                 held["gradients"] = _bytes(parameter.grad for parameter in trained.parameters())
 
-        norm, metrics = train_step(
-            trained,
-            optimizer,
-            list(_micro_batches(mine, case.accumulation)),
-            objective.weight,
-            lr=case.optimizer.lr,
-            clip_norm=LONGEST_GRADIENT,
-            mark=weighed,
-        )
+        with nullcontext() if step + 1 < task.steps or case.compiled else counting:
+            norm, metrics = train_step(
+                trained,
+                optimizer,
+                list(_micro_batches(mine, case.accumulation)),
+                objective.weight,
+                lr=case.optimizer.lr,
+                clip_norm=LONGEST_GRADIENT,
+                mark=weighed,
+            )
         norms.append(norm)
         total, count = (torch.stack([told["loss"][part] for told in metrics]).sum() for part in (0, 1))
         losses.append(ranks.sum_(total) / ranks.sum_(count).clamp(min=1.0))
@@ -144,9 +151,23 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
         gradient_norms=told[task.steps :],
         weights=weights if ranks.first else {},
         bytes=held,
+        collectives=dict(counting.seen),
         tokens_per_second=(task.steps - 1) * task.rows * task.length / seconds,
         memory_gib=peak_memory_gib(ranks.device),
     )
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives of the training group while it is entered, by torch's names for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.seen[function.name().removeprefix("c10d::").strip("_")] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def _micro_batches(batch: Batch, count: int) -> Iterator[Batch]:

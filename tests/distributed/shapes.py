@@ -10,6 +10,13 @@ SHAPES = {
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
     "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
 }
+
+
+def compiled(shape: str, ranks: int) -> bool:
+    """Whether compiled cases are among those of a shape: they take a quarter of a minute each."""
+    return shape == "llama" and ranks == 2
+
+
 # What a shape can change: what is a unit, what is flat, what is recomputed.
 CASES_OF_SHAPES = (
     "ddp",

@@ -15,14 +15,14 @@ import torch
 
 from lmforge.cluster import ranks as cluster
 from lmforge.train.parity import Task, alone, cases, difference, trial
-from tests.distributed.shapes import CASES_OF_SHAPES, SHAPES
+from tests.distributed.shapes import CASES_OF_SHAPES, SHAPES, compiled
 
 if __name__ == "__main__":
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
     ranks = cluster.start("cpu", threads=1)
     task = Task(rows=4 * ranks.count, length=48, seed=seed)
     for shape in sys.argv[3:]:
-        chosen = cases(ranks.count, compiled=shape == "llama")
+        chosen = cases(ranks.count, compiled=compiled(shape, ranks.count))
         if shape != "llama":
             chosen = [case for case in chosen if case.name.startswith(CASES_OF_SHAPES)]
         reference = alone(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.first else None
@@ -31,7 +31,12 @@ if __name__ == "__main__":
             name = f"{shape} {case.name}"
             (folder / f"{name}-{ranks.place.rank}.json").write_text(json.dumps(outcome.bytes))
             if reference is not None:
-                told = {"strategy": asdict(case.strategy), "losses": outcome.losses, **difference(outcome, reference)}
+                told = {
+                    "strategy": asdict(case.strategy),
+                    "losses": outcome.losses,
+                    "collectives": outcome.collectives,
+                    **difference(outcome, reference),
+                }
                 (folder / f"{name}.json").write_text(json.dumps({**told, "reference": reference.losses}))
             torch.compiler.reset()
     cluster.stop()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmforge.train.parity import cases
-from tests.distributed.shapes import CASES_OF_SHAPES, SHAPES
+from tests.distributed.shapes import CASES_OF_SHAPES, SHAPES, compiled
 
 HERE = Path(__file__).parent
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 
 def names(ranks: int) -> Iterator[str]:
     for shape in SHAPES:
-        for case in cases(ranks, compiled=shape == "llama"):
+        for case in cases(ranks, compiled(shape, ranks)):
             if shape == "llama" or case.name.startswith(CASES_OF_SHAPES):
                 yield f"{shape} {case.name}"
 
@@ -92,6 +92,44 @@ def test_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_states(
         held = json.loads((measured[4] / f"llama {name}-{rank}.json").read_text())
         for what, size in whole.items():
             assert held[what] == pytest.approx(size / shards, rel=0.02), (rank, what)
+
+
+# Of a model of 4 blocks: 7 units with embedding, head and root. One all-reduce counts the weight of the batch, and one the
+# gradient's norm where it is sharded. The root and the head stay gathered for the backward pass.
+GATHERED_TWICE, GATHERED_ONCE = 7 + 5, 7
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "scatters", "reduces"),
+    [
+        ("ddp", 0, 0, 1 + 1),
+        ("ddp, recompute full, 2 micro-batches", 0, 0, 1 + 1),
+        ("fsdp1 full-shard", 7 + 6, 7, 2),
+        ("fsdp1 grad-shard", GATHERED_ONCE, 7, 2),
+        ("fsdp1 hybrid-full-shard, groups of 2", 7 + 6, 7, 2 + 7),
+        ("fsdp2 full-shard", GATHERED_TWICE, 7, 2),
+        ("fsdp2 grad-shard", GATHERED_ONCE, 7, 2),
+        ("fsdp2 no-shard", 0, 0, 1 + 7),
+        ("fsdp2 hybrid-full-shard, groups of 2", GATHERED_TWICE, 7, 2 + 7),
+        ("fsdp2 hybrid-grad-shard, groups of 2", GATHERED_ONCE, 7, 2 + 7),
+        ("fsdp2, recompute full", GATHERED_TWICE, 7, 2),
+        ("fsdp2, recompute operators", GATHERED_TWICE, 7, 2),
+        ("fsdp2, offload", GATHERED_TWICE, 7, 2),
+        ("fsdp2, 2 micro-batches", 2 * GATHERED_TWICE, 2 * 7, 2),
+        ("fsdp2, 2 micro-batches reduced once", 2 * GATHERED_TWICE, 7, 2),
+        ("fsdp2, prefetch 2, no embedding unit", 6 + 4, 6, 2),
+        # The all-reduce over copies of the model waits for the last micro-batch.
+        ("fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches", 2 * GATHERED_TWICE, 2 * 7, 2 + 7),
+    ],
+)
+def test_a_step_takes_these_collectives_and_no_more(
+    measured: dict[int, Path], name: str, gathers: int, scatters: int, reduces: int
+) -> None:
+    counts = dict(result(measured[4], f"llama {name}")["collectives"])
+    assert counts.pop("allgather_base", 0) + counts.pop("allgather", 0) == gathers
+    assert counts.pop("reduce_scatter_base", 0) == scatters
+    assert counts.pop("allreduce", 0) == reduces
+    assert not counts
 
 
 def test_what_is_compared_can_differ(measured: dict[int, Path]) -> None:
