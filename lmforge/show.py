@@ -12,6 +12,7 @@ from lmforge.model.flops import CONVENTION, flops_per_token, parameters, trainin
 from lmforge.model.presets import PRESETS
 from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve
 from lmforge.options import read_recipe, to_toml, validate
+from lmforge.parallel.mesh import sharding
 from lmforge.runs import MANIFEST, Run
 
 GIB = 2**30
@@ -68,9 +69,25 @@ def _arithmetic(config: Config) -> str:
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
     shape = resolve(config.model.source or config.model.preset or "nano", config.model.overrides(), vocabulary)
     lines.append(_cost(shape, config.data.length))
+    lines += _spread(config, shape, ranks)
     total = flops_per_token(shape, config.data.length) * config.train.steps * plan.tokens
     lines.append(f"compute    {total:.3g} FLOPs in the whole run")
     return "\n".join(lines)
+
+
+def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
+    """How FSDP would share the model out over the ranks; Mistake where it would not fit them."""
+    chosen = config.parallel
+    if chosen.engine in ("alone", "ddp") or (chosen.engine == "auto" and ranks == 1 and not chosen.offload):
+        return []
+    place = find_place()
+    spread = sharding(
+        chosen.sharding or "full-shard", ranks, place.local_ranks if place.launched else ranks, chosen.hybrid_ranks
+    )
+    copies = f"{spread.replicas} copies, each" if spread.hybrid else "one copy"
+    where = "host memory" if chosen.offload else "its memory"
+    share = _size(training_bytes(shape) / spread.shards)
+    return [f"sharding   {spread.name}: {copies} over {spread.shards} of {ranks} ranks; each holds {share} in {where} at rest"]
 
 
 def _cost(shape: ModelConfig, length: int) -> str:

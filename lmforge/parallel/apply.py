@@ -101,7 +101,7 @@ def spread(
         return Spread(scored, model, ranks, mixed)
     if engine == "ddp":
         return Replicated(scored, model, ranks, mixed)
-    wanted = sharding(strategy.sharding or "full-shard", ranks, strategy.hybrid_ranks)
+    wanted = sharding(strategy.sharding or "full-shard", ranks.count, ranks.place.local_ranks, strategy.hybrid_ranks)
     common: dict[str, Any] = {
         "dtype": dtype,
         "offload": strategy.offload,

@@ -61,7 +61,7 @@ class FlatSharded(Spread):
         strategy = STRATEGIES[sharding.name]
         if not sharding.hybrid:  # one group of all ranks is no hybrid
             strategy = STRATEGIES[sharding.name.removeprefix("hybrid-")]
-        self._mesh = sharding.mesh(ranks)
+        self._mesh = sharding.mesh(ranks.device.type)
         shapes = [parameter.shape for parameter in model.parameters()]
         tied = model.lm_head.weight is model.embeddings[0].weight
         units: set[nn.Module] = set(model.blocks)

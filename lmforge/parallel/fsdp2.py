@@ -47,7 +47,7 @@ class FullySharded(Spread):
         self._sharding = sharding
         self._offload = offload
         self._reduce_every_micro_batch = reduce_every_micro_batch
-        self._mesh = sharding.mesh(ranks)
+        self._mesh = sharding.mesh(ranks.device.type)
         on_gpu = ranks.device.type == "cuda"
         about: dict[str, Any] = {
             "mesh": self._mesh,
