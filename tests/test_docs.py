@@ -21,7 +21,7 @@ import pytest
 import zstandard
 
 from lmforge.cli import VERBS
-from lmforge.config import Config
+from lmforge.config import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
 from lmforge.model.shapes import resolve
@@ -35,10 +35,10 @@ PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 COMMANDS = Path(sys.executable).parent
 
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-OF_A_RUN = {".".join(path) for path, _ in fields(Config)}
+OF_A_RUN = {".".join(path) for path, _ in fields(BenchConfig)}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in fields(verb.options)}
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
-FLAGS = {"help", "debug", "version", "dry-run", "resume"}
+FLAGS = {"help", "debug", "version", "dry-run", "resume", "sweep", "trace"}
 
 TINY_SHAPE = {
     "model.hidden_size": 32,
@@ -91,16 +91,18 @@ def shortened(line: str) -> str:
     """A pretraining in 4 steps of 4 short rows on a CPU, or in 6 where the line itself asks for more steps than its recipe.
 
     The shape of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those that the
-    line says, not its recipe. An evaluation sees 32 rows.
+    line says, not its recipe. An evaluation sees 32 rows. A benchmark is cut down alike, and times one step.
     """
     words = shlex.split(line)
     if words[:2] == ["lmforge", "evaluate"]:
         return f"{line} --rows 32"
-    if "pretrain" not in words or {"--dry-run", "--help"} & set(words):
+    if not {"pretrain", "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line
     shape = {} if "--model.source" in words else TINY_SHAPE
     alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
     chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
+    if "bench" in words:
+        chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
     return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
 
 
