@@ -118,6 +118,9 @@ class TrainOptions(Options):
     )
     seed: int = option(0, "seed of the initial weights and the order of the data", ge=0, le=LARGEST_SEED)
     dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware multiplies it")
+    master_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "dtype of parameters and optimizer states at rest; bf16 halves them, and small updates are lost"
+    )
     device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option("auto", "compile each block; auto is on where a compiler is found")
     threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)

@@ -83,8 +83,9 @@ class Spread:
         """L2 norm of the whole gradient, fp32, the same on every rank; the host does not wait for it."""
         gradients = self._gradients()
         # A rank of many may hold no part of any tensor.
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self.ranks.device)]
-        squares = torch.stack(norms).float().square().sum()
+        zero = torch.zeros((), device=self.ranks.device)
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [zero]
+        squares = torch.stack(norms).square().sum()
         self._sum_over_shards(squares)
         return squares.sqrt()
 

@@ -1,6 +1,7 @@
 """Which dtype a model computes in, and whether its blocks are compiled: what `auto` means on this hardware."""
 
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -56,3 +57,9 @@ def choose_compile(wanted: str, device: torch.device, steps: int) -> tuple[bool,
     if device.type == "cpu" and steps < STEPS_WORTH_COMPILING:
         return False, f"fewer than {STEPS_WORTH_COMPILING} steps would not repay it"
     return True, "each block by itself"
+
+
+def compiled_graphs() -> int:
+    """How many graphs this process has compiled so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and who compiles has done so
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

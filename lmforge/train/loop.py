@@ -17,9 +17,13 @@ from lmforge.data.batch import Batch
 from lmforge.errors import RunFailed
 from lmforge.objectives.language import Metrics
 from lmforge.parallel.engine import Spread
+from lmforge.parallel.precision import compiled_graphs
 from lmforge.train.health import Heartbeat, StopRequest
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
 from lmforge.train.optim import set_learning_rate
+
+# After so many steps whatever is compiled has been.
+SETTLED_STEPS = 3
 
 
 class Batches(Protocol):
@@ -106,7 +110,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
         for step in range(start, parts.steps):
             parts.heartbeat.phase("data", step)
             micro_batches = parts.batches.batches(step)
-            lr = parts.learning_rate(step)
+            lr, graphs = parts.learning_rate(step), compiled_graphs()
             gradient_norm, metrics = train_step(
                 parts.spread,
                 parts.optimizer,
@@ -120,6 +124,8 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 meter.add(told)
 
             done = step + 1
+            if step >= start + SETTLED_STEPS and compiled_graphs() > graphs:
+                parts.teller.say(f"step {done}: compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why")
             last = done == parts.steps
             parts.teller.advance(done)
             signal = stop.agreed()

@@ -43,6 +43,8 @@ from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, learning_rate, state_by_name
 
+MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -207,7 +209,7 @@ def _pretrain(
     peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller)
     teller.say(
-        f"compute    {_name(dtype)} ({dtype_why}), attention {backend_name(ranks.device)},"
+        f"compute    {_name(dtype)} ({dtype_why}), masters {config.train.master_dtype}, attention {backend_name(ranks.device)},"
         f" compile {_on(compiled)} ({compile_why})"
     )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
@@ -336,7 +338,7 @@ def prepare_model(
     Raises Mistake, on every rank, where the recipe does not fit them.
     """
     trained = spread(
-        build(shape, seed=None, device="meta"),
+        build(shape, seed=None, device="meta").to(MASTERS[config.train.master_dtype]),
         objective.loss,
         ranks=ranks,
         dtype=dtype,
