@@ -120,7 +120,8 @@ def save(
                     shutil.rmtree(final)
                 os.rename(partial, final)
                 _sync(run.checkpoints)
-                for old in run.steps()[:-keep_last]:
+                # Those of later steps are damaged, or this run would have gone on from them: they do not count.
+                for old in [there for there in run.steps() if there <= step][:-keep_last]:
                     shutil.rmtree(run.checkpoint(old))
     return final
 

@@ -50,6 +50,8 @@ def run(arguments: list[str]) -> int:
         return 128 + signal.SIGPIPE
     except Exception:
         if debug or _speaks():
+            if sys.__stderr__ is not None:
+                sys.stderr = sys.__stderr__  # a rank's own may be its log
             raise
         _let_the_one_that_speaks_finish()
         return 1

@@ -44,7 +44,7 @@ def write_sealed(path: Path, text: str) -> None:
         raise
 
 
-_held: list[IO[str]] = []  # the system drops a lock with its process, however that ends
+_held: dict[Path, IO[str]] = {}  # the system drops a lock with its process, however that ends
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,16 @@ class Run:
             self.delete()
             # Said once, done once: the recorded recipe continues the run.
             config = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": False})})
+        if config.run.resume == "never":
+            config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        # The recipe first: a directory with anything else and without one is not ours to touch.
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
         for folder in (self.path, self.health, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]
         attempt = max(attempts, default=0) + 1
         (self.path / "logs" / f"attempt-{attempt}").mkdir(parents=True)
-        write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
         write_sealed(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
         return attempt
 
@@ -109,7 +113,10 @@ class Run:
         return self.path / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
 
     def lock(self) -> None:
-        """Hold the run for this process until it ends. Raises Mistake when another process trains it, or it cannot be made."""
+        """Hold the run for this process until it unlocks it or ends.
+
+        Raises Mistake when another process trains it, or it cannot be made.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -125,7 +132,12 @@ class Run:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held.append(file)
+        _held[self.path] = file
+
+    def unlock(self) -> None:
+        """Let others train it, this process among them."""
+        if self.path in _held:
+            _held.pop(self.path).close()
 
     def delete(self) -> None:
         """Remove the run. Refuses a directory that is not one."""

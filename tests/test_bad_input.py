@@ -4,6 +4,7 @@ Through the command itself. Where a process of its own adds nothing to the claim
 one, since every process that imports torch costs seconds.
 """
 
+import errno
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import xxhash
@@ -24,6 +26,9 @@ from lmforge.cli import run
 from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.data.tokenizer import train_tokenizer
+from lmforge.model import build
+from lmforge.model.shapes import resolve
+from lmforge.model.weights import export_folder
 from lmforge.runs import MANIFEST, Run, write_sealed
 from tests.conftest import Command
 from tests.distributed.conftest import weights
@@ -130,7 +135,7 @@ def test_a_block_that_goes_bad_under_training_ranks_is_told_by_one_and_nobody_ha
     words = ["--data.folder", tokens, "--run.folder", tmp_path, "--run.name", "spoiled", "--train.seed", seed]
     words += ["--train.global_batch_rows", 2, "--train.steps", 500, "--checkpoint.every_steps", 1, "--launch.processes", 2]
     done = lmforge("pretrain", *tiny_options, *words)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 1, done.stderr
     assert f"{shard}: the block at byte {block * BLOCK_BYTES} does not match its checksum" in only_line(done.stderr)
     assert spoiled.steps()[-1] >= 2
     for step in spoiled.steps():
@@ -383,6 +388,133 @@ def test_a_run_in_training_is_refused_to_a_second_process(tmp_path: Path, tiny_o
             assert holder.poll() is None
         finally:
             holder.kill()
+
+
+def test_a_run_whose_laying_out_met_a_full_disk_is_begun_by_the_same_command_later(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--resume", "never", "--train.steps", 2]
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("lmforge.runs.environment", full)
+        assert "no room to write" in refused(*words, status=1)
+    again = [str(word) for word in words if word not in ("--resume", "never")]
+    done = subprocess.run([sys.executable, "-m", "lmforge", *again], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert Run(tmp_path / "a").steps()[-1] == 2
+    # What was said once is done once: the recorded recipe goes on from there.
+    assert 'resume = "auto"' in Run(tmp_path / "a").recipe.read_text()
+
+
+def test_weights_that_are_not_finite_are_not_saved_over_good_ones(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "nan", "--validation.every_steps", "none"]
+    words += ["--optimizer.lr", "1e30", "--optimizer.clip_norm", 0, "--log.every_steps", 100, "--checkpoint.every_steps", 1]
+    told = refused(*words, status=1)
+    assert "nothing after the last checkpoint can be used" in told
+    for step in Run(tmp_path / "nan").steps():
+        assert all(tensor.isfinite().all() for tensor in weights(Run(tmp_path / "nan"), step).values()), step
+
+
+def test_damaged_checkpoints_of_later_steps_do_not_push_out_sound_ones(trained: Run, onwards: list[str]) -> None:
+    for step in (4, 6):
+        with open(trained.checkpoint(step) / ".metadata", "ab") as file:
+            file.write(b"x")
+    command = [sys.executable, "-m", "lmforge", *onwards, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1"]
+    process = subprocess.Popen([*command, "--train.steps", "5"], stdout=subprocess.DEVNULL)
+    assert process.wait(timeout=300) == 0
+    folder, manifest, _ = checkpoint.newest_sound(trained)
+    assert folder == trained.checkpoint(5)
+    assert manifest is not None
+    assert trained.checkpoint(6).exists()
+
+
+def test_pickled_weights_of_a_source_model_are_refused_rather_than_left_out(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, tiny_tokens: Path
+) -> None:
+    source = tmp_path / "theirs"
+    shape = resolve(
+        "nano",
+        {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2},
+        TokenFolder.open(tiny_tokens).tokenizer.vocab_size,
+    )
+    export_folder(build(shape, seed=0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    options = _without_shape(tiny_options)
+    told = refused("pretrain", *options, "--model.source", source, "--run.folder", tmp_path, "--run.name", "a")
+    assert told == f"{source}/pytorch_model.bin: pickled weights are not opened; convert the folder to safetensors first"
+
+
+def _without_shape(options: list[str]) -> list[str]:
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [word for name, value in pairs if not name.startswith("--model.") for word in (name, value)]
+
+
+def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
+    trained: Run, tiny_options: list[str], tmp_path: Path, refused: Refusal
+) -> None:
+    folder = trained.checkpoint(6)
+    before = contents(folder)
+    options = [*tiny_options, "--data.folder", folder, "--run.folder", tmp_path, "--run.name", "a"]
+    assert f"{folder / MANIFEST}: cannot be read as a manifest" in refused("pretrain", *options)
+    assert str(folder) in refused("prepare", corpus_file(tmp_path), folder, "--overwrite")
+    assert contents(folder) == before
+
+
+def corpus_file(folder: Path) -> Path:
+    (folder / "corpus.txt").write_text("Some text.\n" * 20)
+    return folder / "corpus.txt"
+
+
+PROBLEM_ON_RANK_1 = """
+import sys
+from lmforge.cli import run
+from lmforge.cluster.environment import find_place
+from lmforge.data.loader import Loader
+if find_place().rank == 1:
+    Loader.batches = lambda self, step: 1 / 0
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_what_goes_wrong_on_any_rank_is_told_on_the_terminal(tmp_path: Path, tiny_options: list[str]) -> None:
+    (tmp_path / "script.py").write_text(PROBLEM_ON_RANK_1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "script.py")]
+    command += ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: division by zero" in done.stderr
+
+
+def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
+    tmp_path: Path, tiny_options: list[str], lmforge: Command
+) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "orphans"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "lmforge", *words, "--launch.processes", "2", "--train.steps", "100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    run_here = Run(tmp_path / "orphans")
+    try:
+        while not run_here.read_metrics():
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        launcher.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert not alive
+    finally:
+        launcher.kill()
+    reached = run_here.steps()[-1]
+    done = lmforge(*words, "--train.steps", reached + 1, "--schedule.name", "constant")
+    assert done.returncode == 0, done.stderr
+    assert f"from step {reached}" in done.stdout
 
 
 # --- recipes and batches ---------------------------------------------------------------------------------------------

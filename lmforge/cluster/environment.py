@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from lmforge.errors import Mistake
 
+# Set for ranks that `--launch.processes` starts: the process that started them.
+LAUNCHER = "LMFORGE_LAUNCHER"
+
 
 @dataclass(frozen=True)
 class Place:

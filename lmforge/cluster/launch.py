@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+from lmforge.cluster.environment import LAUNCHER
+
 # A rank that was asked to stop finishes its step and saves; only then is it killed.
 GRACE_SECONDS = 120
 
@@ -22,6 +24,7 @@ def launch_local(processes: int, arguments: list[str]) -> int:
     logging.disable(logging.CRITICAL)
     # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

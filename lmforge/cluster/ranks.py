@@ -5,6 +5,8 @@ time-out, so that they can never pair with a gradient's collective.
 """
 
 import ctypes
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lmforge.cluster.environment import Place, find_place, local_threads
+from lmforge.cluster.environment import LAUNCHER, Place, find_place, local_threads
 from lmforge.errors import Mistake, RunFailed
 
 CONTROL_TIMEOUT = timedelta(hours=2)
@@ -104,6 +106,7 @@ class Ranks:
 def start(device: str = "auto", threads: int | None = None) -> Ranks:
     """Join the other ranks as the launcher's variables say; alone where nobody launched this process."""
     place = find_place()
+    _follow_launcher()
     chosen = choose_device(device, place.local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -128,6 +131,17 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         device_id=chosen if chosen.type == "cuda" else None,
     )
     return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+
+
+def _follow_launcher() -> None:
+    """Be asked to stop when the launcher is killed: ranks that nobody watches would train on, and hold the run."""
+    library = ctypes.CDLL(None)
+    if LAUNCHER not in os.environ or not hasattr(library, "prctl"):
+        return
+    parent_death_signal = 1
+    library.prctl(parent_death_signal, signal.SIGTERM)
+    if os.getppid() != int(os.environ[LAUNCHER]):  # it was killed before this was asked for
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _keep_freed_memory() -> None:

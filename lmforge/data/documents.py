@@ -239,7 +239,7 @@ class LinesUnit:
     def _text(self, line: bytes, at: int) -> str:
         try:
             record = json.loads(_decoded(line, self.path, at))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Mistake(f"{self._place(at)}: not JSON: {error}") from None
         if not isinstance(record, dict):
             raise Mistake(f"{self._place(at)}: expected an object with the field {self.text_field!r}")

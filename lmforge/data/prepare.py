@@ -119,7 +119,7 @@ def prepare(
                 opened = _seal_tokenizer(out, given, vocab_size, _sample(readings, held_out, seed), report)
                 _seal_parts(out, readings, opened.hash, crew, report)
                 documents = Documents.load(out, len(units))
-                members = _sides(documents.hashes, held_out)
+                members = _sides(documents.hashes, documents.text_bytes, held_out, one_document=tail is not None)
                 splits = _seal_shards(out, documents, members, opened, shard_tokens, seed, crew, report)
             manifest = {
                 "format": FORMAT,
@@ -171,11 +171,14 @@ def _claimed(out: Path, plan: Json, overwrite: bool) -> Iterator[bool]:
         except BlockingIOError:
             raise Mistake(f"{out}: another preparation is writing here: wait for it, or name another folder") from None
         written = out / UNFINISHED / "plan.json"
-        finished = (out / MANIFEST).exists()
+        finished = _is_preparation(out)
         begun = finished or written.exists()
-        # A run killed before its plan was sealed leaves the unfinished folder and nothing of worth.
-        if not begun and any(name != UNFINISHED for name in os.listdir(out)):
-            raise Mistake(f"{out}: not empty, and no preparation: name another folder")
+        if not begun:
+            # Killed before its plan was sealed, or while it was taken away, a preparation leaves nothing of worth.
+            if _was_ours(out / UNFINISHED):
+                remove_preparation(out)
+            if os.listdir(out):
+                raise Mistake(f"{out}: not empty, and no preparation: name another folder")
         if begun and overwrite:
             remove_preparation(out)
             finished = begun = False
@@ -186,12 +189,26 @@ def _claimed(out: Path, plan: Json, overwrite: bool) -> Iterator[bool]:
                 names = ", ".join(changed)
                 raise Mistake(f"{out}: holds a preparation with other {names}: name another folder, or overwrite it")
         else:
-            written.parent.mkdir(exist_ok=True)
+            written.parent.mkdir()
             with sealing(written) as file:
                 file.write(json.dumps(plan).encode())
         yield finished
     finally:
         os.close(descriptor)
+
+
+def _is_preparation(out: Path) -> bool:
+    """Whether a folder has the manifest of a preparation; a damaged one counts where shards lie beside it."""
+    try:
+        return "splits" in json.loads((out / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return False
+    except (ValueError, TypeError):
+        return any(out.glob("*-00000.tokens"))
+
+
+def _was_ours(unfinished: Path) -> bool:
+    return unfinished.is_dir() and all(entry.name.startswith(("part-", "plan.json")) for entry in unfinished.iterdir())
 
 
 def _is_one_document(source: str, units: list[Unit]) -> bool:
@@ -213,11 +230,18 @@ def _threshold(held_out: float) -> np.uint64:
     return np.uint64(int(held_out * 2**64))
 
 
-def _sides(hashes: np.ndarray, held_out: float) -> dict[str, np.ndarray]:
-    """The documents of each split, by the hashes of all."""
+def _sides(hashes: np.ndarray, sizes: np.ndarray, held_out: float, one_document: bool) -> dict[str, np.ndarray]:
+    """The documents of each split, by the hashes and sizes of all.
+
+    Where the hashes hold out nothing, or more than half of the text though less was asked for, it is the document of the
+    lowest hash among those that leave half of it to train on. Of an only document the tail is held out, whatever its size.
+    """
     held = hashes < _threshold(held_out)
-    if held_out and not held.any():
-        held = hashes == hashes.min()
+    too_much = not one_document and held_out < 0.5 and sizes[held].sum() > sizes.sum() / 2
+    if held_out and (not held.any() or too_much):
+        _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
+        small = np.bincount(texts, weights=sizes)[texts] <= sizes.sum() / 2
+        held = hashes == (hashes[small] if small.any() else hashes).min()
     if held.all():
         held = hashes != hashes.max()
     if not held_out:
@@ -228,7 +252,8 @@ def _sides(hashes: np.ndarray, held_out: float) -> dict[str, np.ndarray]:
 
 
 def _sample(readings: list[Reading], held_out: float, seed: int) -> Iterator[str]:
-    """Texts to learn merges from: from units in an order drawn by the seed, and none that will be held out."""
+    """Texts to learn merges from: from units in an order drawn by the seed, and none whose hash holds them out, unless
+    all are."""
     left = SAMPLE_CHARACTERS
     share = SAMPLE_CHARACTERS // min(SAMPLED_UNITS, len(readings))
     for number in permutation(len(readings), key(seed, "sample"))(np.arange(len(readings))):
@@ -243,6 +268,8 @@ def _sample(readings: list[Reading], held_out: float, seed: int) -> Iterator[str
         left += of_unit
         if not left:
             break
+    if left == SAMPLE_CHARACTERS and held_out:
+        yield from _sample(readings, 0, seed)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ class TokenFolder:
         path = Path(path)
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())
-            version = manifest["format"]
+            version, _ = manifest["format"], manifest["splits"]
         except FileNotFoundError:
             if (path / UNFINISHED).is_dir():
                 raise Mistake(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
@@ -315,6 +315,8 @@ class TokenFolder:
 
 def remove_preparation(folder: Path) -> None:
     """Take away what a preparation wrote, the manifest first, and nothing else."""
+    # Stopped half-way, this leaves an unfinished preparation, which the next one takes away.
+    (folder / UNFINISHED).mkdir(exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     for suffix in (".tokens", ".documents", ".json", ".partial"):
         for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]*{suffix}"):

@@ -3,6 +3,7 @@
 Arithmetic on a ModelConfig, without torch. What a run will need in memory, and how fast it will be, is plan/'s business.
 """
 
+import re
 from dataclasses import dataclass
 
 from lmforge.model.shapes import ModelConfig
@@ -70,6 +71,7 @@ def training_bytes(config: ModelConfig) -> int:
 # Dense figures (without sparsity) from the makers' data sheets, in FLOP/s. First match wins, so that the slower variants
 # of a chip stand before the chip. Consumer chips: with fp32 accumulation.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("GH200", {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}),
     ("GB200", {"bf16": 2500e12, "fp8": 5000e12, "tf32": 1250e12, "fp32": 80e12}),
     ("B200", {"bf16": 2250e12, "fp8": 4500e12, "tf32": 1125e12, "fp32": 75e12}),
     ("H200 NVL", {"bf16": 835e12, "fp8": 1671e12, "tf32": 417e12, "fp32": 60e12}),
@@ -99,7 +101,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         dtype: of the matrix products: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
     """
     for name, peaks in _PEAKS:
-        if name in device_name:
+        if re.search(rf"\b{re.escape(name)}\b", device_name):
             # Tensor cores of these chips run both 16-bit formats at one speed; those before them have fp16 alone.
             return peaks.get(dtype, peaks.get("bf16") if dtype == "fp16" else None)
     return None

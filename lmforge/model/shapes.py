@@ -150,6 +150,11 @@ def resolve(source: str | Path | None, overrides: dict[str, Any], vocab_size: in
         preset(str(source))
         chosen = dict(PRESETS[str(source)])
     chosen |= overrides
+    kind = chosen.get("model_type", "llama")
+    if "model_type" in overrides:
+        chosen |= {"qk_norm": kind == "qwen3", "attention_bias": overrides.get("attention_bias", kind == "qwen2")}
+    if {"model_type", "attention_bias"} & overrides.keys() and "attention_output_bias" not in overrides:
+        chosen["attention_output_bias"] = chosen["attention_bias"] and kind != "qwen2"
     if vocab_size is not None:
         if where == "model":
             chosen.setdefault("vocab_size", vocab_size)

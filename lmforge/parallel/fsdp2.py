@@ -4,7 +4,7 @@ Units: the embedding, each block, the head, and a root with what is left (the la
 is used at both ends of the forward pass, so it stays in the root, which is gathered once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -103,6 +103,12 @@ class FullySharded(Spread):
     def _sum_over_shards(self, squares: Tensor) -> None:
         if self._sharding.shards > 1:
             dist.all_reduce(squares, group=self._mesh.get_group(SHARD))
+
+    def state(self, optimizer: torch.optim.Optimizer, by_name: Callable[..., dict[str, dict[str, Tensor]]]) -> dict[str, Any]:
+        # A forward pass without a backward, as in validation, leaves units gathered: their tensors are not the masters then.
+        for unit in self._units():
+            unit.reshard()
+        return super().state(optimizer, by_name)
 
     @contextmanager
     def whole(self) -> Iterator[LanguageModel]:

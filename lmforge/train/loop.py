@@ -130,7 +130,9 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
             parts.teller.advance(done)
             signal = stop.agreed()
             record: dict[str, Any] = {}
-            if last or signal or done % parts.log_every == 0:
+            saving = bool(last or signal or done % parts.save_every == 0)
+            if saving or done % parts.log_every == 0:
+                # What is saved is known to be finite, or it would push out what was good.
                 record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
                 _require_finite(record, done)
                 gc.collect()
@@ -139,7 +141,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 record |= since.pausing(partial(parts.validate, done))
             if record:
                 _write(parts, {"step": done, "tokens": done * parts.plan.tokens, **record})
-            if last or signal or done % parts.save_every == 0:
+            if saving:
                 parts.heartbeat.phase("checkpoint", done)
                 since.pausing(partial(parts.save, done))
             if signal:

@@ -1,5 +1,7 @@
 """The stages of a model's life: each builds the parts and calls the one loop."""
 
+import re
+import shlex
 import signal
 import sys
 import time
@@ -43,6 +45,8 @@ from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, learning_rate, state_by_name
 
+# What gloo and NCCL say when the other end is gone.
+LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
 MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -98,11 +102,15 @@ def pretrain(config: Config) -> int:
     except Exception as problem:
         # Peers that lose their groups fail too: whoever knows the cause asks for the word while it still has them.
         cluster.speaks_for_all()
+        if isinstance(problem, RuntimeError) and LOST_PEER.search(str(problem)):
+            first = str(problem).strip().splitlines()[0]
+            raise RunFailed(f"{run.path}: another rank was lost ({first}); {_kept(run)}") from problem
         if isinstance(problem, OSError) and problem.errno in NO_ROOM:
             raise RunFailed(f"{run.path}: no room to write ({problem.strerror}); {_kept(run)}") from problem
         raise
     finally:
         cluster.stop()
+        run.unlock()
 
 
 def _kept(run: Run) -> str:
@@ -161,6 +169,10 @@ def open_material(config: Config, ranks: int) -> Material:
     limit = shape.longest_row_tokens
     if limit is not None and config.data.length > limit:
         raise Mistake(f"data.length = {config.data.length}: this model has positions for {limit} tokens; use at most that")
+    if config.sample.every_steps is not None and limit is not None:
+        longest = max(len(tokenizer.encode(prompt)) for prompt in config.sample.prompts) + config.sample.max_tokens
+        if longest > limit:
+            raise Mistake(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
     train = Stream(tokens, split="train", length=config.data.length, seed=config.train.seed)
     held_out = Stream(tokens, split="held_out", length=config.data.length, shuffle=False)
     return Material(tokens, train, held_out, shape, plan)
@@ -207,7 +219,7 @@ def _pretrain(
         trained.loaded(optimizer, state)
         checkpoint.set_rng_state(entry.manifest.rng)
     peak = peak_of(ranks.device, dtype)
-    _introduce(config, material, trained, teller)
+    _introduce(config, material, trained, teller, fresh=entry.folder is None)
     teller.say(
         f"compute    {_name(dtype)} ({dtype_why}), masters {config.train.master_dtype}, attention {backend_name(ranks.device)},"
         f" compile {_on(compiled)} ({compile_why})"
@@ -270,6 +282,8 @@ def _pretrain(
             ),
             start,
         )
+    except Mistake as problem:  # such as a shard that went bad: the run is on its way, so it has failed
+        raise RunFailed(str(problem)) from problem
     finally:
         loader.close()
         if metrics is not None:
@@ -277,7 +291,7 @@ def _pretrain(
     if stopped:
         teller.say(
             f"stopped by {signal.Signals(stopped).name} after step {done}, which is saved;"
-            f" to continue: lmforge pretrain {run.recipe}"
+            f" to continue: lmforge pretrain {shlex.quote(str(run.recipe))}"
         )
         return 128 + stopped
     teller.say(f"trained {done - start} steps in {clock(time.perf_counter() - began)}: {run.checkpoint(done)}")
@@ -286,7 +300,7 @@ def _pretrain(
     return 0
 
 
-def _introduce(config: Config, material: Material, trained: Spread, teller: Teller) -> None:
+def _introduce(config: Config, material: Material, trained: Spread, teller: Teller, fresh: bool) -> None:
     """Say what is about to be trained, on what, and by whom."""
     ranks, length = trained.ranks, config.data.length
     on_gpu = ranks.device.type == "cuda"
@@ -296,6 +310,8 @@ def _introduce(config: Config, material: Material, trained: Spread, teller: Tell
         f"model      {parameters(shape).total:,} parameters ({shape.model_type}),"
         f" {flops_per_token(shape, length):.3g} FLOPs a token"
     )
+    if fresh:
+        teller.say(f"weights    {f'of {config.model.source}' if has_weights(config) else f'random, seed {config.train.seed}'}")
     tokens = material.tokens.split("train").tokens
     teller.say(f"data       {config.data.folder}: {tokens:,} tokens, {material.train.rows_per_epoch:,} rows an epoch")
     teller.say(f"batch      {material.plan}")
@@ -349,13 +365,22 @@ def prepare_model(
     return trained, build_optimizer(trained.model, config.optimizer, trained.shapes())
 
 
+def has_weights(config: Config) -> bool:
+    """Whether the recipe begins from a folder's weights; those in a format that is not opened count, to be refused."""
+    source = config.model.source
+    if source is None or not config.model.load_weights:
+        return False
+    return any(any(source.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
+
+
 def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> None:
     """Give a model its first weights; with `fresh` false they are about to be loaded. Nothing is sent between ranks."""
     source = config.model.source
     if not fresh:
         return
     with ranks.agreeing():
-        if source is not None and config.model.load_weights and any(source.glob("*.safetensors*")):
+        if has_weights(config):
+            assert source is not None
             load_folder(source, model)
         else:
             initialise(model, config.train.seed, config.model.embedding_initializer_range)

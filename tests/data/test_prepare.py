@@ -227,6 +227,53 @@ def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, 
     assert sum(summary.documents.values()) == count
 
 
+@pytest.mark.parametrize("tiny", range(6))
+def test_one_large_document_beside_a_tiny_one_is_trained_on(tmp_path: Path, tiny: int) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "book.txt").write_text(" ".join(some_texts(300)))
+    (tmp_path / "in" / "notes.txt").write_text(f"Note {tiny}: read it.")
+    summary = prepare(str(tmp_path / "in"), tmp_path / "out", vocab_size=300, workers=1)
+    assert summary.text_bytes[TRAIN] > summary.text_bytes[HELD_OUT] > 0
+
+
+def test_merges_are_learnt_even_where_every_hash_holds_its_text_out(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "two.jsonl", some_texts(2))
+    assert prepare(str(source), tmp_path / "out", vocab_size=280, held_out=0.999, workers=1).vocab_size > 261
+
+
+@pytest.mark.parametrize("left", ["parts without a plan", "a folder half taken away"])
+def test_what_a_killed_overwrite_left_is_not_taken_for_another_plans_parts(tmp_path: Path, left: str) -> None:
+    first = write_lines(tmp_path / "first.jsonl", some_texts(40, seed=1))
+    second = write_lines(tmp_path / "second.jsonl", some_texts(40, seed=2))
+    prepare(str(second), tmp_path / "clean", vocab_size=300, workers=1)
+    out = tmp_path / "out"
+    if left == "parts without a plan":
+        assert stopped_after_parts(first, out) == -signal.SIGKILL
+        (out / UNFINISHED / "plan.json").unlink()
+    else:
+        prepare(str(first), out, vocab_size=300, workers=1)
+        (out / UNFINISHED).mkdir()
+        (out / MANIFEST).unlink()
+    prepare(str(second), out, vocab_size=300, workers=1)
+    assert content(out) == content(tmp_path / "clean")
+
+
+def stopped_after_parts(source: Path, out: Path) -> int:
+    """Prepare, and die once the documents are tokenised; the process's status."""
+    program = (
+        "import os, signal, sys; from lmforge.data import prepare\n"
+        "prepare._seal_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare.prepare(sys.argv[1], sys.argv[2], vocab_size=300, workers=1)"
+    )
+    return subprocess.run([sys.executable, "-c", program, str(source), str(out)], timeout=120).returncode
+
+
+def test_json_nested_without_end_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(Mistake, match=r"deep\.jsonl.*: not JSON: "):
+        prepare(str(tmp_path / "deep.jsonl"), tmp_path / "out", vocab_size=300, workers=1)
+
+
 def test_an_only_document_has_its_tail_held_out(tmp_path: Path) -> None:
     prose = Path(argparse.__file__)
     summary = prepare(str(prose), tmp_path / "out", vocab_size=300)

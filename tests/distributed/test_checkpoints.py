@@ -9,6 +9,7 @@ from tests.distributed.conftest import Recipe, losses, run_cases
 
 LOSS_TOLERANCE = 1e-6
 SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--sample.every_steps", "5", "--sample.max_tokens", "3"]
+SCHEDULE += ["--validation.every_steps", "5"]
 TIED = ["--model.tie_word_embeddings", "true"]
 FSDP1 = ["--parallel.engine", "fsdp1"]
 HYBRID = ["--parallel.hybrid_ranks", "2", "--parallel.sharding"]
@@ -19,6 +20,7 @@ WRITERS: dict[str, tuple[int, list[str]]] = {
     "fsdp1 on 2": (2, FSDP1),
     "tied fsdp1 on 2": (2, [*FSDP1, *TIED]),
     "fsdp2 offloaded on 2": (2, ["--parallel.offload", "--parallel.recompute", "full"]),
+    "fsdp2 grad-shard on 2": (2, ["--parallel.sharding", "grad-shard"]),
     "fsdp1 hybrid on 4": (4, [*FSDP1, *HYBRID, "hybrid-full-shard"]),
     "fsdp2 hybrid on 4": (4, [*HYBRID, "hybrid-grad-shard"]),
 }
@@ -27,6 +29,7 @@ READERS: dict[str, tuple[str, int, list[str]]] = {
     "fsdp1 on 2, then alone": ("fsdp1 on 2", 1, []),
     "tied fsdp1 on 2, then alone": ("tied fsdp1 on 2", 1, []),
     "fsdp2 hybrid on 4, then alone": ("fsdp2 hybrid on 4", 1, []),
+    "fsdp2 grad-shard on 2, then alone": ("fsdp2 grad-shard on 2", 1, []),
     "alone, then fsdp1 on 2": ("alone", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
     "tied alone, then fsdp1 on 2": ("tied alone", 2, FSDP1),
     "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.offload"]),

@@ -142,7 +142,7 @@ def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
         ("llama2-7b", {"qk_norm": True}, "qk_norm: True cannot be written as a llama model"),
         ("qwen3-0.6b", {"qk_norm": False}, "qk_norm: False cannot be written as a qwen3 model"),
         ("llama2-7b", {"sliding_window": 99}, "sliding_window: a llama model has none"),
-        ("llama2-7b", {"attention_bias": True}, "attention_bias, attention_output_bias: (True, False) cannot be written"),
+        ("mistral-7b", {"attention_bias": True}, "attention_bias, attention_output_bias: (True, True) cannot be written"),
         ("mistral-7b", {"mlp_bias": True}, "mlp_bias: a mistral model has none"),
         ("qwen2.5-0.5b", {"layer_types": ["full_attention"]}, "layer_types: needs sliding_window"),
         ("qwen2.5-0.5b", {"layer_types": ["full_attention"], "sliding_window": 9}, "layer_types: names 1 layers of 24"),
@@ -186,3 +186,17 @@ def test_a_shape_is_a_value() -> None:
     fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
     assert ModelConfig(**fields) == ModelConfig(**fields)
     assert hash(ModelConfig(**fields)) == hash(ModelConfig(**fields))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_preset_becomes_another_family_by_its_model_type(kind: str) -> None:
+    shape = resolve("nano", {"model_type": kind})
+    assert (shape.model_type, shape.qk_norm) == (kind, kind == "qwen3")
+    assert (shape.attention_bias, shape.attention_output_bias) == (kind == "qwen2", False)
+    assert from_hugging_face(shape.to_hugging_face(), "") == shape
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_attention_bias_is_that_of_every_projection(kind: str) -> None:
+    shape = resolve("nano", {"model_type": kind, "attention_bias": True})
+    assert (shape.attention_bias, shape.attention_output_bias) == (True, True)
