@@ -39,7 +39,7 @@ from lmforge.runs import Run
 from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
-from lmforge.train.optim import build_optimizer, learning_rate, state_by_name
+from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,9 @@ def open_material(config: Config, ranks: int) -> Material:
     limit = shape.longest_row_tokens
     if limit is not None and config.data.length > limit:
         raise Mistake(f"data.length = {config.data.length}: this model has positions for {limit} tokens; use at most that")
+    if config.optimizer.groups:
+        names = dict(build(shape, seed=None, device="meta").named_parameters())
+        choose_groups(names, config.optimizer.groups)  # refuses before anything is touched
     train = Stream(tokens, split="train", length=config.data.length, seed=config.train.seed)
     held_out = Stream(tokens, split="held_out", length=config.data.length, shuffle=False)
     return Material(tokens, train, held_out, shape, plan)
@@ -168,6 +171,9 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
         theirs, ours = asdict(manifest.model_config), asdict(material.shape)
         differing = [f"{name} {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
         raise Mistake(f"{entry.folder}: a model of another shape ({'; '.join(differing[:3])}); {ways}")
+    optimizer = manifest.recipe["optimizer"].get("name", "adamw")  # the only one there was, before it had a name
+    if optimizer != config.optimizer.name:
+        raise Mistake(f"{entry.folder}: saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}; {ways}")
     if manifest.tokenizer_hash != material.tokens.tokenizer.hash:
         raise Mistake(f"{entry.folder}: trained with another tokenizer than {config.data.folder} was prepared with; {ways}")
     if manifest.samples != manifest.step * material.plan.rows:
