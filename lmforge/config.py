@@ -117,7 +117,7 @@ class TrainOptions(Options):
 class GroupOptions(Options):
     """Parameters that are told apart by their names, and what holds for them."""
 
-    pattern: str = option(..., "regular expression, found anywhere in a tensor name: norm|bias, or layers\\.0\\.")
+    pattern: str = option(..., "a regular expression to find in tensor names, such as norm|bias or layers\\.0\\.")
     lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without the group)", ge=0)
     weight_decay: float | None = option(None, "decay (default: as without the group)", ge=0)
 

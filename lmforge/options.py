@@ -104,7 +104,8 @@ def validate(
         # JSON mode is strict about types and still takes text for a path and a list for a tuple.
         return tree.model_validate_json(_as_given(table), strict=True)
     except ValidationError as problem:
-        error = problem.errors()[0]
+        # Where a required key is misspelt, that it is missing is the lesser half of the news.
+        error = min(problem.errors(), key=lambda error: error["type"] == "missing")
     path = tuple(part for part in error["loc"] if isinstance(part, str))
     context = error.get("ctx", {})
     if error["type"] == "value_error":  # raised by our own validators, in their own words
@@ -125,11 +126,11 @@ def _as_given(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, JSON has not
 
 
-def _nearest(tree: type[Options], path: OptionPath) -> str:
+def _nearest(tree: type[Options], path: OptionPath, in_tables: bool = True) -> str:
     """A hint at the option that was probably meant: in the section that was named, else anywhere."""
     typed = ".".join(path).replace("-", "_")
     section, _, last = typed.rpartition(".")
-    whole = [".".join(known) for known, _ in fields(tree, in_tables=True)]
+    whole = [".".join(known) for known, _ in fields(tree, in_tables=in_tables)]
     anywhere = {name.rpartition(".")[2]: name for name in whole}
     beside = {name.rpartition(".")[2]: name for name in whole if name.rpartition(".")[0] == section}
     # Where the section is misspelt, or stands for an option: sections are names as well.
@@ -202,7 +203,7 @@ def _from_command_line(tree: type[Options], arguments: list[str]) -> dict[Option
         name, equals, attached = word[2:].partition("=")
         path = tuple(name.replace("-", "_").split("."))
         if path not in known:
-            raise Mistake(f"--{name}: no such option{_nearest(tree, path)}")
+            raise Mistake(f"--{name}: no such option{_nearest(tree, path, in_tables=False)}")
         values = [attached] if equals else _following(words, known[path])
         if _table_of(known[path]):
             given[path] = [_read_table(name, word) for word in values]

@@ -79,18 +79,18 @@ class AdamW(torch.optim.Optimizer):
             kept = [local(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
             gradient = local(parameter.grad).reshape(-1)
             for stretch in zip(*(flat.split(LOT) for flat in (gradient, *kept)), strict=True):
-                yield _Piece(*stretch, step=int(state["step"]))
+                yield _Piece(int(state["step"]), *stretch)
 
 
 @dataclass(frozen=True)
 class _Piece:
     """A stretch of this rank's share of one parameter, with its state. All have one dimension."""
 
+    step: int
     gradient: Tensor
     value: Tensor
     first: Tensor
     second: Tensor
-    step: int
 
 
 def local(tensor: Tensor | None) -> Tensor:
