@@ -74,7 +74,8 @@ def words_of(table: dict[str, dict[str, Any]]) -> list[str]:
     for part, values in table.items():
         for name, value in values.items():
             if name == "tables":
-                words += [f"--{part}.{name}", *(to_toml(Inner(tables=(table,))).split("tables = ")[1] for table in value)]
+                lines = [to_toml(Item(**table)).strip().split("\n") for table in value]
+                words += [f"--{part}.{name}", *("{" + ", ".join(each) + "}" for each in lines)]
             elif isinstance(value, list):
                 words += [f"--{part}.{name}={value[0]}"] if len(value) == 1 else [f"--{part}.{name}", *value]
             else:
