@@ -244,7 +244,9 @@ def load(folder: Path, state: State, ranks: Ranks | None = None) -> None:
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in _flat(state):
         if name not in stored:
-            raise Mistake(f"{folder}: it has no tensor {name}; the model is of another shape")
+            of_optimizer = name.startswith("optimizer.")
+            reason = "it was saved with other optimizer options" if of_optimizer else "the model is of another shape"
+            raise Mistake(f"{folder}: it has no tensor {name}; {reason}")
         described = stored[name]
         assert isinstance(described, TensorStorageMetadata)  # the reader refuses anything else
         size = described.size

@@ -4,6 +4,7 @@ Options are read once, at the edge, by `options.py`; below the stages, functions
 torch, so that `--help` and `--dry-run` answer at once. `batch_plan` is the one place where batch sizes are derived.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -132,16 +133,53 @@ class TrainOptions(Options):
         return self
 
 
-class OptimizerOptions(Options):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+class GroupOptions(Options):
+    """Parameters that are told apart by their names, and what holds for them."""
 
+    pattern: str = option(..., "a regular expression to find in tensor names, such as norm|bias or layers\\.0\\.")
+    lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without the group)", ge=0)
+    weight_decay: float | None = option(None, "decay (default: as without the group)", ge=0)
+
+    @model_validator(mode="after")
+    def _is_expression(self) -> "GroupOptions":
+        try:
+            re.compile(self.pattern)
+        except re.error as problem:
+            raise ValueError(f"optimizer.groups.pattern: not a regular expression: {self.pattern} ({problem})") from None
+        return self
+
+
+class OptimizerOptions(Options):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), Muon (Jordan; Liu et al., arXiv 2502.16982), or SGD."""
+
+    name: Literal["adamw", "muon", "sgd"] = option(
+        "adamw", "muon is for the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw"
+    )
     lr: float = option(3e-4, "peak learning rate", gt=0)
-    beta1: float = option(0.9, "decay of the first moment", ge=0, lt=1)
-    beta2: float = option(0.95, "decay of the second moment", ge=0, lt=1)
-    eps: float = option(1e-8, "added to the root of the second moment", gt=0)
+    beta1: float = option(0.9, "adamw: decay of the first moment", ge=0, lt=1)
+    beta2: float = option(0.95, "adamw: decay of the second moment", ge=0, lt=1)
+    eps: float = option(1e-8, "adamw: added to the root of the second moment", gt=0)
+    momentum: float | None = option(
+        None, "muon and sgd: decay of the momentum (default: 0.95 for muon, 0.9 for sgd)", ge=0, lt=1
+    )
     embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to that of the rest", gt=0)
-    weight_decay: float = option(0.1, "decoupled decay of matrices; vectors (norms, biases) never decay", ge=0)
+    weight_decay: float = option(
+        0.1, "decay of matrices, not of vectors (norms, biases); decoupled, but sgd adds it to the gradient", ge=0
+    )
     clip_norm: float = option(1.0, "longest gradient norm; 0 leaves gradients as they are", ge=0)
+    groups: tuple[GroupOptions, ...] = option(
+        (), "other numbers for some parameters, [[optimizer.groups]] in a recipe; the first whose pattern matches counts"
+    )
+    state_dtype: Literal["fp32", "bf16"] = option("fp32", "adamw and muon: dtype in which moments and momentum are kept")
+    implementation: Literal["fused", "foreach"] = option(
+        "fused", "adamw with fp32 state: which of torch's, one kernel or several"
+    )
+
+    @model_validator(mode="after")
+    def _state_of_sgd(self) -> "OptimizerOptions":
+        if self.name == "sgd" and self.state_dtype != "fp32":
+            raise ValueError("optimizer.state_dtype = bf16: not with optimizer.name = sgd; use adamw or muon, or leave it out")
+        return self
 
 
 class ScheduleOptions(Options):
@@ -199,7 +237,7 @@ class Config(Options):
     model: ModelOptions = section(ModelOptions, "the shape: a preset or a Hugging Face folder, and what to change of it")
     parallel: ParallelOptions = section(ParallelOptions, "how the model is spread over ranks")
     train: TrainOptions = section(TrainOptions, "the loop")
-    optimizer: OptimizerOptions = section(OptimizerOptions, "AdamW")
+    optimizer: OptimizerOptions = section(OptimizerOptions, "how gradients become steps")
     schedule: ScheduleOptions = section(ScheduleOptions, "the learning rate over the run")
     validation: ValidationOptions = section(ValidationOptions, "loss on held-out documents while training")
     sample: SampleOptions = section(SampleOptions, "text written by the model while it trains")

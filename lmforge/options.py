@@ -61,7 +61,7 @@ def argument(default: Any, meaning: str) -> Any:
 
 
 def section(tree: type[Options], meaning: str) -> Any:
-    """Declare a group of options inside another."""
+    """Declare a group of options inside another. A list of them is an option: `tuple[Tree, ...] = option((), …)`."""
     return Field(default_factory=tree, description=meaning)
 
 
@@ -104,18 +104,21 @@ def validate(
         # JSON mode is strict about types and still takes text for a path and a list for a tuple.
         return tree.model_validate_json(_as_given(table), strict=True)
     except ValidationError as problem:
-        error = problem.errors()[0]
+        # Where a required key is misspelt, that it is missing is the lesser half of the news.
+        error = min(problem.errors(), key=lambda error: error["type"] == "missing")
     path = tuple(part for part in error["loc"] if isinstance(part, str))
     context = error.get("ctx", {})
     if error["type"] == "value_error":  # raised by our own validators, in their own words
         raise Mistake(f"{where}: {context['error']}" if where else str(context["error"]))
     name = ".".join(path)
-    place = f"--{name}" if path in from_command_line or not where else f"{where}: {name}"
+    typed = any(path[:length] in from_command_line for length in range(1, len(path) + 1))
+    place = f"--{name}" if typed or not where else f"{where}: {name}"
     if error["type"] == "extra_forbidden":
         raise Mistake(f"{place}: no such option{_nearest(tree, path)}")
     if error["type"] == "missing":
-        raise Mistake(f"{place}: missing; give {dict(fields(tree))[path].description}")
-    expected = EXPECTED[error["type"]].format(**context)
+        raise Mistake(f"{place}: missing; give {dict(fields(tree, in_tables=True))[path].description}")
+    in_list = isinstance(error["loc"][-1], int)
+    expected = "a table" if in_list and error["type"] == "model_type" else EXPECTED[error["type"]].format(**context)
     raise Mistake(f"{place}: expected {expected}, got {_as_given(error['input'])}")
 
 
@@ -123,11 +126,11 @@ def _as_given(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, JSON has not
 
 
-def _nearest(tree: type[Options], path: OptionPath) -> str:
+def _nearest(tree: type[Options], path: OptionPath, in_tables: bool = True) -> str:
     """A hint at the option that was probably meant: in the section that was named, else anywhere."""
     typed = ".".join(path).replace("-", "_")
     section, _, last = typed.rpartition(".")
-    whole = [".".join(known) for known, _ in fields(tree)]
+    whole = [".".join(known) for known, _ in fields(tree, in_tables=in_tables)]
     anywhere = {name.rpartition(".")[2]: name for name in whole}
     beside = {name.rpartition(".")[2]: name for name in whole if name.rpartition(".")[0] == section}
     # Where the section is misspelt, or stands for an option: sections are names as well.
@@ -139,14 +142,19 @@ def _nearest(tree: type[Options], path: OptionPath) -> str:
     return "; --help lists those there are"
 
 
-def fields(tree: type[BaseModel], above: OptionPath = ()) -> Iterator[tuple[OptionPath, FieldInfo]]:
-    """Every option of a tree as (path, field), depth first in the order of declaration."""
+def fields(tree: type[BaseModel], above: OptionPath = (), in_tables: bool = False) -> Iterator[tuple[OptionPath, FieldInfo]]:
+    """Every option of a tree as (path, field), depth first in the order of declaration.
+
+    A list of tables is one option; with `in_tables` the keys of such a table follow it.
+    """
     for name, field in tree.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from fields(kind, (*above, name))
-        else:
-            yield (*above, name), field
+            yield from fields(kind, (*above, name), in_tables)
+            continue
+        yield (*above, name), field
+        if in_tables and (table := _table_of(field)):
+            yield from fields(table, (*above, name), in_tables)
 
 
 def _members(field: FieldInfo) -> tuple[Any, ...]:
@@ -157,6 +165,12 @@ def _members(field: FieldInfo) -> tuple[Any, ...]:
 
 def _is_list(field: FieldInfo) -> bool:
     return typing.get_origin(field.annotation) is tuple
+
+
+def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """What each item of a list of tables holds; None for any other option."""
+    item = typing.get_args(field.annotation)[0] if _is_list(field) else None
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
 
 
 def _is_switch(field: FieldInfo) -> bool:
@@ -189,9 +203,11 @@ def _from_command_line(tree: type[Options], arguments: list[str]) -> dict[Option
         name, equals, attached = word[2:].partition("=")
         path = tuple(name.replace("-", "_").split("."))
         if path not in known:
-            raise Mistake(f"--{name}: no such option{_nearest(tree, path)}")
+            raise Mistake(f"--{name}: no such option{_nearest(tree, path, in_tables=False)}")
         values = [attached] if equals else _following(words, known[path])
-        if _is_list(known[path]):
+        if _table_of(known[path]):
+            given[path] = [_read_table(name, word) for word in values]
+        elif _is_list(known[path]):
             given[path] = values
         elif values:
             given[path] = _read(known[path], values[0])
@@ -241,6 +257,15 @@ def _read(field: FieldInfo, text: str) -> Any:
     return text
 
 
+def _read_table(name: str, text: str) -> Any:
+    """`text`, an inline table of TOML, as in a recipe."""
+    try:
+        (table,) = tomllib.loads(f"table = {text}").values()
+        return table
+    except ValueError:
+        raise Mistake(f'--{name}: expected a table such as {{key = "value"}}, got {_as_given(text)}') from None
+
+
 def _whole(text: str) -> int:
     try:
         return int(text)
@@ -253,7 +278,14 @@ def _whole(text: str) -> int:
 
 def describe(tree: type[Options]) -> str:
     """Help for every option: its name, kind, meaning and default, one line each."""
-    rows = [(path, _spelling(path, field), f"{field.description}{_default(field)}") for path, field in fields(tree)]
+    rows = []
+    for path, field in fields(tree):
+        rows.append((path, _spelling(path, field), f"{field.description}{_default(field)}"))
+        if table := _table_of(field):
+            rows += [
+                (path, f"    {'.'.join(key)} {_kind(inner)}", f"{inner.description}{_default(inner)}")
+                for key, inner in fields(table)
+            ]
     width = min(max(len(spelling) for _, spelling, _ in rows), WIDEST_NAME)
     lines: list[str] = []
     heading: OptionPath = ()
@@ -274,7 +306,7 @@ def _kind(field: FieldInfo) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
     if _is_list(field):
-        return "TEXT …"
+        return "TABLE …" if _table_of(field) else "TEXT …"
     return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[kind]
 
 
@@ -302,5 +334,7 @@ def to_toml(tree: Options) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
     # A JSON number, truth value or text is TOML too, but for one character that only TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

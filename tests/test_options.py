@@ -13,6 +13,11 @@ from lmforge.errors import Mistake
 from lmforge.options import Options, argument, describe, fields, option, parse, read_recipe, section, to_toml, validate
 
 
+class Item(Options):
+    name: str = option(..., "its name")
+    size: float | None = option(None, "its size (default: any)", ge=0)
+
+
 class Inner(Options):
     whole: int = option(3, "a whole number", gt=0, le=2**60)
     number: float = option(0.5, "a number", ge=0)
@@ -21,6 +26,7 @@ class Inner(Options):
     place: Path = option(Path("here"), "a path")
     choice: Literal["left", "right"] = option("left", "one of two")
     texts: tuple[str, ...] = option(("one",), "some texts")
+    tables: tuple[Item, ...] = option((), "some tables")
     maybe_whole: int | None = option(None, "a whole number or nothing", gt=0)
     maybe_number: float | None = option(None, "a number or nothing")
     maybe_switch: bool | None = option(None, "a switch or nothing")
@@ -41,6 +47,7 @@ class Flat(Options):
 # TOML and the command line carry any text but half a surrogate pair; text "none" is nothing where that is a choice.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+items = st.fixed_dictionaries({"name": texts}, optional={"size": numbers})
 inners = st.fixed_dictionaries(
     {},
     optional={
@@ -51,6 +58,7 @@ inners = st.fixed_dictionaries(
         "place": texts.filter(lambda text: str(Path(text)) == text),
         "choice": st.sampled_from(["left", "right"]),
         "texts": st.lists(texts, max_size=3),
+        "tables": st.lists(items, max_size=3),
         "maybe_whole": st.integers(1, 2**60),
         "maybe_number": numbers.map(lambda number: -number),
         "maybe_switch": st.booleans(),
@@ -65,7 +73,10 @@ def words_of(table: dict[str, dict[str, Any]]) -> list[str]:
     words = []
     for part, values in table.items():
         for name, value in values.items():
-            if isinstance(value, list):
+            if name == "tables":
+                lines = [to_toml(Item(**table)).strip().split("\n") for table in value]
+                words += [f"--{part}.{name}", *("{" + ", ".join(each) + "}" for each in lines)]
+            elif isinstance(value, list):
                 words += [f"--{part}.{name}={value[0]}"] if len(value) == 1 else [f"--{part}.{name}", *value]
             else:
                 words.append(f"--{part}.{name}={str(value).lower() if isinstance(value, bool) else value}")
@@ -125,6 +136,12 @@ def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
         (["--inner.texts", "[a, b]"], {"texts": ("[a, b]",)}),
         (["--inner.texts=--strange"], {"texts": ("--strange",)}),
         (["--inner.texts"], {"texts": ()}),
+        (
+            ["--inner.tables", '{name = "a"}', "{size = 2, name = 'b'}"],
+            {"tables": ({"name": "a", "size": None}, {"name": "b", "size": 2.0})},
+        ),
+        (["--inner.tables={name = '--'}"], {"tables": ({"name": "--", "size": None},)}),
+        (["--inner.tables"], {"tables": ()}),
     ],
 )
 def test_words_are_read_as_the_option_says(words: list[str], expected: dict[str, Any]) -> None:
@@ -159,6 +176,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("choice", "up", "expected 'left' or 'right', got \"up\""),
     ("texts", "one", 'expected a list, got "one"'),
     ("texts", [1], "expected text, got 1"),
+    ("tables", {"name": "a"}, 'expected a list, got {"name": "a"}'),
+    ("tables", ["a"], 'expected a table, got "a"'),
     ("maybe_whole", "some", 'expected a whole number, got "some"'),
     ("whole", {"a": 1}, 'expected a whole number, got {"a": 1}'),
 ]
@@ -187,6 +206,25 @@ def test_a_wrong_value_on_the_command_line_is_named_with_its_option(name: str, w
     with pytest.raises(Mistake) as caught:
         parse(Tree, [f"--inner.{name}", word], {"inner": {"text": "fine"}}, "a.toml")
     assert str(caught.value) == f"--inner.{name}: {complaint}"
+
+
+@pytest.mark.parametrize(
+    ("item", "complaint"),
+    [
+        ({"name": 5}, "tables.name: expected text, got 5"),
+        ({"name": "a", "size": -1}, "tables.size: expected a number of at least 0.0, got -1"),
+        ({"size": 1}, "tables.name: missing; give its name"),
+        ({"nmae": "a"}, "tables.nmae: no such option; did you mean inner.tables.name?"),
+    ],
+)
+def test_what_is_wrong_in_one_of_several_tables_is_named_wherever_they_were_given(item: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(Mistake) as caught:
+        parse(Tree, [], {"inner": {"tables": [{"name": "fine"}, item]}}, "a.toml")
+    assert str(caught.value) == f"a.toml: inner.{complaint}"
+    word = "{" + ", ".join(f"{key} = {value!r}" for key, value in item.items()) + "}"
+    with pytest.raises(Mistake) as caught:
+        parse(Tree, ["--inner.tables", "{name = 'fine'}", word], {}, "a.toml")
+    assert str(caught.value) == f"--inner.{complaint}"
 
 
 @pytest.mark.parametrize("section_value", [5, "text", [1], True])
@@ -218,6 +256,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
         ("--inner.maybe-wole", "--inner.maybe-wole: no such option; did you mean inner.maybe_whole?"),
         ("--maybe_whole", "--maybe_whole: no such option; did you mean inner.maybe_whole?"),
         ("--qqqq=3", "--qqqq: no such option; --help lists those there are"),
+        ("--inner.tables.name", "--inner.tables.name: no such option; did you mean inner.tables?"),
+        ("--inner.tables=a", '--inner.tables: expected a table such as {key = "value"}, got "a"'),
+        ("--inner.tables={} \nb = 1", '--inner.tables: expected a table such as {key = "value"}, got "{} \\nb = 1"'),
+        ("--inner.tables=5", "--inner.tables: expected a table, got 5"),
         ("--inner.whole", "--inner.whole: needs a value"),
         ("--inner.switch=yes", '--inner.switch: expected true or false, got "yes"'),
         ("stray", "unexpected argument 'stray'; options begin with --"),
@@ -273,6 +315,12 @@ def test_help_says_of_each_option_its_kind_meaning_and_default() -> None:
     assert halves["--inner.place PATH"] == "a path (default: here)"
     assert halves["--inner.choice left|right"] == "one of two (default: left)"
     assert halves["--inner.texts TEXT …"] == 'some texts (default: ["one"])'
+    assert halves["--inner.tables TABLE …"] == "some tables (default: none)"
+    below = [line.strip() for line in lines[lines.index(next(line for line in lines if "--inner.tables" in line)) + 1 :]]
+    assert [re.sub(" {2,}", ": ", line) for line in below[:2]] == [
+        "name TEXT: its name (required)",
+        "size NUMBER: its size (default: any)",
+    ]
     assert halves["--inner.maybe_number NUMBER"] == "a number or nothing (default: none)"
     assert [line.split()[0] for line in describe(Flat).splitlines()] == ["[--]first", "[--]rest", "--count"]
     assert "(required)" in describe(Flat).splitlines()[0]

@@ -1,48 +1,103 @@
 """The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
 
+import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lmforge.config import OptimizerOptions, ScheduleOptions
+from lmforge.config import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.errors import Mistake
 from lmforge.model.layers import LanguageModel
+from lmforge.train.adamw import AdamW
+from lmforge.train.muon import Muon
 
 
 def build_optimizer(
     model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size] | None = None
-) -> torch.optim.AdamW:
-    """Fused AdamW over `model`'s trainable parameters.
+) -> torch.optim.Optimizer:
+    """The optimizer of `model`'s trainable parameters. Raises Mistake for a group that has none.
 
-    Matrices decay; vectors (norms, biases) do not. Input embeddings and head are a group of their own, whose learning
-    rate is `embedding_lr_ratio` times that of the rest. `shapes` has the whole shape of each parameter by name, where
-    parameters do not show it (FSDP1's are flat).
+    Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head is `embedding_lr_ratio`
+    times that of the rest. Where a group of the options says otherwise for a parameter, that counts. `shapes` has the
+    whole shape of each parameter by name, where parameters do not show it (FSDP1's are flat).
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    vectors = {id(parameter) for name, parameter in named if len((shapes or {}).get(name, parameter.shape)) < 2}
-    trainable = [parameter for _, parameter in named]
+    flat = any(len(shape) != parameter.ndim for shape, parameter in _with_shapes(model, shapes or {}))
+    if flat and (options.name == "muon" or options.state_dtype != "fp32"):
+        asked = "optimizer.name = muon" if options.name == "muon" else f"optimizer.state_dtype = {options.state_dtype}"
+        raise Mistake(f"{asked}: fsdp1 keeps parameters flat, and what they were is lost on it; use engine = fsdp2")
+    groups = _parameter_groups(model, options, shapes or {})
+    betas, state_dtype = (options.beta1, options.beta2), torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
+    if options.name == "sgd":
+        momentum = 0.9 if options.momentum is None else options.momentum
+        # torch's fused SGD takes no DTensors.
+        return torch.optim.SGD(groups, lr=options.lr, momentum=momentum, foreach=True)
+    if options.name == "muon":
+        momentum = 0.95 if options.momentum is None else options.momentum
+        return Muon(groups, lr=options.lr, momentum=momentum, betas=betas, eps=options.eps, state_dtype=state_dtype)
+    if state_dtype != torch.float32:
+        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, state_dtype=state_dtype)
+    fused = options.implementation == "fused"
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused, foreach=not fused)
+
+
+def _with_shapes(model: LanguageModel, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[torch.Size, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        yield shapes.get(name, parameter.shape), parameter
+
+
+def _parameter_groups(
+    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size]
+) -> list[dict[str, Any]]:
+    """Trainable parameters, those together to which the same numbers apply."""
+    vectors = {id(parameter) for shape, parameter in _with_shapes(model, shapes) if len(shape) < 2}
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [parameter for parameter in trainable if id(parameter) not in vectors | tables],
-            "weight_decay": options.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in trainable if id(parameter) in tables - vectors],
-            "weight_decay": options.weight_decay,
-            "lr_ratio": options.embedding_lr_ratio,
-        },
-        {"params": [parameter for parameter in trainable if id(parameter) in vectors], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        fused=True,
-    )
+    hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
+    chosen = choose_groups(trainable, options.groups)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        numbers: dict[str, Any] = {
+            "weight_decay": 0.0 if id(parameter) in vectors else options.weight_decay,
+            "lr_ratio": options.embedding_lr_ratio if id(parameter) in tables else 1.0,
+        }
+        if name in chosen:
+            numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
+        if options.name == "muon":
+            numbers["orthogonal"] = id(parameter) in hidden
+        groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameter)
+    return list(groups.values())
+
+
+def choose_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[str, GroupOptions]:
+    """The group of each tensor name in which a pattern is found: the first, where there are several.
+
+    Raises Mistake for a group that gets none.
+    """
+    names = list(names)
+    chosen: dict[str, GroupOptions] = {}
+    for group in groups:
+        found = [name for name in names if re.search(group.pattern, name)]
+        if not found:
+            raise Mistake(f"optimizer.groups: no tensor has {group.pattern} in its name; nearest: {_nearest(group, names)}")
+        left = [name for name in found if name not in chosen]
+        if not left:
+            raise Mistake(f"optimizer.groups: all that has {group.pattern} in its name is in an earlier group; put it before")
+        chosen |= dict.fromkeys(left, group)
+    return chosen
+
+
+def _nearest(group: GroupOptions, names: list[str]) -> str:
+    """The three names that look most like a group's pattern, as a whole or in a part; blocks are told apart by number only."""
+    kinds = {re.sub(r"\d+", "", name): name for name in reversed(names)}
+
+    def likeness(name: str) -> float:
+        return max(difflib.SequenceMatcher(None, group.pattern, part).ratio() for part in (name, *name.split(".")))
+
+    return ", ".join(sorted(kinds.values(), key=likeness, reverse=True)[:3])
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -51,17 +106,30 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     State that does not exist yet (before the first step, or before loading) is made, filled with zeros. The tensors are
     the optimizer's own, so that filling them in place is loading.
     """
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    present = {parameter: bool(optimizer.state.get(parameter)) for parameter in groups}
     named = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        named[name] = dict(state)
+        if parameter.requires_grad and (parameter not in groups or present[parameter] < max(present.values())):
+            # Made up here, it would be saved as if it had been trained.
+            raise RuntimeError(f"{name}: the optimizer has state for others but not for this tensor")
+        if parameter in groups and (state := _state(optimizer, parameter, groups[parameter])):
+            named[name] = dict(state)
     return named
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    if isinstance(optimizer, AdamW):
+        return optimizer.state_of(parameter, group)
+    state = optimizer.state[parameter]
+    if not state and isinstance(optimizer, torch.optim.AdamW):
+        # torch's fused step counts on the device, the other one on the host.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else None)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    elif not state and group["momentum"]:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    return state
 
 
 def learning_rate(step: int, steps: int, options: ScheduleOptions, peak: float) -> float:

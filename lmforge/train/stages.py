@@ -43,7 +43,7 @@ from lmforge.runs import Run
 from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
-from lmforge.train.optim import build_optimizer, learning_rate, state_by_name
+from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
 
 # What gloo and NCCL say when the other end is gone.
 LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
@@ -173,6 +173,9 @@ def open_material(config: Config, ranks: int) -> Material:
         longest = max(len(tokenizer.encode(prompt)) for prompt in config.sample.prompts) + config.sample.max_tokens
         if longest > limit:
             raise Mistake(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
+    if config.optimizer.groups:
+        names = dict(build(shape, seed=None, device="meta").named_parameters())
+        choose_groups(names, config.optimizer.groups)  # refuses before anything is touched
     train = Stream(tokens, split="train", length=config.data.length, seed=config.train.seed)
     held_out = Stream(tokens, split="held_out", length=config.data.length, shuffle=False)
     return Material(tokens, train, held_out, shape, plan)
@@ -188,6 +191,9 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
         theirs, ours = asdict(manifest.model_config), asdict(material.shape)
         differing = [f"{name} {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
         raise Mistake(f"{entry.folder}: a model of another shape ({'; '.join(differing[:3])}); {ways}")
+    optimizer = manifest.recipe["optimizer"].get("name", "adamw")  # the only one there was, before it had a name
+    if optimizer != config.optimizer.name:
+        raise Mistake(f"{entry.folder}: saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}; {ways}")
     if manifest.tokenizer_hash != material.tokens.tokenizer.hash:
         raise Mistake(f"{entry.folder}: trained with another tokenizer than {config.data.folder} was prepared with; {ways}")
     if manifest.samples != manifest.step * material.plan.rows:

@@ -1,0 +1,122 @@
+"""AdamW whose moments may be kept in bf16, which halves the optimizer's memory.
+
+With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses; here they serve the
+parameters that Muon leaves (muon.py).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# Elements that are worked on at once: it bounds the fp32 copies of moments in bf16, four times this many bytes each.
+LOT = 2**25
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) on fp32 parameters, plain or DTensor, with moments of `state_dtype`, fp32 or bf16.
+
+    A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its
+    steps are smaller than what bf16 tells apart, and rounded to nearest it could not fall once beta2 is above 0.996.
+    The noise depends on the step only, so that a resumed run draws the same.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        state_dtype: torch.dtype = torch.float32,
+        **more: Any,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **more})
+        self.state_dtype = state_dtype
+
+    def state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter of `group`, made of zeros where there is none yet."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())  # on the host, which computes with it
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient. The host does not wait for the device."""
+        for group in self.param_groups:
+            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self.update(ready, group)
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One step of `parameters`, which are of `group`."""
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        for lot in _lots(self._pieces(parameters, group)):
+            values, gradients = [piece.value for piece in lot], [piece.gradient for piece in lot]
+            first, second = [piece.first.float() for piece in lot], [piece.second.float() for piece in lot]
+            torch._foreach_lerp_(first, gradients, 1 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+            width = torch._foreach_div(second, [1 - beta2**piece.step for piece in lot])
+            torch._foreach_sqrt_(width)
+            torch._foreach_add_(width, group["eps"])
+            torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
+            torch._foreach_addcdiv_(values, first, width, [-lr / (1 - beta1**piece.step) for piece in lot])
+            if self.state_dtype != torch.float32:
+                torch._foreach_copy_([piece.first for piece in lot], first)
+                dither_(second, seed=lot[0].step)
+                torch._foreach_copy_([piece.second for piece in lot], second)
+
+    def _pieces(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator["_Piece"]:
+        for parameter in parameters:
+            state = self.state_of(parameter, group)
+            state["step"] += 1
+            kept = [local(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+            gradient = local(parameter.grad).reshape(-1)
+            for stretch in zip(*(flat.split(LOT) for flat in (gradient, *kept)), strict=True):
+                yield _Piece(int(state["step"]), *stretch)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of this rank's share of one parameter, with its state. All have one dimension."""
+
+    step: int
+    gradient: Tensor
+    value: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """This rank's share of a tensor: itself, where it is whole."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _lots(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    lot: list[_Piece] = []
+    for piece in pieces:
+        if lot and sum(earlier.value.numel() for earlier in lot) + piece.value.numel() > LOT:
+            yield lot
+            lot = []
+        lot.append(piece)
+    if lot:
+        yield lot
+
+
+def dither_(tensors: list[Tensor], seed: int) -> None:
+    """Round fp32 tensors in place to numbers that bf16 holds: up or down at random, the nearer the likelier.
+
+    The expected value is the number itself. bf16 is the upper half of fp32, and a carry out of the lower one rounds up.
+    """
+    generator = torch.Generator(tensors[0].device).manual_seed(seed)
+    for tensor in tensors:
+        bits = tensor.view(torch.int32)
+        bits += torch.randint(2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        bits &= -(2**16)
