@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
+from multiprocessing.resource_tracker import ensure_running
 from typing import Self, TypeVar
 
 from lmforge.errors import RunFailed
@@ -37,6 +38,8 @@ class Crew:
             return
         # Ctrl-C reaches every process of a terminal; here it is for the caller alone, which then ends the others. A
         # blocked signal stays blocked across spawning, so there is no moment at which a starting process can print.
+        # Python's tracker of shared resources, which the pool starts, unblocks it: that one has to be up before.
+        ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             if self._pool is None:

@@ -376,6 +376,24 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path
     assert second.end()[0] == 0
 
 
+def blocked_signals(_: int) -> set[int]:
+    return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
+
+
+def test_no_process_of_a_crew_hears_ctrl_c_and_the_caller_still_does() -> None:
+    """In a process of its own: a tracker of resources that is already up hides the case."""
+    program = (
+        "from lmforge.data.crew import Crew\nfrom tests.data.test_prepare import blocked_signals\n"
+        "if __name__ == '__main__':\n"
+        "    with Crew(2) as crew:\n"
+        "        print([sorted(blocked) for _, blocked in crew.each(blocked_signals, range(6))], blocked_signals(0))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"{[[int(signal.SIGINT)]] * 6} set()"
+
+
 def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(20_000))
     small = (
