@@ -8,26 +8,40 @@ sees itself, so no row of scores is empty and nothing becomes NaN.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 
+class ContextShare(Protocol):
+    """Where each row is shared out over ranks (context parallel): what attention needs to know of it."""
+
+    def stretches(self, length: int) -> list[tuple[int, int]]:
+        """(slot of its first token in the whole row, tokens) of each contiguous stretch of the `length` tokens here."""
+
+    def whole(self, part: torch.Tensor, dimension: int) -> torch.Tensor:
+        """`part` of every rank along `dimension`, put together in the order of the row. Differentiable."""
+
+
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees, in the form that the backend on this device wants; exactly one is set.
+    """Which keys each query sees, in the form that the backend on this device wants; `dense` or `blocks` is set.
 
     dense: bool [rows, 1, queries, keys], True where seen, for torch's own scaled_dot_product_attention.
     blocks: the same for FlexAttention on CUDA, which skips the blocks of scores that nobody sees.
+    context: set where keys and values are here for the tokens of this rank only.
     """
 
     dense: torch.Tensor | None = None
     blocks: BlockMask | None = None
+    context: ContextShare | None = None
 
 
-def attention_mask(documents: torch.Tensor, window: int | None, seen: torch.Tensor | None = None) -> Mask:
+def attention_mask(
+    documents: torch.Tensor, window: int | None, seen: torch.Tensor | None = None, context: ContextShare | None = None
+) -> Mask:
     """The mask of one batch, to be made once per forward and window.
 
     Args:
@@ -35,18 +49,27 @@ def attention_mask(documents: torch.Tensor, window: int | None, seen: torch.Tens
         window: how many tokens back a token sees, itself included; None is all of its document.
         seen: int32 [rows, keys], the documents of all keys when queries are only the last of them (a cache); default
             `documents`.
+        context: set where the queries are a share of each row, and the keys are all of it.
     """
-    if seen is None and documents.is_cuda:
+    if context is not None:
+        seen = context.whole(documents, 1)
+    keys = documents if seen is None else seen
+    slots = torch.arange(keys.shape[1], device=keys.device)
+    asked = torch.cat([slots[first : first + count] for first, count in _stretches(documents.shape[1], slots.numel(), context)])
+    if documents.is_cuda and (seen is None or context is not None):
         rows, length = documents.shape
         make = _compiled_create_block_mask()
-        return Mask(blocks=make(seen_by(documents, window), rows, None, length, length, device=documents.device))
-    keys = documents if seen is None else seen
-    key_slots = torch.arange(keys.shape[1], device=keys.device)
-    query_slots = key_slots[keys.shape[1] - documents.shape[1] :, None]
-    order = key_slots <= query_slots
+        rule = seen_by(documents, keys, asked, window)
+        return Mask(blocks=make(rule, rows, None, length, slots.numel(), device=documents.device), context=context)
+    order = slots <= asked[:, None]
     if window is not None:
-        order &= key_slots > query_slots - window
-    return Mask(dense=((documents[:, :, None] == keys[:, None, :]) & order)[:, None])
+        order &= slots > asked[:, None] - window
+    return Mask(dense=((documents[:, :, None] == keys[:, None, :]) & order)[:, None], context=context)
+
+
+def _stretches(queries: int, keys: int, context: ContextShare | None) -> list[tuple[int, int]]:
+    """Which slots the queries are at, as stretches of (first, count): the last of all keys, or a share of them."""
+    return [(keys - queries, queries)] if context is None else context.stretches(queries)
 
 
 def backend_name(device: torch.device) -> str:
@@ -64,6 +87,8 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     Returns: [rows, heads, queries, head_dim].
     """
     grouped = queries.shape[1] != keys.shape[1]
+    if mask.context is not None:
+        keys, values = mask.context.whole(torch.stack((keys, values)), 3)
     if mask.blocks is not None:
         compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         return compute(queries, keys, values, block_mask=mask.blocks, enable_gqa=grouped)
@@ -73,15 +98,17 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
         keys, values = (_repeated(kept, queries.shape[1]) for kept in (keys, values))
     # Nothing tells the kernel that the upper triangle is empty. In pieces, each with the keys up to its own end, most of
     # that is never computed: a third of the time at 1,024 tokens on a CPU. Smaller pieces than 256 gain nothing more.
-    length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
-    piece = max(256, -(-length // 8))
-    pieces = []
-    for start in range(0, length, piece):
-        end = before + min(start + piece, length)
-        asked, allowed = queries[:, :, start : start + piece], mask.dense[:, :, start : start + piece, :end]
-        pieces.append(
-            scaled_dot_product_attention(asked, keys[:, :, :end], values[:, :, :end], attn_mask=allowed, enable_gqa=grouped)
-        )
+    pieces, done = [], 0
+    for first, count in _stretches(queries.shape[2], keys.shape[2], mask.context):
+        piece = max(256, -(-count // 8))
+        for start in range(0, count, piece):
+            stop = min(start + piece, count)
+            here, end = slice(done + start, done + stop), first + stop
+            asked, allowed = queries[:, :, here], mask.dense[:, :, here, :end]
+            pieces.append(
+                scaled_dot_product_attention(asked, keys[:, :, :end], values[:, :, :end], attn_mask=allowed, enable_gqa=grouped)
+            )
+        done += count
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
 
 
@@ -90,12 +117,14 @@ def _repeated(kept: torch.Tensor, heads: int) -> torch.Tensor:
     return kept[:, :, None].expand(rows, groups, heads // groups, length, width).reshape(rows, heads, length, width)
 
 
-def seen_by(documents: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
-    """The rule of `attention_mask`, slot by slot, as FlexAttention asks for it."""
+def seen_by(
+    documents: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, window: int | None
+) -> Callable[..., torch.Tensor]:
+    """The rule of `attention_mask`, query by key, as FlexAttention asks for it; `slots` [queries] says where queries are."""
 
     def seen(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        allowed = (documents[row, query] == documents[row, key]) & (query >= key)
-        return allowed if window is None else allowed & (key > query - window)
+        allowed = (documents[row, query] == keys[row, key]) & (slots[query] >= key)
+        return allowed if window is None else allowed & (key > slots[query] - window)
 
     return seen
 

@@ -4,6 +4,8 @@ RMSNorm before each half of a block, rotary positions, grouped key and value hea
 are those of shapes.ModelConfig. No loss here: the objective applies the head.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn.functional import silu
@@ -109,24 +111,21 @@ class Decoder(LanguageModel):
     def final_norm(self) -> nn.Module:
         return self.model.norm
 
-    def forward(
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(tokens)
+
+    def run_blocks(
         self,
-        tokens: torch.Tensor,
+        hidden: torch.Tensor,
         positions: torch.Tensor,
         documents: torch.Tensor,
         cache: Cache | None = None,
+        numbers: Iterable[int] | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
-
-        Args:
-            tokens, positions: int64 [rows, length]; positions restart at each document.
-            documents: int32 [rows, length], equal within a document, -1 on padding.
-            cache: keys and values of the tokens before these, extended in place; the tokens given follow them.
-        """
         seen = None if cache is None else cache.extend(documents)
-        masks = {window: attention_mask(documents, window, seen) for window in set(self.config.windows)}
+        masks = {window: attention_mask(documents, window, seen, self.context) for window in set(self.config.windows)}
         turn = rotation(positions, self.config)
-        hidden = self.model.embed_tokens(tokens)
-        for layer, (block, window) in enumerate(zip(self.model.layers, self.config.windows, strict=True)):
-            hidden = block(hidden, turn, masks[window], None if cache is None else cache.layers[layer])
-        return self.model.norm(hidden)
+        for number in range(len(self.blocks)) if numbers is None else numbers:
+            kept = None if cache is None else cache.layers[number]
+            hidden = self.blocks[number](hidden, turn, masks[self.config.windows[number]], kept)
+        return hidden

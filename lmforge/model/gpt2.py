@@ -4,6 +4,8 @@ Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. No 
 data seen once. No loss here: the objective applies the head.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn.functional import gelu
@@ -106,23 +108,23 @@ class GPT2(LanguageModel):
     def final_norm(self) -> nn.Module:
         return self.transformer.ln_f
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        documents: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
-        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
-
-        Args as in decoder.Decoder.forward. Raises Mistake for rows longer than the learned positions.
-        """
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Raises Mistake for rows longer than the learned positions."""
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
             raise Mistake(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
+        return self.transformer.wte(tokens) + self.transformer.wpe(positions)
+
+    def run_blocks(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        cache: Cache | None = None,
+        numbers: Iterable[int] | None = None,
+    ) -> torch.Tensor:
         seen = None if cache is None else cache.extend(documents)
-        mask = attention_mask(documents, None, seen)
-        hidden = self.transformer.wte(tokens) + self.transformer.wpe(positions)
-        for layer, block in enumerate(self.transformer.h):
-            hidden = block(hidden, mask, None if cache is None else cache.layers[layer])
-        return self.transformer.ln_f(hidden)
+        mask = attention_mask(documents, None, seen, self.context)
+        for number in range(len(self.blocks)) if numbers is None else numbers:
+            hidden = self.blocks[number](hidden, mask, None if cache is None else cache.layers[number])
+        return hidden

@@ -1,11 +1,13 @@
 """The small modules that both families are made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from lmforge.model.attention import ContextShare
+from lmforge.model.cache import Cache
 from lmforge.model.shapes import ModelConfig
 
 
@@ -46,11 +48,46 @@ class LanguageModel(nn.Module):
     """What both families offer to the rest of the house.
 
     `forward(tokens, positions, documents, cache=None)` gives hidden states, `lm_head` scores them; `embeddings`,
-    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps.
+    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward is three parts, so that a pipeline's
+    stage can run its own: `embed`, `run_blocks`, `final_norm`.
     """
 
     config: ModelConfig
     lm_head: Head
+    # Where the tokens given are only a part of each row: how attention gets at the keys of the others.
+    context: ContextShare | None = None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
+
+        Args:
+            tokens, positions: int64 [rows, length]; positions restart at each document.
+            documents: int32 [rows, length], equal within a document, -1 on padding.
+            cache: keys and values of the tokens before these, extended in place; the tokens given follow them.
+        """
+        hidden = self.embed(tokens, positions)
+        return self.final_norm(self.run_blocks(hidden, positions, documents, cache))
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the first block is given: [rows, length, hidden_size]."""
+        raise NotImplementedError
+
+    def run_blocks(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        cache: Cache | None = None,
+        numbers: Iterable[int] | None = None,
+    ) -> torch.Tensor:
+        """`hidden` after the blocks of these `numbers`, all of them by default; the same shape and dtype."""
+        raise NotImplementedError
 
     def tie(self) -> None:
         """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""

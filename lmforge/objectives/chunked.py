@@ -9,24 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmforge.objectives.spread import Spread, Vocabulary
+
 CHUNK_TOKENS = 2048
 IGNORED = -100
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses [n] (0 where not scored), exp(logit − the row's highest) [n, vocab], its sums [n, 1], which are scored [n].
+def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [n] (0 where not scored), exp(logit − the row's highest) [n, vocab], its sums over all parts [n, 1].
 
-    In `_wide`. The exponentials are made once, for the loss and for its gradient: they cost more than any other pass
-    over the logits on a CPU.
+    In `_wide`. `weight` is that of `part` of the vocabulary. The exponentials are made once, for the loss and for its
+    gradient: they cost more than any other pass over the logits on a CPU.
     """
     logits = (hidden @ weight.t()).to(_wide(hidden))
-    scored = targets != IGNORED
-    chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
-    highest = logits.amax(-1, keepdim=True)
+    place, here = _places(targets, weight.shape[0], part)
+    chosen = logits.gather(1, place) * here
+    highest = part.highest(logits.amax(-1, keepdim=True))
     exponentials = logits.sub_(highest).exp_()
-    sums = exponentials.sum(-1, keepdim=True)
+    sums, chosen = part.total(exponentials.sum(-1, keepdim=True), chosen)
     losses = (highest - chosen + sums.log()).squeeze(1)
-    return torch.where(scored, losses, 0.0), exponentials, sums, scored
+    return torch.where(targets != IGNORED, losses, 0.0), exponentials, sums
+
+
+def _places(targets: Tensor, size: int, part: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Each target's row of a head of `size` rows [n, 1], and 1 where it has one, 0 where it is elsewhere or not scored."""
+    places = (targets - part.first).unsqueeze(1)
+    return places.clamp(0, size - 1), (places >= 0) & (places < size)
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
@@ -36,7 +44,7 @@ def _wide(hidden: Tensor) -> torch.dtype:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary) -> Tensor:
         compute = weight.to(hidden.dtype)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
@@ -45,14 +53,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden)) if wanted else None
         for start in range(0, hidden.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
-            losses, exponentials, sums, scored = _chunk(hidden[rows], compute, targets[rows])
+            losses, exponentials, sums = _chunk(hidden[rows], compute, targets[rows], part)
             total += losses.sum()
             if hidden_gradient is None or weight_gradient is None:
                 continue
             # softmax − one-hot, in place of the exponentials; a row that is not scored gets zero.
-            counts = scored.to(sums.dtype).unsqueeze(1)
-            gradient = exponentials.mul_(counts / sums)
-            gradient.scatter_add_(1, targets[rows].clamp(min=0).unsqueeze(1), -counts)
+            gradient = exponentials.mul_((targets[rows] != IGNORED).unsqueeze(1) / sums)
+            place, here = _places(targets[rows], weight.shape[0], part)
+            gradient.scatter_add_(1, place, -here.to(sums.dtype))
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, compute, out=hidden_gradient[rows])
             if weight_gradient.dtype == gradient.dtype:
@@ -65,27 +73,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         scale = upstream[0]
-        return hidden_gradient * scale.to(hidden_gradient.dtype), (weight_gradient * scale).to(ctx.weight_dtype), None
+        return hidden_gradient * scale.to(hidden_gradient.dtype), (weight_gradient * scale).to(ctx.weight_dtype), None, None
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Sum of −log p(target), in nats, over the scored targets: a scalar in fp32 (fp64 if `hidden` is), 0 where none is scored.
 
-    `hidden` [..., width], `weight` [vocab, width], `targets` [...] int64 with −100 where not scored.
+    `hidden` [rows, length, width], `weight` [vocab, width], `targets` [rows, length] int64 with −100 where not scored. Of
+    a head that is spread over ranks see spread.py; each of them gets the whole sum.
     """
+    spread = Spread.of(hidden, weight, targets)
+    hidden = spread.hidden
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1))
+        flat, wanted = hidden.reshape(-1, hidden.shape[-1]), spread.targets.reshape(-1)
+        return spread.total(_ChunkedCrossEntropy.apply(flat, spread.weight, wanted, spread.vocabulary))
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """−log p(target) of every token in nats, fp32, shaped like `targets`; 0 where not scored. Not differentiable."""
-    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    compute = weight.to(flat.dtype)
+    spread = Spread.of(hidden, weight, targets)
+    flat, wanted = spread.hidden.reshape(-1, hidden.shape[-1]), spread.targets.reshape(-1)
+    compute = spread.weight.to(flat.dtype)
     chunks = zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)
-    return torch.cat([_chunk(part, compute, chosen)[0] for part, chosen in chunks]).view(targets.shape)
+    losses = torch.cat([_chunk(part, compute, chosen, spread.vocabulary)[0] for part, chosen in chunks])
+    return spread.all_tokens(losses.view(spread.targets.shape))

@@ -1,4 +1,4 @@
-"""One order for everything that is done to a model before it trains: recompute → compile → shard → fill."""
+"""One order for everything that is done to a model before it trains: tensor → recompute → compile → shard → fill."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,16 @@ from torch import Tensor
 from lmforge.cluster.ranks import Ranks
 from lmforge.errors import Mistake
 from lmforge.model.layers import LanguageModel
+from lmforge.model.shapes import ModelConfig
+from lmforge.parallel.context import Context, check_length
 from lmforge.parallel.ddp import Replicated
-from lmforge.parallel.engine import Scored, Spread
+from lmforge.parallel.engine import Loss, Scored, Spread
 from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
-from lmforge.parallel.mesh import sharding
+from lmforge.parallel.mesh import CONTEXT, TENSOR, data_ranks, sharding
+from lmforge.parallel.pipeline import Pipelined, check_pipeline
 from lmforge.parallel.recompute import recompute
+from lmforge.parallel.tensor import check_tensor_ranks, split
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,33 @@ class Strategy:
     reduce_every_micro_batch: bool = True
     limit_all_gathers: bool = True
     forward_prefetch: bool = False
+    tensor_ranks: int = 1
+    context_ranks: int = 1
+    pipeline_ranks: int = 1
+    pipeline_schedule: str = "1f1b"
+    pipeline_stages: int = 2
+
+    @property
+    def model_ranks(self) -> int:
+        """How many ranks share the work on the same rows."""
+        return self.tensor_ranks * self.context_ranks * self.pipeline_ranks
+
+    @property
+    def stages_a_rank(self) -> int:
+        return self.pipeline_stages if self.pipeline_schedule == "interleaved" else 1
+
+    def data_place(self, ranks: Ranks) -> tuple[int, int]:
+        """(which share of the rows this rank gets, how many shares there are). Raises Mistake where ranks do not fill it."""
+        count = data_ranks(ranks.count, self.tensor_ranks, self.context_ranks, self.pipeline_ranks)
+        inner = self.context_ranks * self.tensor_ranks
+        return ranks.place.rank // inner % count, count
+
+    def check(self, shape: ModelConfig, length: int, micro_batches: int) -> None:
+        """Raise Mistake where a model of `shape` cannot be spread so, or rows of `length` tokens cannot."""
+        check_length(length, self.context_ranks)
+        check_tensor_ranks(shape, self.tensor_ranks, length // self.context_ranks)
+        blocks, tied = shape.num_hidden_layers, shape.tie_word_embeddings
+        check_pipeline(tied, blocks, self.pipeline_ranks, self.stages_a_rank, micro_batches)
 
 
 def choose_engine(strategy: Strategy, ranks: Ranks) -> str:
@@ -57,6 +88,10 @@ def choose_engine(strategy: Strategy, ranks: Ranks) -> str:
             )
     if engine == "fsdp1" and strategy.offload and ranks.device.type == "cpu":
         raise Mistake("parallel.offload: fsdp1 offloads from a GPU, and here all is in host memory; leave it out, or use fsdp2")
+    if strategy.model_ranks > 1 and engine != "fsdp2":
+        raise Mistake(f"parallel.tensor_ranks, context_ranks, pipeline_ranks: {engine} has none of these; use engine = fsdp2")
+    if strategy.prefetch and strategy.pipeline_ranks > 1:
+        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: not in a pipeline, whose schedule sets the order; leave it out")
     if strategy.prefetch and engine != "fsdp2":
         raise Mistake(f"parallel.prefetch = {strategy.prefetch}: only fsdp2 counts units; fsdp1 has forward_prefetch")
     if engine != "fsdp1" and (strategy.forward_prefetch or not strategy.limit_all_gathers):
@@ -74,7 +109,7 @@ def compile_blocks(model: LanguageModel) -> None:
 
 def spread(
     model: LanguageModel,
-    loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]],
+    loss: Loss,
     *,
     ranks: Ranks,
     dtype: torch.dtype,
@@ -90,6 +125,24 @@ def spread(
     where the strategy does not fit the ranks, the same on all.
     """
     engine = choose_engine(strategy, ranks)
+    wanted = sharding(
+        strategy.sharding or "full-shard",
+        ranks.count,
+        ranks.place.local_ranks,
+        strategy.hybrid_ranks,
+        tensor=strategy.tensor_ranks,
+        context=strategy.context_ranks,
+        pipeline=strategy.pipeline_ranks,
+    )
+    if engine == "fsdp2" and not dist.is_initialized():
+        # Sharding on one rank is one code path with many; it needs a group, if only of one.
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = wanted.mesh(ranks.device.type) if engine == "fsdp2" else None
+    if mesh is not None and wanted.tensor > 1:
+        split(model, mesh[TENSOR])
+    if mesh is not None and wanted.context > 1:
+        model.context = Context(mesh[CONTEXT].get_group())
     recompute(model, strategy.recompute, strategy.recompute_every)
     if compiled:
         compile_blocks(model)
@@ -101,7 +154,6 @@ def spread(
         return Spread(scored, model, ranks, mixed)
     if engine == "ddp":
         return Replicated(scored, model, ranks, mixed)
-    wanted = sharding(strategy.sharding or "full-shard", ranks.count, ranks.place.local_ranks, strategy.hybrid_ranks)
     common: dict[str, Any] = {
         "dtype": dtype,
         "offload": strategy.offload,
@@ -111,11 +163,12 @@ def spread(
     if engine == "fsdp1":
         common |= {"limit_all_gathers": strategy.limit_all_gathers, "forward_prefetch": strategy.forward_prefetch}
         return FlatSharded(scored, model, ranks, wanted, **common)
-    if not dist.is_initialized():
-        # Sharding on one rank is one code path with many; it needs a group, if only of one.
-        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    sharded = FullySharded(scored, model, ranks, wanted, **common, prefetch=strategy.prefetch)
+    about = {"ranks": ranks, "sharding": wanted, "mesh": mesh, **common}
+    sharded: FullySharded
+    if wanted.pipeline > 1:
+        sharded = Pipelined(model, loss, strategy.stages_a_rank, **about)
+    else:
+        sharded = FullySharded(scored, model, **about, prefetch=strategy.prefetch)
     if fill is not None:
         _materialise(model, torch.device("cpu") if strategy.offload else ranks.device, fill)
     return sharded

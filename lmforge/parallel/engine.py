@@ -3,7 +3,7 @@
 This class is the engine `alone`; the others, each in its file, say only what they do otherwise.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmforge.cluster.ranks import Ranks
+from lmforge.data.batch import Batch
 from lmforge.model.layers import LanguageModel
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+# An objective's loss: (model, batch) → (sum, metrics). What evaluation puts in its place returns what it likes.
+Loss = Callable[[Any, Batch], Any]
 
 
 class Scored(nn.Module):
@@ -23,21 +28,28 @@ class Scored(nn.Module):
     through the same hooks as training.
     """
 
-    def __init__(self, model: LanguageModel, loss: Callable[[LanguageModel, Any], tuple[Tensor, Any]]) -> None:
+    def __init__(self, model: LanguageModel, loss: Loss) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
 
-    def forward(self, batch: Any, instead: Callable[[LanguageModel, Any], Any] | None = None) -> Any:
+    def forward(self, batch: Batch, instead: Loss | None = None) -> Any:
+        if self.model.context is not None:
+            batch = self.model.context.share(batch)
         return (instead or self._loss)(self.model, batch)
 
 
 class Spread:
-    """`scored` is called on a micro-batch; `model` is the same model for everything else, under its own names."""
+    """`scored` is called on a micro-batch; `model` is the same model for everything else, under its own names.
+
+    What the loop asks for is `accumulate`, then `clip`, then `zero_gradients`; validation asks for `score`.
+    """
 
     engine = "alone"
     # What a loss is multiplied by before its backward pass, where an engine divides gradients by the number of ranks.
     loss_scale = 1.0
+    # How many ranks are given the same rows, because they share out the work on them.
+    batch_copies = 1
 
     def __init__(self, scored: nn.Module, model: LanguageModel, ranks: Ranks, autocast_dtype: torch.dtype | None) -> None:
         """`autocast_dtype` for the engines that do not bring mixed precision of their own, else None."""
@@ -67,6 +79,27 @@ class Spread:
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch: says which gradients are exchanged with it, and which later."""
         return nullcontext()
+
+    def accumulate(self, micro_batches: Sequence[Batch], weight: Tensor, mark: Callable[[str], None]) -> list[Metrics]:
+        """Add to the gradient that of these micro-batches' summed loss, divided by `weight`. What the loss tells of each.
+
+        `mark` hears which phase begins.
+        """
+        metrics = []
+        for number, batch in enumerate(micro_batches, start=1):
+            with self.micro_batch(last=number == len(micro_batches)):
+                mark("forward")
+                with self.autocast():
+                    total, told = self.scored(batch)
+                mark("backward")
+                (total * (self.loss_scale / weight)).backward()
+            metrics.append(told)
+        return metrics
+
+    def score(self, batch: Batch, instead: Loss) -> Any:
+        """What `instead` of the loss gives for a batch, without gradients: every rank calls it with rows of its own."""
+        with self.autocast():
+            return self.scored(batch, instead=instead)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -4,19 +4,22 @@ Units: the embedding, each block, the head, and a root with what is left (the la
 is used at both ends of the forward pass, so it stays in the root, which is gathered once.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.model.layers import Head, LanguageModel
 from lmforge.parallel.engine import Spread
-from lmforge.parallel.mesh import SHARD, Sharding
+from lmforge.parallel.mesh import Sharding
 
 
 class FullySharded(Spread):
@@ -30,6 +33,7 @@ class FullySharded(Spread):
         model: LanguageModel,
         ranks: Ranks,
         sharding: Sharding,
+        mesh: DeviceMesh,
         *,
         dtype: torch.dtype,
         offload: bool = False,
@@ -47,7 +51,10 @@ class FullySharded(Spread):
         self._sharding = sharding
         self._offload = offload
         self._reduce_every_micro_batch = reduce_every_micro_batch
-        self._mesh = sharding.mesh(ranks.device.type)
+        self._mesh = sharding.fsdp_mesh(mesh)
+        self._compute_dtype = dtype
+        self._copies: Tensor | None = None
+        self.batch_copies = sharding.tensor * sharding.context
         on_gpu = ranks.device.type == "cuda"
         about: dict[str, Any] = {
             "mesh": self._mesh,
@@ -56,16 +63,7 @@ class FullySharded(Spread):
             ),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy(),
         }
-        keep = sharding.keep_gathered
-        tied = model.lm_head.weight is model.embeddings[0].weight
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=not keep, **about)
-        if not tied:
-            for embedding in model.embeddings if embedding_unit else []:
-                fully_shard(embedding, reshard_after_forward=not keep, **about)
-            # The head is needed again as soon as the backward pass begins.
-            fully_shard(model.lm_head, reshard_after_forward=False, **about)
-        fully_shard(scored, **about)
+        self._wrap(scored, model, embedding_unit, about)
         for unit in self._units():
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -74,7 +72,28 @@ class FullySharded(Spread):
 
     @property
     def name(self) -> str:
-        return f"{self.engine} {self._sharding.name}" + (", offloaded" if self._offload else "")
+        return f"{self.engine} {self._sharding}" + (", offloaded" if self._offload else "")
+
+    def _wrap(self, scored: nn.Module, model: LanguageModel, embedding_unit: bool, about: dict[str, Any]) -> None:
+        tied = model.lm_head.weight is model.embeddings[0].weight
+        embeddings = model.embeddings if embedding_unit and not tied else []
+        self._wrap_units(scored, model.blocks, embeddings, [] if tied else [model.lm_head], about)
+
+    def _wrap_units(
+        self,
+        root: nn.Module,
+        blocks: Iterable[nn.Module],
+        embeddings: Iterable[nn.Module],
+        heads: Iterable[nn.Module],
+        about: dict[str, Any],
+    ) -> None:
+        keep = self._sharding.keep_gathered
+        for block in (*blocks, *embeddings):
+            fully_shard(block, reshard_after_forward=not keep, **about)
+        for head in heads:
+            # The head is needed again as soon as the backward pass begins.
+            fully_shard(head, reshard_after_forward=False, **about)
+        fully_shard(root, **about)
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.scored.modules() if isinstance(module, FSDPModule)]
@@ -100,9 +119,23 @@ class FullySharded(Spread):
         # In host memory gradients cost nothing that is scarce, and allocating them anew costs time.
         optimizer.zero_grad(set_to_none=not self._offload)
 
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        if self._sharding.tensor * self._sharding.pipeline == 1:
+            return super().gradient_norm()
+        # Stages have different tensors, and a tensor may be split over fewer ranks than another: each part of a gradient
+        # counts once, however many ranks have it.
+        if self._copies is None:
+            copies = [_copies(parameter) for parameter in self.parameters() if parameter.grad is not None]
+            self._copies = torch.tensor(copies, device=self.ranks.device)
+        norms = torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
+        squares = (norms.square() / self._copies).sum()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
     def _sum_over_shards(self, squares: Tensor) -> None:
         if self._sharding.shards > 1:
-            dist.all_reduce(squares, group=self._mesh.get_group(SHARD))
+            dist.all_reduce(squares, group=self._mesh.get_group(-1))
 
     def state(self, optimizer: torch.optim.Optimizer, by_name: Callable[..., dict[str, dict[str, Tensor]]]) -> dict[str, Any]:
         # A forward pass without a backward, as in validation, leaves units gathered: their tensors are not the masters then.
@@ -112,15 +145,24 @@ class FullySharded(Spread):
 
     @contextmanager
     def whole(self) -> Iterator[LanguageModel]:
-        units = self._units()
+        units, context = self._units(), self.model.context
+        self.model.context = None  # each decodes whole rows
         for unit in units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
         try:
             yield self.model
         finally:
+            self.model.context = context
             for unit in units:
                 unit.reshard()
                 # The root and the head are never freed between forward and backward.
                 always = unit is self.scored or isinstance(unit, Head)
                 unit.set_reshard_after_forward(not (always or self._sharding.keep_gathered), recurse=False)
+
+
+def _copies(parameter: Tensor) -> int:
+    """How many ranks have the same part of a parameter."""
+    assert isinstance(parameter, DTensor)
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())

@@ -1,4 +1,4 @@
-"""Which ranks share what: the sharding of a strategy as a device mesh of replicate × shard."""
+"""Which ranks share what: a strategy as one device mesh, pipeline × replicate × shard × context × tensor."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -8,49 +8,98 @@ from lmforge.errors import Mistake
 if TYPE_CHECKING:  # a dry run asks for a strategy without importing torch
     from torch.distributed.device_mesh import DeviceMesh
 
-REPLICATE, SHARD = "replicate", "shard"
+PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pipeline", "replicate", "shard", "context", "tensor"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A strategy for a number of ranks: `replicas` copies of the model, each over `shards` ranks.
+    """A strategy for a number of ranks: `replicas` copies of the model, each sharded over `shards` ranks.
 
     keep_gathered: a unit's weights stay whole between its forward and its backward pass.
+    tensor, context, pipeline: over how many ranks each matrix, each row and the blocks are spread. The ranks of a context
+    are among the `shards`: they hold other tokens of the same rows, so to FSDP they are as good as any.
     """
 
     name: str
     replicas: int
     shards: int
     keep_gathered: bool
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
 
     @property
     def hybrid(self) -> bool:
         return self.replicas > 1
 
     def mesh(self, device_type: str) -> "DeviceMesh":
-        """One dimension where there is one copy, two where there are several: ranks of a copy are neighbours."""
+        """The mesh of all ranks; those that a model exchanges most with are neighbours."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        if not self.hybrid:
-            return init_device_mesh(device_type, (self.shards,), mesh_dim_names=(SHARD,))
-        return init_device_mesh(device_type, (self.replicas, self.shards), mesh_dim_names=(REPLICATE, SHARD))
+        sizes = self.pipeline, self.replicas, self.shards // self.context, self.context, self.tensor
+        names = PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR
+        # A dimension of one rank only costs time, but for the one that FSDP shards over.
+        kept = [place for place, size in enumerate(sizes) if size > 1 or names[place] == SHARD]
+        return init_device_mesh(
+            device_type, tuple(sizes[place] for place in kept), mesh_dim_names=tuple(names[place] for place in kept)
+        )
+
+    def fsdp_mesh(self, mesh: "DeviceMesh") -> "DeviceMesh":
+        """The part of `mesh` that parameters are sharded over and, where there are replicas, replicated: last is shards."""
+        if self.context == 1:
+            return mesh[REPLICATE, SHARD] if self.hybrid else mesh[SHARD]
+        shards = mesh[SHARD, CONTEXT]._flatten("shard_and_context")
+        return type(mesh)._concatenate([mesh[REPLICATE], shards]) if self.hybrid else shards
+
+    def __str__(self) -> str:
+        more = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        return self.name + "".join(f", {name} over {size}" for name, size in more.items() if size > 1)
 
 
-def sharding(name: str, ranks: int, local_ranks: int, hybrid_ranks: int | None) -> Sharding:
+def data_ranks(ranks: int, tensor: int, context: int, pipeline: int) -> int:
+    """How many of `ranks` get rows of their own; the others share those rows. Raises Mistake where they do not fill it."""
+    together = tensor * context * pipeline
+    if ranks % together:
+        given = [("tensor", tensor), ("context", context), ("pipeline", pipeline)]
+        asked = ", ".join(f"parallel.{name}_ranks = {size}" for name, size in given if size > 1)
+        needed = f"a multiple of {together}" if ranks > together else f"at least {together}"
+        raise Mistake(f"{asked}: {ranks} {'rank does' if ranks == 1 else 'ranks do'} not fill that; start {needed}")
+    return ranks // together
+
+
+def sharding(
+    name: str,
+    ranks: int,
+    local_ranks: int,
+    hybrid_ranks: int | None,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+) -> Sharding:
     """The strategy called `name` (as in torch's FSDP) for `ranks` ranks, `local_ranks` of them on a host.
 
-    Hybrid strategies shard over groups of `hybrid_ranks` (default: the ranks of one host) and replicate over groups.
-    Raises Mistake where the ranks do not fill it.
+    Hybrid strategies keep a copy (with a pipeline, a stage's copy) in each group of `hybrid_ranks` (default: the ranks
+    of one host). Raises Mistake where the ranks do not fill it.
     """
+    # Of a pipeline's stage, over the ranks that hold the same part of every matrix.
+    alike = data_ranks(ranks, tensor, context, pipeline) * context
+    more = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if not name.startswith("hybrid-"):
         if hybrid_ranks is not None:
             raise Mistake(
                 f"parallel.hybrid_ranks = {hybrid_ranks}: sharding is {name}; use hybrid-full-shard or hybrid-grad-shard"
             )
-        shards = 1 if name == "no-shard" else ranks
-        return Sharding(name, ranks // shards, shards, keep_gathered=name != "full-shard")
-    shards = hybrid_ranks or local_ranks
-    if ranks % shards:
-        fitting = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        raise Mistake(f"parallel.hybrid_ranks = {shards}: {ranks} ranks do not divide into groups of it; use one of {fitting}")
-    return Sharding(name, ranks // shards, shards, keep_gathered=name == "hybrid-grad-shard")
+        if name == "no-shard" and context > 1:
+            raise Mistake("parallel.sharding = no-shard: a context's ranks share the weights out; use grad-shard or full-shard")
+        shards = 1 if name == "no-shard" else alike
+        return Sharding(name, alike // shards, shards, keep_gathered=name != "full-shard", **more)
+    group = hybrid_ranks or local_ranks
+    fitting = [size for size in range(tensor * context, alike * tensor + 1, tensor * context) if alike * tensor % size == 0]
+    if group not in fitting:
+        sizes = ", ".join(map(str, fitting))
+        raise Mistake(
+            f"parallel.hybrid_ranks = {group}: {ranks} ranks do not divide into groups of it"
+            f"{' that hold whole tensor and context groups' if tensor * context > 1 else ''}; use one of {sizes}"
+        )
+    shards = group // tensor
+    return Sharding(name, alike // shards, shards, keep_gathered=name == "hybrid-grad-shard", **more)

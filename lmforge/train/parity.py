@@ -112,8 +112,9 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     )
     optimizer = build_optimizer(trained.model, case.optimizer, trained.shapes())
     losses, norms = [], []
-    share = task.rows // ranks.count
-    first = ranks.place.rank * share
+    place, places = case.strategy.data_place(ranks)
+    share = task.rows // places
+    first = place * share
     held: dict[str, int] = {}
     counting = _Collectives()
     began = 0.0
@@ -146,6 +147,8 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     held["optimizer"] = _bytes(value for state in optimizer.state.values() for value in state.values())
     state = trained.state(optimizer, state_by_name)["model"]
     weights = {name: _whole(tensor).detach().float().cpu().clone() for name, tensor in state.items()}
+    if case.strategy.pipeline_ranks > 1:  # each rank has those of its stages
+        weights = {name: tensor for part in ranks.gather(weights) for name, tensor in part.items()}
     return Outcome(
         losses=told[: task.steps],
         gradient_norms=told[task.steps :],
@@ -165,8 +168,9 @@ class _Collectives(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            self.seen[function.name().removeprefix("c10d::").strip("_")] += 1
+        namespace, name = function.name().split("::")
+        if namespace in ("c10d", "_c10d_functional") and not name.startswith("wait"):
+            self.seen[name.partition(".")[0].strip("_")] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -232,7 +236,39 @@ def cases(ranks: int, compiled: bool) -> list[Case]:
         found.append(Case("fsdp1, recompute full", Strategy(engine="fsdp1", recompute="full")))
         hybrid = Strategy(engine="fsdp2", sharding="hybrid-full-shard", hybrid_ranks=groups)
         found.append(Case(f"fsdp2 hybrid-full-shard, groups of {groups}, 2 micro-batches", hybrid, accumulation=2))
+    found += _model_parallel(ranks)
     if compiled:
         found.append(Case("fsdp2, compiled", base, compiled=True))
         found.append(Case("fsdp2, compiled, recompute full", replace(base, recompute="full"), compiled=True))
+    return found
+
+
+def _model_parallel(ranks: int) -> list[Case]:
+    """Tensor, context and pipeline parallelism that fit: alone and with each other."""
+    base = Strategy(engine="fsdp2")
+    found = []
+    if ranks % 2 == 0:
+        found += [
+            Case("tensor 2", replace(base, tensor_ranks=2)),
+            Case("tensor 2, recompute full, 2 micro-batches", replace(base, tensor_ranks=2, recompute="full"), accumulation=2),
+            Case("context 2", replace(base, context_ranks=2)),
+            Case("context 2, recompute operators", replace(base, context_ranks=2, recompute="operators")),
+            Case("pipeline 2, 4 micro-batches", replace(base, pipeline_ranks=2), accumulation=4),
+            Case(
+                "pipeline 2, interleaved, 4 micro-batches",
+                replace(base, pipeline_ranks=2, pipeline_schedule="interleaved"),
+                accumulation=4,
+            ),
+        ]
+    if ranks % 4 == 0:
+        found += [
+            Case("tensor 2 × context 2", replace(base, tensor_ranks=2, context_ranks=2)),
+            Case("tensor 2 × pipeline 2, 2 micro-batches", replace(base, tensor_ranks=2, pipeline_ranks=2), accumulation=2),
+            Case("context 2 × pipeline 2, 2 micro-batches", replace(base, context_ranks=2, pipeline_ranks=2), accumulation=2),
+            Case("context 4, grad-shard", replace(base, context_ranks=4, sharding="grad-shard")),
+            Case(
+                "tensor 2, hybrid-full-shard, groups of 2",
+                replace(base, tensor_ranks=2, sharding="hybrid-full-shard", hybrid_ranks=2),
+            ),
+        ]
     return found

@@ -11,19 +11,16 @@ from tests.distributed.conftest import Recipe, losses, run_cases, weights
 # fp32 sums in another order differ by some 1e-7 a step, which AdamW passes on; 1e-6 of the loss after 20 steps is the
 # house's bound. Weights are compared to the largest weight of their tensor.
 LOSS_TOLERANCE = 1e-6
-WEIGHT_TOLERANCE = 2e-5
+WEIGHT_TOLERANCE = 5e-6
 
 SPREADS: dict[str, tuple[int, list[str]]] = {
     "alone": (1, []),
     "alone in 4 micro-batches": (1, ["--train.micro_batch_rows", "3"]),
     "fsdp2 on 1": (1, ["--parallel.engine", "fsdp2"]),
-    "fsdp2 on 2": (2, []),
     "fsdp2 on 2 in 3 micro-batches": (2, ["--train.micro_batch_rows", "2"]),
     "fsdp2 on 2 compiled": (2, ["--train.compile", "on"]),
-    "ddp on 2": (2, ["--parallel.engine", "ddp"]),
     "ddp on 2 in 3 micro-batches": (2, ["--parallel.engine", "ddp", "--train.micro_batch_rows", "2"]),
     "fsdp2 on 3": (3, []),
-    "ddp on 3": (3, ["--parallel.engine", "ddp"]),
     "fsdp2 on 4": (4, ["--train.micro_batch_rows", "1"]),
     "ddp on 4": (4, ["--parallel.engine", "ddp"]),
 }

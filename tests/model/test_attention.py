@@ -104,7 +104,7 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, dr
 
     documents = torch.tensor([[0] * 70 + [1] * 50 + [-1] * 20, [-1] * 140], dtype=torch.int32)
     q, k, v = torch.randn(2, 4, 140, 16), torch.randn(2, 2, 140, 16), torch.randn(2, 2, 140, 16)
-    blocks = create_block_mask(seen_by(documents, window), 2, None, 140, 140, device="cpu")
+    blocks = create_block_mask(seen_by(documents, documents, torch.arange(140), window), 2, None, 140, 140, device="cpu")
     found = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
     torch.testing.assert_close(found, attend(q, k, v, attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
 

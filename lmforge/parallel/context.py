@@ -1,0 +1,66 @@
+"""Context parallel: each rank has a share of every row, and attention gathers the keys and values of the others.
+
+All-gather rather than a ring: with grouped heads keys and values are few, documents and windows need no special case,
+and it is one collective a block (Llama 3, arXiv 2407.21783, section 3.3.2). A row is cut into twice as many pieces as
+there are ranks, of which rank r gets the r-th from either end: under a causal mask that is equal work for all.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from lmforge.data.batch import Batch
+from lmforge.errors import Mistake
+
+
+# Differentiable, and can be compiled. Its name changed with torch 2.13.
+_all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share rows out; an attention.ContextShare."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's tokens of each row: [rows, length / ranks]. The length divides by twice the ranks."""
+        piece = batch.length // (2 * self.ranks)
+        return Batch(
+            *(
+                torch.cat([tensor[:, first : first + piece] for first, _ in self.stretches(2 * piece)], dim=1)
+                for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents)
+            )
+        )
+
+    def stretches(self, length: int) -> list[tuple[int, int]]:
+        """(slot of its first token in the whole row, tokens) of the two pieces that are here, `length` tokens together."""
+        piece, rank = length // 2, self.group.rank()
+        return [(rank * piece, piece), ((2 * self.ranks - 1 - rank) * piece, piece)]
+
+    def whole(self, part: Tensor, dimension: int) -> Tensor:
+        """`part` of every rank along `dimension`, in the order of the row. Its gradient is summed over the ranks."""
+        gathered = _all_gather(part.contiguous(), dimension, self.group)
+        pieces = gathered.unflatten(dimension, (self.ranks, 2, -1))
+        from_start, from_end = pieces.unbind(dimension + 1)
+        ordered = torch.cat([from_start, from_end.flip(dimension)], dim=dimension)
+        return ordered.flatten(dimension, dimension + 1)
+
+
+def check_length(length: int, ranks: int) -> None:
+    """Raise Mistake where rows of `length` tokens cannot be shared out over a context of `ranks`."""
+    if ranks > 1 and length % (2 * ranks):
+        below = length // (2 * ranks) * 2 * ranks
+        near = f"{below} or {below + 2 * ranks}" if below else f"{2 * ranks}"
+        raise Mistake(
+            f"parallel.context_ranks = {ranks}: rows of {length} tokens are cut into {2 * ranks} equal pieces; nearest"
+            f" data.length: {near}"
+        )

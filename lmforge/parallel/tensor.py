@@ -1,0 +1,107 @@
+"""Tensor parallel with sequence-parallel norms: each matrix of a block is split over ranks, and between them the sequence is.
+
+Heads and feed-forward channels are shared out; what follows them is summed and dealt out by sequence in one collective
+(Korthikanti et al., arXiv 2205.05198). torch's DTensor styles do the splitting, so that FSDP2 and checkpoints know the
+result. Embedding and head are split by vocabulary where it divides; where it does not, every rank has them whole and
+looks up, and scores (objectives/spread.py), its own part of the sequence.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lmforge.errors import Mistake
+from lmforge.model.decoder import Decoder
+from lmforge.model.layers import LanguageModel
+from lmforge.model.shapes import ModelConfig
+
+SEQUENCE = 1  # the dimension of hidden states that is shared out
+
+
+def check_tensor_ranks(shape: ModelConfig, ranks: int, local_length: int) -> None:
+    """Raise Mistake where a model of `shape` cannot be split over `ranks`; a rank reads rows of `local_length` tokens."""
+    if ranks == 1:
+        return
+    asked = f"parallel.tensor_ranks = {ranks}"
+    if shape.model_type == "gpt2":
+        raise Mistake(f"{asked}: gpt2 keeps queries, keys and values in one matrix, which is not split; use sharding alone")
+    counts = {
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "intermediate_size": shape.intermediate_size,
+    }
+    for name, count in counts.items():
+        if count % ranks:
+            fitting = [size for size in range(2, ranks) if all(each % size == 0 for each in counts.values())]
+            way = f"use {fitting[-1]}" if fitting else "leave it out"
+            raise Mistake(f"{asked}: {name} = {count} does not divide by it; {way}")
+    if local_length % ranks:
+        raise Mistake(
+            f"{asked}: the {local_length} tokens of a row that a rank reads do not divide by it; choose another data.length"
+        )
+
+
+def split(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in place."""
+    assert isinstance(model, Decoder)
+    for block in model.blocks:
+        parallelize_module(block, mesh, _block_plan(model.config))
+    parallelize_module(model.final_norm, mesh, SequenceParallel(use_local_output=True))
+    (embedding,) = model.embeddings
+    by_vocabulary = model.config.vocab_size % mesh.size() == 0
+    whole = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
+    parallelize_module(embedding, mesh, whole if by_vocabulary else _EmbeddingBySequence())
+    head = distribute_tensor(model.lm_head.weight, mesh, [Shard(0) if by_vocabulary else Replicate()])
+    model.lm_head.weight = nn.Parameter(head)
+    model.tie()
+
+
+def _block_plan(config: ModelConfig) -> dict[str, ParallelStyle]:
+    def gathered(arguments: int) -> ParallelStyle:
+        rest = (None,) * (arguments - 1)
+        return PrepareModuleInput(
+            input_layouts=(Shard(SEQUENCE), *rest), desired_input_layouts=(Replicate(), *rest), use_local_output=False
+        )
+
+    plan: dict[str, ParallelStyle] = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": gathered(4),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": gathered(1),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+    }
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    plan |= {name: ColwiseParallel() for name in columns}
+    if config.qk_norm:
+        heads = 2  # these see [rows, length, heads, head_dim], shared out by heads
+        plan |= {f"self_attn.{name}": SequenceParallel(sequence_dim=heads, use_local_output=True) for name in ("q_norm", "k_norm")}
+    return plan
+
+
+class _EmbeddingBySequence(ParallelStyle):
+    """The whole table on every rank, which looks up its own part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def keep(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in module.named_parameters():
+                module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
+
+        def mine(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            tokens = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+            return (tokens.redistribute(placements=[Shard(SEQUENCE)]),)
+
+        def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, keep, mine, local)
