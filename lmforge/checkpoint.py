@@ -14,7 +14,8 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -242,6 +243,14 @@ def load(folder: Path, state: State, ranks: Ranks | None = None) -> None:
     control = ranks.control if ranks else None
     reader = _Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
+    # Ranks of a pipeline ask for different tensors.
+    with ranks.agreeing() if ranks else nullcontext():
+        _check_stored(folder, state, stored)
+    with torch.no_grad():
+        dcp.load(state, storage_reader=reader, process_group=control, no_dist=control is None)
+
+
+def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None:
     for name, tensor in _flat(state):
         if name not in stored:
             of_optimizer = name.startswith("optimizer.")
@@ -254,8 +263,6 @@ def load(folder: Path, state: State, ranks: Ranks | None = None) -> None:
             raise Mistake(
                 f"{folder}: {name} is {list(size)} there and {list(tensor.shape)} here; the model is of another shape"
             )
-    with torch.no_grad():
-        dcp.load(state, storage_reader=reader, process_group=control, no_dist=control is None)
 
 
 def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

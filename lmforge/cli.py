@@ -134,8 +134,10 @@ def _pretrain(words: list[str]) -> int:
         print(dry_run(config))
         return 0
     if not find_place().launched and config.launch.processes > 1:
-        options.batch_plan(config.train, config.data.length, config.launch.processes)
         from lmforge.cluster.launch import launch_local
+        from lmforge.parallel.mesh import plan_batches
+
+        plan_batches(config, config.launch.processes)
 
         return launch_local(config.launch.processes, ["pretrain", *words])
     from lmforge.train.stages import pretrain
@@ -183,8 +185,10 @@ def _bench(words: list[str]) -> int:
     words = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in words]
     config = _load(options.BenchConfig, words)
     if not find_place().launched and config.launch.processes > 1 and not config.bench.sweep:
-        options.batch_plan(config.train, config.data.length, config.launch.processes)
         from lmforge.cluster.launch import launch_local
+        from lmforge.parallel.mesh import plan_batches
+
+        plan_batches(config, config.launch.processes)
 
         return launch_local(config.launch.processes, ["bench", *words])
     from lmforge.train.bench import bench

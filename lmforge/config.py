@@ -103,7 +103,17 @@ class ParallelOptions(Options):
         True, "reduce-scatter gradients with each micro-batch, which keeps them sharded, or with the last only (faster)"
     )
     limit_all_gathers: bool = option(True, "fsdp1: wait before gathering more units than memory was counted on")
+    tensor_ranks: int = option(1, "fsdp2: ranks that split every matrix of a block, and the sequence between them", gt=0)
+    context_ranks: int = option(1, "fsdp2: ranks that share out the tokens of each row", gt=0)
+    pipeline_ranks: int = option(1, "fsdp2: ranks that share out the blocks, with micro-batches flowing through them", gt=0)
+    pipeline_schedule: Literal["1f1b", "interleaved"] = option("1f1b", "order of a pipeline's forward and backward passes")
+    pipeline_stages: int = option(2, "stages on each rank with pipeline_schedule = interleaved", gt=1)
     forward_prefetch: bool = option(False, "fsdp1: gather the next unit before the forward pass asks for it")
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether no rank can have the whole model at hand, not even for a moment."""
+        return self.tensor_ranks * self.pipeline_ranks > 1
 
 
 class TrainOptions(Options):
@@ -260,6 +270,13 @@ class Config(Options):
         if warmup + decay > self.train.steps:
             asked = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
             raise ValueError(f"{asked}: more than train.steps = {self.train.steps}; lower them or train longer")
+        if self.parallel.splits_model and self.sample.every_steps:
+            raise ValueError(
+                "sample.every_steps: with tensor_ranks or pipeline_ranks no rank has the whole model; leave it out, and"
+                " generate from the checkpoints"
+            )
+        if self.parallel.tensor_ranks > 1 and self.optimizer.name == "muon":
+            raise ValueError("optimizer.name = muon: not with parallel.tensor_ranks, which split its matrices; use adamw")
         return self
 
     def with_name(self, name: str) -> Self:
@@ -302,7 +319,7 @@ class BatchPlan:
         return self.rows * self.length
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
+        ranks = f"{self.ranks} data-parallel {'rank' if self.ranks == 1 else 'ranks'}"
         return (
             f"{self.rows} rows × {self.length} tokens = {self.tokens:,} tokens a step"
             f" = {ranks} × {self.accumulation} micro-batches × {self.micro_batch_rows} rows"

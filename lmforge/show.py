@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.cluster.environment import find_place
-from lmforge.config import Config, batch_plan
+from lmforge.config import Config
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import Mistake
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, training_bytes, weight_bytes
 from lmforge.model.presets import PRESETS
 from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve
 from lmforge.options import read_recipe, to_toml, validate
-from lmforge.parallel.mesh import sharding
+from lmforge.parallel.fits import check_fits
+from lmforge.parallel.mesh import plan_batches, sharding_of
 from lmforge.runs import MANIFEST, Run
 
 GIB = 2**30
@@ -56,7 +57,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _arithmetic(config: Config) -> str:
     place = find_place()
     ranks = place.ranks if place.launched else config.launch.processes
-    plan = batch_plan(config.train, config.data.length, ranks)
+    plan = plan_batches(config, ranks)
     lines = [f"batch      {plan}", f"run        {config.train.steps:,} steps = {config.train.steps * plan.tokens:,} tokens"]
     vocabulary = None
     if (config.data.folder / MANIFEST).exists():
@@ -69,6 +70,7 @@ def _arithmetic(config: Config) -> str:
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
     shape = resolve(config.model.source or config.model.preset or "nano", config.model.overrides(), vocabulary)
     lines.append(_cost(shape, config.data.length))
+    check_fits(config.parallel, shape, plan)
     lines += _spread(config, shape, ranks)
     total = flops_per_token(shape, config.data.length) * config.train.steps * plan.tokens
     lines.append(f"compute    {total:.3g} FLOPs in the whole run")
@@ -81,13 +83,12 @@ def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
     if chosen.engine in ("alone", "ddp") or (chosen.engine == "auto" and ranks == 1 and not chosen.offload):
         return []
     place = find_place()
-    spread = sharding(
-        chosen.sharding or "full-shard", ranks, place.local_ranks if place.launched else ranks, chosen.hybrid_ranks
-    )
+    spread = sharding_of(chosen, ranks, place.local_ranks if place.launched else ranks)
     copies = f"{spread.replicas} copies, each" if spread.hybrid else "one copy"
     where = "host memory" if chosen.offload else "its memory"
-    share = _size(training_bytes(shape) / spread.shards)
-    return [f"sharding   {spread.name}: {copies} over {spread.shards} of {ranks} ranks; each holds {share} in {where} at rest"]
+    held = spread.shards * spread.tensor * spread.pipeline
+    share = _size(training_bytes(shape) / held)
+    return [f"sharding   {spread}: {copies} over {held} of {ranks} ranks; each holds {share} in {where} at rest"]
 
 
 def _cost(shape: ModelConfig, length: int) -> str:

@@ -22,20 +22,23 @@ def evaluate(
     *,
     rows: int | None,
     batch_rows: int,
+    place: tuple[int, int] | None = None,
     on_rows: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Measure `rows` rows (None: all) of an unshuffled `stream`, evenly spaced, so that few stand for all.
 
     `score` maps a batch on this rank's device to `score_text`'s four sums. Every rank makes the same number of forward
     passes, over equal shares padded with masked rows, so that sharded models stay in step. Returns `loss` (nats per
-    target), `perplexity`, `bits_per_byte` (special tokens left out), `targets`, `bytes`.
+    target), `perplexity`, `bits_per_byte` (special tokens left out), `targets`, `bytes`. `place` is (which share of the
+    rows is this rank's, how many shares there are), where that is not a share for each; then the last two count double.
     """
     there = stream.rows_per_epoch
     total_rows = min(rows or there, there)
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
-    stride = batch_rows * ranks.count
+    share, shares = place or (ranks.place.rank, ranks.count)
+    stride = batch_rows * shares
     for first in range(0, total_rows, stride):
-        start = first + ranks.place.rank * batch_rows
+        start = first + share * batch_rows
         # Rows beyond the last one asked for are rows beyond the stream's end: all padding.
         batch = Batch.of([stream.row(number * there // total_rows) for number in range(start, start + batch_rows)])
         sums += score(batch.to(ranks.device))

@@ -14,9 +14,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from lmforge.data.batch import Batch
+
 
 class ContextShare(Protocol):
-    """Where each row is shared out over ranks (context parallel): what attention needs to know of it."""
+    """How each row is shared out over ranks (context parallel), and what attention needs to know of it."""
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's tokens of each row."""
 
     def stretches(self, length: int) -> list[tuple[int, int]]:
         """(slot of its first token in the whole row, tokens) of each contiguous stretch of the `length` tokens here."""

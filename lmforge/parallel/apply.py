@@ -6,21 +6,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.errors import Mistake
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
-from lmforge.parallel.context import Context, check_length
+from lmforge.parallel.context import Context
 from lmforge.parallel.ddp import Replicated
 from lmforge.parallel.engine import Loss, Scored, Spread
 from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
-from lmforge.parallel.mesh import CONTEXT, TENSOR, data_ranks, sharding
-from lmforge.parallel.pipeline import Pipelined, check_pipeline
+from lmforge.parallel.mesh import CONTEXT, TENSOR, data_ranks, sharding_of
+from lmforge.parallel.pipeline import Pipelined
 from lmforge.parallel.recompute import recompute
-from lmforge.parallel.tensor import check_tensor_ranks, split
+from lmforge.parallel.tensor import split
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,6 @@ class Strategy:
         inner = self.context_ranks * self.tensor_ranks
         return ranks.place.rank // inner % count, count
 
-    def check(self, shape: ModelConfig, length: int, micro_batches: int) -> None:
-        """Raise Mistake where a model of `shape` cannot be spread so, or rows of `length` tokens cannot."""
-        check_length(length, self.context_ranks)
-        check_tensor_ranks(shape, self.tensor_ranks, length // self.context_ranks)
-        blocks, tied = shape.num_hidden_layers, shape.tie_word_embeddings
-        check_pipeline(tied, blocks, self.pipeline_ranks, self.stages_a_rank, micro_batches)
-
 
 def choose_engine(strategy: Strategy, ranks: Ranks) -> str:
     """The engine that `auto` means for these ranks. Raises Mistake where an engine lacks what is asked of it."""
@@ -91,7 +82,7 @@ def choose_engine(strategy: Strategy, ranks: Ranks) -> str:
     if strategy.model_ranks > 1 and engine != "fsdp2":
         raise Mistake(f"parallel.tensor_ranks, context_ranks, pipeline_ranks: {engine} has none of these; use engine = fsdp2")
     if strategy.prefetch and strategy.pipeline_ranks > 1:
-        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: not in a pipeline, whose schedule sets the order; leave it out")
+        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: a pipeline's schedule sets the order; leave it out")
     if strategy.prefetch and engine != "fsdp2":
         raise Mistake(f"parallel.prefetch = {strategy.prefetch}: only fsdp2 counts units; fsdp1 has forward_prefetch")
     if engine != "fsdp1" and (strategy.forward_prefetch or not strategy.limit_all_gathers):
@@ -125,15 +116,7 @@ def spread(
     where the strategy does not fit the ranks, the same on all.
     """
     engine = choose_engine(strategy, ranks)
-    wanted = sharding(
-        strategy.sharding or "full-shard",
-        ranks.count,
-        ranks.place.local_ranks,
-        strategy.hybrid_ranks,
-        tensor=strategy.tensor_ranks,
-        context=strategy.context_ranks,
-        pipeline=strategy.pipeline_ranks,
-    )
+    wanted = sharding_of(strategy, ranks.count, ranks.place.local_ranks)
     if engine == "fsdp2" and not dist.is_initialized():
         # Sharding on one rank is one code path with many; it needs a group, if only of one.
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from lmforge.data.batch import Batch
-from lmforge.errors import Mistake
-
 
 # Differentiable, and can be compiled. Its name changed with torch 2.13.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
@@ -53,14 +51,3 @@ class Context:
         from_start, from_end = pieces.unbind(dimension + 1)
         ordered = torch.cat([from_start, from_end.flip(dimension)], dim=dimension)
         return ordered.flatten(dimension, dimension + 1)
-
-
-def check_length(length: int, ranks: int) -> None:
-    """Raise Mistake where rows of `length` tokens cannot be shared out over a context of `ranks`."""
-    if ranks > 1 and length % (2 * ranks):
-        below = length // (2 * ranks) * 2 * ranks
-        near = f"{below} or {below + 2 * ranks}" if below else f"{2 * ranks}"
-        raise Mistake(
-            f"parallel.context_ranks = {ranks}: rows of {length} tokens are cut into {2 * ranks} equal pieces; nearest"
-            f" data.length: {near}"
-        )

@@ -1,8 +1,9 @@
 """Which ranks share what: a strategy as one device mesh, pipeline × replicate × shard × context × tensor."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from lmforge.config import BatchPlan, Config, batch_plan
 from lmforge.errors import Mistake
 
 if TYPE_CHECKING:  # a dry run asks for a strategy without importing torch
@@ -57,7 +58,7 @@ class Sharding:
 
 
 def data_ranks(ranks: int, tensor: int, context: int, pipeline: int) -> int:
-    """How many of `ranks` get rows of their own; the others share those rows. Raises Mistake where they do not fill it."""
+    """How many of `ranks` get rows of their own; others share those rows. Raises Mistake where they do not fill the mesh."""
     together = tensor * context * pipeline
     if ranks % together:
         given = [("tensor", tensor), ("context", context), ("pipeline", pipeline)]
@@ -103,3 +104,38 @@ def sharding(
         )
     shards = group // tensor
     return Sharding(name, alike // shards, shards, keep_gathered=name == "hybrid-grad-shard", **more)
+
+
+def plan_batches(config: Config, ranks: int) -> BatchPlan:
+    """How the global batch of a recipe is cut for so many ranks in all. Raises Mistake where it does not divide."""
+    chosen = config.parallel
+    places = data_ranks(ranks, chosen.tensor_ranks, chosen.context_ranks, chosen.pipeline_ranks)
+    return batch_plan(config.train, config.data.length, places)
+
+
+class _Chosen(Protocol):
+    """The options of `[parallel]` that decide a mesh; a ParallelOptions, or a Strategy."""
+
+    @property
+    def sharding(self) -> str | None: ...
+    @property
+    def hybrid_ranks(self) -> int | None: ...
+    @property
+    def tensor_ranks(self) -> int: ...
+    @property
+    def context_ranks(self) -> int: ...
+    @property
+    def pipeline_ranks(self) -> int: ...
+
+
+def sharding_of(chosen: _Chosen, ranks: int, local_ranks: int) -> Sharding:
+    """`sharding` as the options of a recipe ask for it."""
+    return sharding(
+        chosen.sharding or "full-shard",
+        ranks,
+        local_ranks,
+        chosen.hybrid_ranks,
+        tensor=chosen.tensor_ranks,
+        context=chosen.context_ranks,
+        pipeline=chosen.pipeline_ranks,
+    )

@@ -5,16 +5,15 @@ ranks that share it. The loss is part of the last stage, so that the head's weig
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from lmforge.data.batch import Batch
-from lmforge.errors import Mistake
 from lmforge.model.layers import Head, LanguageModel
 from lmforge.parallel.engine import Loss, Metrics
 from lmforge.parallel.fsdp2 import FullySharded
@@ -26,24 +25,7 @@ FIELDS = "tokens", "targets", "positions", "documents"
 def stage_blocks(blocks: int, stages: int) -> list[range]:
     """Which blocks each stage runs: as even as can be, the last stages, which have the head to do, not with more."""
     starts = [stage * (blocks // stages) + min(stage, blocks % stages) for stage in range(stages + 1)]
-    return [range(start, end) for start, end in zip(starts[:-1], starts[1:], strict=True)]
-
-
-def check_pipeline(tied: bool, blocks: int, ranks: int, stages: int, micro_batches: int) -> None:
-    """Raise Mistake where a model cannot be run as a pipeline over `ranks` with `stages` on each."""
-    if ranks == 1:
-        return
-    asked = f"parallel.pipeline_ranks = {ranks}"
-    if tied:
-        raise Mistake(f"{asked}: model.tie_word_embeddings would put one tensor at both ends of it; untie them, or shard instead")
-    if blocks < ranks * stages:
-        raise Mistake(f"{asked}: {blocks} blocks do not make {ranks * stages} stages; use fewer ranks or stages")
-    if stages > 1 and micro_batches % ranks:
-        near = max(ranks, micro_batches // ranks * ranks)
-        raise Mistake(
-            f"parallel.pipeline_schedule = interleaved: {micro_batches} micro-batches a step do not divide into rounds of"
-            f" {ranks}; choose train.micro_batch_rows so that there are {near} or another multiple of {ranks}"
-        )
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 class Stage(nn.Module):
@@ -69,7 +51,7 @@ class Stage(nn.Module):
         (model,) = self._model
         batch = Batch(**fields)
         if model.context is not None:
-            batch = model.context.share(batch)  # type: ignore[attr-defined]
+            batch = model.context.share(batch)
             received = batch.tokens if self.first else received
         hidden = model.embed(received, batch.positions) if self.first else received
         hidden = model.run_blocks(hidden, batch.positions, batch.documents, numbers=self._numbers)
@@ -80,7 +62,7 @@ class Stage(nn.Module):
             return instead(rest, batch)
         total, told = self._loss(rest, batch)
         self.told.append(told)
-        return total.reshape(1)
+        return torch.stack([total])
 
 
 class _Rest:
@@ -111,7 +93,7 @@ class Pipelined(FullySharded):
         super().__init__(nn.ModuleList(stages), model, **about)
         self.batch_copies *= ranks
         self._stages = stages
-        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
+        self._schedule: Any = None  # torch's two kinds of schedule have no type in common that can be called
         self._scale = torch.ones(())
         self._names: list[str] = []
 
@@ -138,9 +120,9 @@ class Pipelined(FullySharded):
         for stage in self._stages:
             stage.told.clear()
         at_start, at_end = self._stages[0].first, self._stages[-1].last
-        fields = {name: getattr(whole, name) for name in FIELDS}
+        fields: dict[str, Any] = {name: getattr(whole, name) for name in FIELDS}
         # The target is for torch, which computes no loss without one.
-        target = {"target": whole.tokens} if at_end else {}
+        target: dict[str, Any] = {"target": whole.tokens} if at_end else {}
         schedule.step(*([whole.tokens] if at_start else []), **target, return_outputs=False, **fields)
         # The first time torch runs every stage once more, before the others, to see what comes out.
         told = self._stages[-1].told[-len(micro_batches) :]
@@ -149,7 +131,7 @@ class Pipelined(FullySharded):
         zero = torch.zeros((), device=self.ranks.device)
         return told or [dict.fromkeys(self._names, (zero, zero))]
 
-    def _start(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    def _start(self, micro_batches: int) -> Any:
         device = self.ranks.device
         stages = [
             PipelineStage(stage, place, self._count, device, group=self._group)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.environment import find_place
 from lmforge.cluster.ranks import Ranks
-from lmforge.config import BatchPlan, BenchConfig, batch_plan
+from lmforge.config import BatchPlan, BenchConfig
 from lmforge.data.batch import Batch
 from lmforge.data.loader import Loader
 from lmforge.data.shards import TokenFolder
@@ -31,6 +31,9 @@ from lmforge.errors import Mistake, RunFailed
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters
 from lmforge.model.shapes import ModelConfig, resolve
 from lmforge.objectives.language import NextToken
+from lmforge.parallel.apply import Strategy
+from lmforge.parallel.fits import check_fits
+from lmforge.parallel.mesh import plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import MANIFEST
 from lmforge.train.loop import train_step
@@ -45,13 +48,13 @@ OUT_OF_MEMORY = "out of memory"
 class RandomBatches:
     """Rows of random tokens, one document each, made once: the recipe's data is not there."""
 
-    def __init__(self, vocabulary: int, plan: BatchPlan, ranks: Ranks) -> None:
-        generator = torch.Generator().manual_seed(ranks.place.rank)
+    def __init__(self, vocabulary: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
         size = plan.micro_batch_rows, plan.length
         tokens = torch.randint(0, vocabulary, size, generator=generator)
         positions = torch.arange(plan.length).expand(size).contiguous()
         batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32))
-        self._batches = [batch.to(ranks.device)] * plan.accumulation
+        self._batches = [batch.to(device)] * plan.accumulation
 
     def batches(self, step: int) -> list[Batch]:
         return self._batches
@@ -114,12 +117,14 @@ def measure(config: BenchConfig) -> dict[str, Any]:
     """Times and rates of one recipe on these ranks; every rank calls it and has the first rank's result."""
     ranks = cluster.start(config.train.device, config.train.threads)
     try:
-        plan = batch_plan(config.train, config.data.length, ranks.count)
+        plan = plan_batches(config, ranks.count)
+        place, places = Strategy(**config.parallel.model_dump()).data_place(ranks)
         there = (config.data.folder / MANIFEST).exists()
         tokens = TokenFolder.open(config.data.folder) if there else None
         vocabulary = tokens.tokenizer.vocab_size if tokens else None
         source = config.model.source
         shape = resolve(source or config.model.preset or "nano", config.model.overrides(), vocabulary)
+        check_fits(config.parallel, shape, plan)
         data: Loader | RandomBatches
         if tokens:
             stream = Stream(tokens, length=config.data.length, seed=config.train.seed)
@@ -127,12 +132,12 @@ def measure(config: BenchConfig) -> dict[str, Any]:
                 stream,
                 global_batch_rows=plan.rows,
                 micro_batch_rows=plan.micro_batch_rows,
-                rank=ranks.place.rank,
-                ranks=ranks.count,
+                rank=place,
+                ranks=places,
                 device=ranks.device,
             )
         else:
-            data = RandomBatches(shape.vocab_size, plan, ranks)
+            data = RandomBatches(shape.vocab_size, plan, ranks.device, seed=place)
         try:
             timed = _time(config, shape, plan, data, ranks)
         finally:
@@ -185,7 +190,7 @@ def _time(config: BenchConfig, shape: ModelConfig, plan: BatchPlan, data: Any, r
 
     median = statistics.median(seconds)
     per_second = plan.tokens / median
-    flops = per_second / plan.ranks * flops_per_token(shape, plan.length)
+    flops = per_second / ranks.count * flops_per_token(shape, plan.length)
     peak = peak_of(ranks.device, dtype)
     return {
         "engine": trained.name,

@@ -57,7 +57,8 @@ def _parameter_groups(
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
-    chosen = choose_groups(trainable, options.groups)
+    # A pipeline's rank has some of the tensors only; a pattern may be for others.
+    chosen = choose_groups(shapes or trainable, options.groups)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         numbers: dict[str, Any] = {

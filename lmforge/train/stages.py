@@ -17,7 +17,7 @@ from lmforge import checkpoint, report
 from lmforge.checkpoint import Manifest
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
-from lmforge.config import BatchPlan, Config, batch_plan
+from lmforge.config import BatchPlan, Config
 from lmforge.data.batch import Batch
 from lmforge.data.loader import Loader
 from lmforge.data.sealing import NO_ROOM
@@ -38,6 +38,8 @@ from lmforge.model.weights import load_folder
 from lmforge.objectives.language import NextToken, score_text
 from lmforge.parallel.apply import Strategy, spread
 from lmforge.parallel.engine import Spread
+from lmforge.parallel.fits import check_fits
+from lmforge.parallel.mesh import plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
 from lmforge.train.health import Heartbeat
@@ -153,7 +155,7 @@ def check_tracker(config: Config) -> None:
 
 def open_material(config: Config, ranks: int) -> Material:
     """Open the data, derive the batch plan and the shape. Raises Mistake where they do not fit."""
-    plan = batch_plan(config.train, config.data.length, ranks)
+    plan = plan_batches(config, ranks)
     tokens = TokenFolder.open(config.data.folder)
     tokenizer = tokens.tokenizer
     source = config.model.source
@@ -173,6 +175,7 @@ def open_material(config: Config, ranks: int) -> Material:
         longest = max(len(tokenizer.encode(prompt)) for prompt in config.sample.prompts) + config.sample.max_tokens
         if longest > limit:
             raise Mistake(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
+    check_fits(config.parallel, shape, plan)
     if config.optimizer.groups:
         names = dict(build(shape, seed=None, device="meta").named_parameters())
         choose_groups(names, config.optimizer.groups)  # refuses before anything is touched
@@ -232,12 +235,13 @@ def _pretrain(
     )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 
+    place, places = Strategy(**config.parallel.model_dump()).data_place(ranks)
     loader = Loader(
         material.train,
         global_batch_rows=material.plan.rows,
         micro_batch_rows=material.plan.micro_batch_rows,
-        rank=ranks.place.rank,
-        ranks=ranks.count,
+        rank=place,
+        ranks=places,
         device=ranks.device,
     )
     metrics = MetricsFile(run.metrics, run.path / "tensorboard" if config.log.tensorboard else None) if ranks.first else None
@@ -408,14 +412,20 @@ def _peak_words(peak: float | None, device: torch.device) -> str:
 
 def _validator(config: Config, material: Material, trained: Spread) -> Any:
     token_bytes = torch.from_numpy(material.tokens.tokenizer.token_bytes()).to(trained.ranks.device)
+    place = Strategy(**config.parallel.model_dump()).data_place(trained.ranks)
 
     def score(batch: Batch) -> torch.Tensor:
-        with torch.no_grad(), trained.autocast():
-            return trained.scored(batch, instead=partial(score_text, token_bytes=token_bytes))
+        with torch.no_grad():
+            return trained.score(batch, instead=partial(score_text, token_bytes=token_bytes))
 
     def validate(step: int) -> dict[str, float]:
         measured = evaluate(
-            score, material.held_out, trained.ranks, rows=config.validation.rows, batch_rows=material.plan.micro_batch_rows
+            score,
+            material.held_out,
+            trained.ranks,
+            rows=config.validation.rows,
+            batch_rows=material.plan.micro_batch_rows,
+            place=place,
         )
         return {"val/loss": measured["loss"], "val/bits_per_byte": measured["bits_per_byte"]}
 

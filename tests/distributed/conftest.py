@@ -87,7 +87,20 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
             "3",
         ]
         # More threads would only wait for each other over so little work, and for whatever else is running.
-        words += ["--train.device", "cpu", "--train.threads", "1", "--schedule.warmup_steps", "3", "--optimizer.lr", "3e-3", "--optimizer.eps", "1e-3", "--log.every_steps", "1"]
+        words += [
+            "--train.device",
+            "cpu",
+            "--train.threads",
+            "1",
+            "--schedule.warmup_steps",
+            "3",
+            "--optimizer.lr",
+            "3e-3",
+            "--optimizer.eps",
+            "1e-3",
+            "--log.every_steps",
+            "1",
+        ]
         words += ["--checkpoint.every_steps", "10", "--validation.rows", "5"]
         return [*words, *small_shape, *more]
 

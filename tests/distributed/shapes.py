@@ -10,6 +10,20 @@ SHAPES = {
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
     "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
 }
+# For tensor, context and pipeline parallelism: sizes that divide, with all that is split in a way of its own.
+_EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+EVEN_SHAPES = {
+    "split qwen3": ModelConfig(model_type="qwen3", intermediate_size=44, num_key_value_heads=2, qk_norm=True, **_EVEN),
+    "split tied": ModelConfig(
+        intermediate_size=44,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        **_EVEN,
+    ),
+    "split gpt2": ModelConfig(model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN),
+}
 
 
 def compiled(shape: str, ranks: int) -> bool:
