@@ -169,7 +169,7 @@ class _Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = function.name().split("::")
-        if namespace in ("c10d", "_c10d_functional") and not name.startswith("wait"):
+        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
             self.seen[name.partition(".")[0].strip("_")] += 1
         return function(*args, **(kwargs or {}))
 

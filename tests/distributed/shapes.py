@@ -1,18 +1,16 @@
 """The shapes that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2."""
 
 from lmforge.model.shapes import ModelConfig
-from lmforge.train.parity import SMALL
+from lmforge.train.parity import SMALL, Case, cases
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
+_EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHAPES = {
     "llama": SMALL,
     "tied": ModelConfig(intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES),
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
     "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
-}
-# For tensor, context and pipeline parallelism: sizes that divide, with all that is split in a way of its own.
-_EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-EVEN_SHAPES = {
+    # For tensor, context and pipeline parallelism: sizes that divide, with all that is split in a way of its own.
     "split qwen3": ModelConfig(model_type="qwen3", intermediate_size=44, num_key_value_heads=2, qk_norm=True, **_EVEN),
     "split tied": ModelConfig(
         intermediate_size=44,
@@ -24,14 +22,7 @@ EVEN_SHAPES = {
     ),
     "split gpt2": ModelConfig(model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN),
 }
-
-
-def compiled(shape: str, ranks: int) -> bool:
-    """Whether compiled cases are among those of a shape: they take a quarter of a minute each."""
-    return shape == "llama" and ranks == 2
-
-
-# What a shape can change: what is a unit, what is flat, what is recomputed.
+# What a shape can change: what is a unit, what is flat, what is recomputed, what is split.
 CASES_OF_SHAPES = (
     "ddp",
     "fsdp1 full",
@@ -41,3 +32,22 @@ CASES_OF_SHAPES = (
     "fsdp2, recompute op",
     "fsdp2, offload",
 )
+CASES_OF_SPLIT_SHAPES = {
+    "split qwen3": ("tensor 2", "context 2", "pipeline 2, inter"),
+    "split tied": ("tensor 2", "context 2"),
+    "split gpt2": ("context 2", "pipeline 2, 4"),
+}
+
+
+def shapes_on(ranks: int) -> list[str]:
+    """Which shapes are tried on so many ranks."""
+    chosen = {1: list(SHAPES)[:4], 2: list(SHAPES), 3: ["llama", "tied"], 4: ["llama", "gpt2"]}
+    return chosen[ranks]
+
+
+def chosen_cases(shape: str, ranks: int) -> list[Case]:
+    """The cases that are tried on a shape. Compiled ones, which take a quarter of a minute each, on one shape only."""
+    found = cases(ranks, compiled=shape == "llama" and ranks == 2)
+    if shape == "llama":
+        return found
+    return [case for case in found if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]

@@ -1,6 +1,6 @@
 """Run by torch's launcher in every rank: trials of strategies, one after another, in one set of processes.
 
-    strategies.py FOLDER SEED SHAPE…
+    strategies.py FOLDER SEED
 
 Writes FOLDER/NAME.json of each trial (what it measured and how far it is from one process) from the first rank, and
 FOLDER/NAME-RANK.json of the memory that each rank held.
@@ -14,17 +14,15 @@ from pathlib import Path
 import torch
 
 from lmforge.cluster import ranks as cluster
-from lmforge.train.parity import Task, alone, cases, difference, trial
-from tests.distributed.shapes import CASES_OF_SHAPES, SHAPES, compiled
+from lmforge.train.parity import Task, alone, difference, trial
+from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 
 if __name__ == "__main__":
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
     ranks = cluster.start("cpu", threads=1)
     task = Task(rows=4 * ranks.count, length=48, seed=seed)
-    for shape in sys.argv[3:]:
-        chosen = cases(ranks.count, compiled=compiled(shape, ranks.count))
-        if shape != "llama":
-            chosen = [case for case in chosen if case.name.startswith(CASES_OF_SHAPES)]
+    for shape in shapes_on(ranks.count):
+        chosen = chosen_cases(shape, ranks.count)
         reference = alone(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.first else None
         for case in chosen:
             outcome = trial(replace(case, shape=SHAPES[shape]), task, ranks)

@@ -8,32 +8,38 @@ from lmforge.runs import Run
 from tests.distributed.conftest import Recipe, losses, run_cases
 
 LOSS_TOLERANCE = 1e-6
-SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--sample.every_steps", "5", "--sample.max_tokens", "3"]
-SCHEDULE += ["--validation.every_steps", "5"]
+SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--validation.every_steps", "5"]
+SAMPLES = ["--sample.every_steps", "5", "--sample.max_tokens", "3"]
 TIED = ["--model.tie_word_embeddings", "true"]
 FSDP1 = ["--parallel.engine", "fsdp1"]
 HYBRID = ["--parallel.hybrid_ranks", "2", "--parallel.sharding"]
+TENSOR = ["--parallel.tensor_ranks", "2"]
+PIPELINE = ["--parallel.pipeline_ranks", "2", "--train.micro_batch_rows", "3"]
 WRITERS: dict[str, tuple[int, list[str]]] = {
-    "alone": (1, []),
+    "alone": (1, SAMPLES),
     "tied alone": (1, TIED),
     "ddp on 2": (2, ["--parallel.engine", "ddp", "--parallel.recompute", "operators"]),
-    "fsdp1 on 2": (2, FSDP1),
+    "fsdp1 on 2": (2, [*FSDP1, *SAMPLES]),
     "tied fsdp1 on 2": (2, [*FSDP1, *TIED]),
-    "fsdp2 offloaded on 2": (2, ["--parallel.offload", "--parallel.recompute", "full"]),
-    "fsdp2 grad-shard on 2": (2, ["--parallel.sharding", "grad-shard"]),
+    "fsdp2 offloaded on 2": (2, ["--parallel.offload", "--parallel.recompute", "full", *SAMPLES]),
+    "context of 2, grad-shard": (2, ["--parallel.context_ranks", "2", "--parallel.sharding", "grad-shard", *SAMPLES]),
+    "tensor on 2": (2, TENSOR),
+    "tied tensor on 2": (2, [*TENSOR, *TIED]),
     "fsdp1 hybrid on 4": (4, [*FSDP1, *HYBRID, "hybrid-full-shard"]),
-    "fsdp2 hybrid on 4": (4, [*HYBRID, "hybrid-grad-shard"]),
+    "tensor and pipeline on 4": (4, [*TENSOR, *PIPELINE]),
 }
 # From whom, and under what it goes on.
 READERS: dict[str, tuple[str, int, list[str]]] = {
     "fsdp1 on 2, then alone": ("fsdp1 on 2", 1, []),
     "tied fsdp1 on 2, then alone": ("tied fsdp1 on 2", 1, []),
-    "fsdp2 hybrid on 4, then alone": ("fsdp2 hybrid on 4", 1, []),
-    "fsdp2 grad-shard on 2, then alone": ("fsdp2 grad-shard on 2", 1, []),
+    "tensor and pipeline on 4, then alone": ("tensor and pipeline on 4", 1, []),
+    "context of 2, then tensor on 2": ("context of 2, grad-shard", 2, TENSOR),
+    "tied tensor on 2, then alone": ("tied tensor on 2", 1, []),
+    "tensor on 2, then a pipeline on 2": ("tensor on 2", 2, PIPELINE),
     "alone, then fsdp1 on 2": ("alone", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
     "tied alone, then fsdp1 on 2": ("tied alone", 2, FSDP1),
     "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.offload"]),
-    "ddp on 2, then fsdp1 hybrid on 4": ("ddp on 2", 4, [*FSDP1, *HYBRID, "hybrid-grad-shard"]),
+    "ddp on 2, then tensor and fsdp2 hybrid on 4": ("ddp on 2", 4, [*TENSOR, *HYBRID, "hybrid-grad-shard"]),
     "fsdp2 offloaded on 2, then no-shard on 4": ("fsdp2 offloaded on 2", 4, ["--parallel.sharding", "no-shard"]),
 }
 
@@ -84,4 +90,5 @@ def test_samples_are_written_under_every_engine(runs: dict[str, Run]) -> None:
         return [line.partition("sample: ")[2] for line in log.splitlines() if "sample: " in line]
 
     assert len(sampled("alone")) == 2
-    assert sampled("fsdp1 on 2") == sampled("fsdp2 offloaded on 2") == sampled("alone")
+    for name in ("fsdp1 on 2", "fsdp2 offloaded on 2", "context of 2, grad-shard"):
+        assert sampled(name) == sampled("alone"), name
