@@ -50,8 +50,8 @@ class ModelOptions(Options):
     """The shape: a preset or a Hugging Face folder, and what to change of it. Names are those of config.json."""
 
     preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
-    source: Path | None = option(None, "a Hugging Face model folder: its config.json, and its weights where it has any")
-    load_weights: bool = option(True, "with --model.source: start from the folder's weights rather than at random")
+    source: Path | None = option(None, "a Hugging Face model folder: its config.json and its weights")
+    load_weights: bool = option(True, "with --model.source: begin with the folder's weights; false takes its shape only")
     model_type: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] | None = _of_shape("family; it decides which options are")
     hidden_size: int | None = _of_shape("width of the residual stream", gt=0)
     intermediate_size: int | None = _of_shape("width of the feed-forward layer", gt=0)

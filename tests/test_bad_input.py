@@ -27,7 +27,7 @@ from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
-from lmforge.model.shapes import resolve
+from lmforge.model.shapes import preset, resolve
 from lmforge.model.weights import export_folder
 from lmforge.runs import MANIFEST, Run, write_sealed
 from tests.conftest import Command
@@ -574,4 +574,78 @@ def test_what_all_ranks_find_wrong_one_of_them_tells(tmp_path: Path, tiny_option
         "lmforge: 3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks"
     ]
     assert "exitcode  : 2" in done.stderr
+    assert contents(tmp_path / "runs") == {}
+
+
+# --- strategies ------------------------------------------------------------------------------------------------------
+
+INTERLEAVED = "--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.pipeline_schedule interleaved"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--parallel.tensor_ranks 2 --launch.processes 3", "3 ranks do not fill that; start a multiple of 2"),
+        ("--parallel.context_ranks 2 --parallel.pipeline_ranks 2", "1 rank does not fill that; start at least 4"),
+        (
+            "--parallel.sharding hybrid-full-shard --parallel.hybrid_ranks 3 --launch.processes 4",
+            "parallel.hybrid_ranks = 3: 4 ranks do not divide into groups of it; use one of 1, 2, 4",
+        ),
+        (
+            "--parallel.sharding hybrid-full-shard --parallel.hybrid_ranks 1 --parallel.tensor_ranks 2 --launch.processes 4",
+            "groups of it that hold whole tensor and context groups; use one of 2, 4",
+        ),
+        ("--parallel.sharding full-shard --parallel.hybrid_ranks 2 --launch.processes 2", "use hybrid-full-shard or"),
+        ("--parallel.sharding no-shard --parallel.context_ranks 2 --launch.processes 2", "use grad-shard or full-shard"),
+        (
+            "--model.preset llama2-70b --parallel.tensor_ranks 16 --launch.processes 16",
+            "heads = 8 does not divide by it; use 8",
+        ),
+        ("--parallel.tensor_ranks 2 --launch.processes 2 --data.length 63", "choose another data.length"),
+        (
+            "--parallel.tensor_ranks 2 --launch.processes 2 --model.preset gpt2-124m",
+            "gpt2 keeps queries, keys and values in one",
+        ),
+        ("--parallel.context_ranks 2 --launch.processes 2 --data.length 63", "4 equal pieces; nearest data.length: 60 or 64"),
+        ("--parallel.pipeline_ranks 2 --launch.processes 2 --model.tie_word_embeddings true", "untie them, or only shard"),
+        ("--parallel.pipeline_ranks 2 --launch.processes 2 --model.num_hidden_layers 1", "1 blocks do not make 2 stages"),
+        (
+            INTERLEAVED + " --train.micro_batch_rows 32",
+            "1 micro-batches a step do not divide into rounds of 2",
+        ),
+        ("--parallel.tensor_ranks 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
+        ("--parallel.tensor_ranks 2 --launch.processes 2 --optimizer.name muon", "which split its matrices; use adamw"),
+    ],
+)
+def test_what_cannot_be_spread_so_is_refused_before_anything_starts(refused: Refusal, words: str, complaint: str) -> None:
+    assert complaint in refused("pretrain", "--dry-run", "--model.preset", "llama2-7b", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "--parallel.tensor_ranks 3 --launch.processes 3 --model.num_attention_heads 4",
+            "num_attention_heads = 4 does not divide by it; use 2",
+        ),
+        ("--parallel.engine ddp --parallel.offload --launch.processes 2", "ddp keeps everything on its device"),
+        ("--parallel.engine fsdp1 --parallel.context_ranks 2 --launch.processes 2", "has none of these; use engine = fsdp2"),
+    ],
+)
+def test_ranks_that_cannot_be_spread_so_say_it_once_and_leave_together(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, words: str, complaint: str
+) -> None:
+    more = ["--train.global_batch_rows", "6", "--data.length", "60"]
+    assert complaint in refused("pretrain", *tiny_options, *more, "--run.folder", tmp_path / "runs", *words.split())
+
+
+def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(preset("nano").to_hugging_face() | {"vocab_size": 512}))
+    options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", 2]
+    said = refused("pretrain", *tiny_options[: tiny_options.index("--model.hidden_size")], *options)
+    assert said == f"{source}: no weights here; to begin with random ones use --model.load_weights false"
     assert contents(tmp_path / "runs") == {}

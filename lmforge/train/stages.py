@@ -176,6 +176,7 @@ def open_material(config: Config, ranks: int) -> Material:
         if longest > limit:
             raise Mistake(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
     check_fits(config.parallel, shape, plan)
+    check_weights(config)
     if config.optimizer.groups:
         names = dict(build(shape, seed=None, device="meta").named_parameters())
         choose_groups(names, config.optimizer.groups)  # refuses before anything is touched
@@ -376,11 +377,16 @@ def prepare_model(
 
 
 def has_weights(config: Config) -> bool:
-    """Whether the recipe begins from a folder's weights; those in a format that is not opened count, to be refused."""
+    """Whether the recipe begins from a folder's weights."""
+    return config.model.source is not None and config.model.load_weights
+
+
+def check_weights(config: Config) -> None:
+    """Raise Mistake where the recipe begins from the weights of a folder that has none."""
     source = config.model.source
-    if source is None or not config.model.load_weights:
-        return False
-    return any(any(source.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
+    # Those in a format that is not opened count: it is refused with a better reason.
+    if has_weights(config) and source and not any(any(source.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*")):
+        raise Mistake(f"{source}: no weights here; to begin with random ones use --model.load_weights false")
 
 
 def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> None:
