@@ -122,6 +122,10 @@ class TrainOptions(Options):
     master_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "dtype of parameters and optimizer states at rest; bf16 halves them, and small updates are lost"
     )
+    float8: bool = option(
+        False,
+        "multiply in float8 in the blocks' linear layers (GPUs from compute capability 8.9; extra: fp8); the rest in bf16",
+    )
     device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option("auto", "compile each block; auto is on where a compiler is found")
     threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)

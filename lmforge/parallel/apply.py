@@ -1,4 +1,4 @@
-"""One order for everything that is done to a model before it trains: recompute → compile → shard → fill."""
+"""One order for everything that is done to a model before it trains: float8 → recompute → compile → shard → fill."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from lmforge.parallel.engine import Scored, Spread
 from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
 from lmforge.parallel.mesh import sharding
+from lmforge.parallel.precision import check_float8, use_float8
 from lmforge.parallel.recompute import recompute
 
 
@@ -79,6 +80,7 @@ def spread(
     ranks: Ranks,
     dtype: torch.dtype,
     compiled: bool = False,
+    float8: bool = False,
     strategy: Strategy = Strategy(),
     fill: Callable[[LanguageModel], None] | None = None,
 ) -> Spread:
@@ -90,6 +92,9 @@ def spread(
     where the strategy does not fit the ranks, the same on all.
     """
     engine = choose_engine(strategy, ranks)
+    if float8:
+        check_float8(ranks.device, dtype)
+        use_float8(model)
     recompute(model, strategy.recompute, strategy.recompute_every)
     if compiled:
         compile_blocks(model)

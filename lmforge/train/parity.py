@@ -25,6 +25,7 @@ from lmforge.model.initial import initialise
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import Strategy, spread
+from lmforge.parallel.precision import use_float8
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optim import build_optimizer, state_by_name
@@ -53,6 +54,7 @@ class Case:
     accumulation: int = 1
     shape: ModelConfig = SMALL
     optimizer: OptimizerOptions = OPTIMIZER
+    float8_emulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,11 @@ class Task:
 def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     """Train as `case` says, on all ranks together. Raises Mistake where it does not fit them."""
     objective = NextToken()
+    model = build(case.shape, seed=None, device="meta")
+    if case.float8_emulated:
+        use_float8(model, emulate=True)
     trained = spread(
-        build(case.shape, seed=None, device="meta"),
+        model,
         objective.loss,
         ranks=ranks,
         dtype=torch.float32,
