@@ -88,8 +88,9 @@ def spread(
 
     The model has fp32 weights on the ranks' device; or it is on the meta device and `fill` gives it its weights, once
     it is as small on each rank as it is going to be. Masters stay fp32. With `dtype` bf16, FSDP gathers and computes in
-    bf16 and reduces gradients in fp32; the other engines use autocast, whose gradients are fp32 as well. Raises Mistake
-    where the strategy does not fit the ranks, the same on all.
+    bf16 and reduces gradients in fp32; the other engines use autocast, whose gradients are fp32 as well. With `float8` the
+    products in the blocks are of float8 numbers. Raises Mistake where the strategy or float8 does not fit the ranks, the
+    same on all.
     """
     engine = choose_engine(strategy, ranks)
     if float8:
