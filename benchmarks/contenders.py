@@ -185,7 +185,8 @@ def transformers_llama(contest: Contest) -> nn.Module:
         torch.set_num_threads(contest.threads)
     with torch.device(contest.device):
         model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_hugging_face(), "use_cache": False}))
-    model.to(MASTERS[contest.master_dtype])
+    for parameter in model.parameters():  # not its buffers: among them are the frequencies of positions
+        parameter.data = parameter.data.to(MASTERS[contest.master_dtype])
     weights = build(contest.shape, seed=0).state_dict()  # on the CPU: the device may have room for one copy only
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
     if contest.recompute:
