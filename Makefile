@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 
-.PHONY: help quickstart install install-dev test test-gpu lint format bench clean
+.PHONY: help quickstart install install-dev test test-gpu lint format bench bench-gpu clean
 
 help:
 	@echo "make quickstart   set up, then train a small language model on this machine (a few minutes)"
 	@echo "make test         set up, then run the tests            make test-gpu   those that need a GPU"
 	@echo "make lint         style, types, floors                  make bench      speed, side by side with others"
+	@echo "                                                        make bench-gpu  the same on one GPU"
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "lmforge needs Python 3.11 or newer, and none is on the PATH: make PYTHON=/path/to/python3.11"; exit 2; }
@@ -52,6 +53,9 @@ format: $(STAMP_DEV)
 
 bench: $(STAMP_DEV)
 	$(BIN)/python benchmarks/train_cpu.py
+
+bench-gpu: $(STAMP_DEV)
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

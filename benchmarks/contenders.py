@@ -1,4 +1,4 @@
-"""Those who take part in train_cpu.py, each in a process of its own: what they have in common, and their loops.
+"""Those who take part in train_cpu.py and gpu.py, each in a process of its own: what they have in common, and their loops.
 
 lmforge comes with everything that a run of it does but validation and saving. The others are given what costs them least:
 their rows lie in memory, their AdamW is fused, and the compiled loop has its loss in the graph.
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lmforge.cluster import ranks as cluster
-from lmforge.config import BatchPlan, OptimizerOptions
+from lmforge.config import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
 from lmforge.data.loader import Loader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import Stream
@@ -28,11 +28,10 @@ from lmforge.model import build
 from lmforge.model.flops import flops_per_token
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
-from lmforge.parallel.apply import spread
 from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
-from lmforge.train.metrics import MetricsFile, Teller
-from lmforge.train.optim import build_optimizer
+from lmforge.train.metrics import MetricsFile, Teller, peak_memory_gib
+from lmforge.train.stages import MASTERS, prepare_model
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -44,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Contest:
-    """What is the same for all contenders."""
+    """What is the same for all contenders. `rows` are those of a step, taken in `accumulation` micro-batches."""
 
     shape: ModelConfig
     rows: int
@@ -54,6 +53,10 @@ class Contest:
     compiled: bool
     peak_size: int
     folder: Path
+    device: str = "cpu"
+    accumulation: int = 1
+    recompute: bool = False
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def tokens_a_step(self) -> int:
@@ -63,7 +66,12 @@ class Contest:
         return Stream(TokenFolder.open(self.folder / "tokens"), length=self.length)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == "fp32" else torch.autocast("cpu", dtype=DTYPES[self.dtype])
+        return nullcontext() if self.dtype == "fp32" else torch.autocast(self.device, dtype=DTYPES[self.dtype])
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Turn:
     steps: int
     seconds: float
     fastest_step_seconds: float
+    memory_gib: float
 
 
 class Over(Exception):
@@ -80,9 +89,9 @@ class Over(Exception):
 class Turns:
     """Called after each step of a contender; lets it go on, or tells how the turn went and waits for the next one."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, contest: Contest) -> None:
         """Returns when it is this contender's turn to warm up."""
-        self._pipe = pipe
+        self._pipe, self._contest = pipe, contest
         self._begin(steps=WARM_UP_STEPS, seconds=pipe.recv())
 
     def _begin(self, steps: int, seconds: float) -> None:
@@ -96,31 +105,50 @@ class Turns:
         self._fastest = min(self._fastest, now - self._before)
         self._before = now
         if self._steps >= self._least_steps and now >= self._until:
-            self._pipe.send(Turn(self._steps, now - self._began, self._fastest))
+            self._contest.settle()
+            memory = peak_memory_gib(torch.device(self._contest.device))
+            self._pipe.send(Turn(self._steps, time.perf_counter() - self._began, self._fastest, memory))
             seconds = self._pipe.recv()
             if seconds is None:
                 raise Over
             self._begin(steps=1, seconds=seconds)
 
 
-def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool) -> None:
+class TakesTurns(Teller):
+    """The loop tells of each step that is done. A checkpoint is no hook: the loop reads all metrics before it saves one."""
+
+    def __init__(self, turns: Turns, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turns = turns
+
+    def advance(self, step: int) -> None:
+        super().advance(step)
+        self._turns.step_done()
+
+
+def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool, float8: bool = False) -> None:
     """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log."""
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
-    ranks = cluster.start("cpu", contest.threads)
+    ranks = cluster.start(contest.device, contest.threads)
     objective = NextToken()
-    model = build(contest.shape, seed=0)
+    recipe = Config(
+        optimizer=OPTIMIZER,
+        parallel=ParallelOptions(recompute="full" if contest.recompute else "none"),
+        train=TrainOptions(master_dtype=contest.master_dtype, float8=float8),
+    )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    trained = spread(model, objective.loss, ranks=ranks, dtype=dtype, compiled=compiled)
-    loader = Loader(contest.stream(), global_batch_rows=contest.rows, micro_batch_rows=contest.rows)
-    heartbeat, teller = Heartbeat(folder, rank=0), Teller(ranks, ENDLESS_STEPS, folder / "log")
+    trained, optimizer = prepare_model(recipe, contest.shape, objective, ranks, dtype, compiled, fresh=True)
+    plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
+    loader = Loader(contest.stream(), global_batch_rows=plan.rows, micro_batch_rows=plan.micro_batch_rows, device=ranks.device)
+    heartbeat, teller = Heartbeat(folder, rank=0), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
     metrics = MetricsFile(folder / "metrics.jsonl")
     parts = Parts(
         spread=trained,
         weight=objective.weight,
-        optimizer=build_optimizer(model, OPTIMIZER),
+        optimizer=optimizer,
         learning_rate=lambda step: LR,
         batches=loader,
-        plan=BatchPlan(contest.rows, contest.length, ranks=1, micro_batch_rows=contest.rows, accumulation=1),
+        plan=plan,
         ranks=ranks,
         heartbeat=heartbeat,
         teller=teller,
@@ -128,10 +156,10 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         steps=ENDLESS_STEPS,
         clip_norm=OPTIMIZER.clip_norm,
         log_every=LOG_EVERY_STEPS,
-        save_every=1,  # the loop's own hook after a step: instead of saving, wait for the next turn
+        save_every=ENDLESS_STEPS,
         validate_every=None,
         sample_every=None,
-        save=lambda step: turns.step_done(),
+        save=lambda step: None,
         validate=lambda step: {},
         sample=lambda step: None,
         flops_per_token=flops_per_token(contest.shape, contest.length),
@@ -153,9 +181,16 @@ def transformers_llama(contest: Contest) -> nn.Module:
     """transformers' Llama with the weights that lmforge begins with."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.set_num_threads(contest.threads)
-    model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_hugging_face(), "use_cache": False}))
-    model.load_state_dict(build(contest.shape, seed=0).state_dict(), strict=not contest.shape.tie_word_embeddings)
+    if contest.device == "cpu":
+        torch.set_num_threads(contest.threads)
+    with torch.device(contest.device):
+        model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_hugging_face(), "use_cache": False}))
+    for parameter in model.parameters():  # not its buffers: among them are the frequencies of positions
+        parameter.data = parameter.data.to(MASTERS[contest.master_dtype])
+    weights = build(contest.shape, seed=0).state_dict()  # on the CPU: the device may have room for one copy only
+    model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
+    if contest.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
@@ -172,16 +207,17 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
     """transformers' Trainer with its defaults, but for what is the same for all."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class TakesTurns(TrainerCallback):
+    class AlsoTakesTurns(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             turns.step_done()
 
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(dir=contest.folder),
-        use_cpu=True,
+        use_cpu=contest.device == "cpu",
         bf16=contest.dtype == "bf16",
         max_steps=ENDLESS_STEPS,
-        per_device_train_batch_size=contest.rows,
+        per_device_train_batch_size=contest.rows // contest.accumulation,
+        gradient_accumulation_steps=contest.accumulation,
         train_sampling_strategy="sequential",
         optim="adamw_torch_fused",
         learning_rate=LR,
@@ -198,7 +234,7 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
     )
     model = transformers_llama(contest)
     dataset: Any = [{"input_ids": row, "labels": row} for row in rows_at_hand(contest)[0]]
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[TakesTurns()])
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[AlsoTakesTurns()])
     try:
         trainer.train()
     except Over:
@@ -209,7 +245,7 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
 def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool) -> None:
     """The loop that everybody writes; compiled, model and loss are one graph."""
     model = transformers_llama(contest)
-    tokens, targets = rows_at_hand(contest)
+    tokens, targets = (rows.to(contest.device) for rows in rows_at_hand(contest))
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=LR,
@@ -225,18 +261,20 @@ def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, comp
 
     scored: Callable[[Tensor, Tensor], Tensor] = torch.compile(score, dynamic=False) if compiled else score
     losses: list[Tensor] = []
+    micro = contest.rows // contest.accumulation
     for step in range(ENDLESS_STEPS):
         start = step * contest.rows % len(tokens)
-        with contest.autocast():
-            loss = scored(tokens[start : start + contest.rows], targets[start : start + contest.rows])
-        loss.backward()
+        for first in range(start, start + contest.rows, micro):
+            with contest.autocast():
+                loss = scored(tokens[first : first + micro], targets[first : first + micro]) / contest.accumulation
+            loss.backward()
+            if step < LOG_EVERY_STEPS:
+                losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if step < LOG_EVERY_STEPS:
-            losses.append(loss.detach())
         if step + 1 == LOG_EVERY_STEPS:
-            first_losses.append(torch.stack(losses).mean().item())
+            first_losses.append(torch.stack(losses).sum().item() / LOG_EVERY_STEPS)
         turns.step_done()
 
 
@@ -251,9 +289,10 @@ def run_peak(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
 
 
 LMFORGE, TRAINER, PLAIN, PLAIN_COMPILED = "lmforge", "Trainer", "plain loop", "plain loop, compiled whole"
-LMFORGE_UNCOMPILED, PEAK = "lmforge, uncompiled", "peak"
+LMFORGE_UNCOMPILED, LMFORGE_FLOAT8, PEAK = "lmforge, uncompiled", "lmforge, float8", "peak"
 RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
     LMFORGE: partial(run_lmforge, compiled=True),
+    LMFORGE_FLOAT8: partial(run_lmforge, compiled=True, float8=True),
     LMFORGE_UNCOMPILED: partial(run_lmforge, compiled=False),
     TRAINER: run_trainer,
     PLAIN: partial(run_plain, compiled=False),
@@ -269,7 +308,7 @@ def contend(name: str, contest: Contest, pipe: Connection, log: Path) -> None:
         os.dup2(file.fileno(), 2)
     first_losses: list[float] = []
     try:
-        RUNS[name](contest, Turns(pipe), first_losses)
+        RUNS[name](contest, Turns(pipe, contest), first_losses)
     except Over:
         pipe.send(first_losses[0])
     except (EOFError, BrokenPipeError):

@@ -1,5 +1,6 @@
 """What the benchmarks here share: a small real corpus, what machine this is, and where a result is written."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -41,7 +42,9 @@ def machine() -> dict[str, Any]:
     """Hardware, versions, date, commit and command; nothing that names this host or its folders."""
     facts = environment()
     about = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
-    about["packages"]["accelerate"] = importlib.metadata.version("accelerate")
+    for name in ("accelerate", "torchao"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            about["packages"][name] = importlib.metadata.version(name)
     about["instructions"] = torch.backends.cpu.get_cpu_capability()
     about["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     about["load_before"] = round(os.getloadavg()[0], 2)
@@ -64,10 +67,14 @@ def machine_lines(about: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path) -> Path:
-    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute. Returns the latter's path."""
-    processor = re.sub(r"[^a-z0-9]+", "-", record["machine"]["processor"].lower()).strip("-") or "cpu"
-    name = f"{benchmark}-{processor}-{record['machine']['cores']}-cores-{time.strftime('%Y-%m-%d-%H%M')}"
+def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path, hardware: str | None = None) -> Path:
+    """Write `record` as JSON and `table` as Markdown, named by benchmark, hardware and minute. Returns the latter's path.
+
+    The hardware is the processor and its cores unless it is said.
+    """
+    machine = record["machine"]
+    hardware = hardware or f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
+    name = f"{benchmark}-{re.sub(r'[^a-z0-9]+', '-', hardware.lower()).strip('-')}-{time.strftime('%Y-%m-%d-%H%M')}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     readable = folder / f"{name}.md"

@@ -7,14 +7,14 @@ of them. A ratio is taken within a round; medians over the rounds are reported.
 """
 
 import argparse
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest, Turn, contend
+from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
+from judge import Contender
 from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
 
 from lmforge.cluster.environment import local_threads
@@ -26,40 +26,6 @@ PEAK_SECONDS = 1.5
 # Written out rather than a preset, so that results stay comparable when presets change.
 SHAPE = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4)
 TINY = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-
-
-class Contender:
-    """A contender as the judge sees it."""
-
-    def __init__(self, name: str, contest: Contest) -> None:
-        self.name = name
-        self._log = contest.folder / f"{name}-{contest.dtype}.log"
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=contend, args=(name, contest, theirs, self._log), name=name)
-        self._process.start()
-        theirs.close()
-
-    def hear(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:] if self._log.exists() else ""
-            raise SystemExit(f"train_cpu: {self.name} ended early, status {self._process.exitcode}:\n{tail}") from None
-
-    def take_turn(self, seconds: float) -> Turn:
-        self._pipe.send(seconds)
-        return self.hear()
-
-    def finish(self) -> float:
-        """Mean loss of its first steps."""
-        self._pipe.send(None)
-        return self.hear()
-
-    def leave(self) -> None:
-        self._pipe.close()
-        self._process.join()
 
 
 def hold(contest: Contest, rounds: int, seconds: float) -> dict[str, Any]:

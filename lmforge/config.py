@@ -132,6 +132,10 @@ class TrainOptions(Options):
     master_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "dtype of parameters and optimizer states at rest; bf16 halves them, and small updates are lost"
     )
+    float8: bool = option(
+        False,
+        "multiply in float8 in the blocks' linear layers (GPUs from compute capability 8.9; extra: fp8); the rest in bf16",
+    )
     device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option("auto", "compile each block; auto is on where a compiler is found")
     threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)
@@ -275,6 +279,8 @@ class Config(Options):
                 "sample.every_steps: with tensor_ranks or pipeline_ranks no rank has the whole model; leave it out, and"
                 " generate from the checkpoints"
             )
+        if self.parallel.tensor_ranks > 1 and self.train.float8:
+            raise ValueError("train.float8: not with parallel.tensor_ranks; shard with fsdp2 instead, or leave it out")
         if self.parallel.tensor_ranks > 1 and self.optimizer.name == "muon":
             raise ValueError("optimizer.name = muon: not with parallel.tensor_ranks, which split its matrices; use adamw")
         return self

@@ -20,6 +20,8 @@ from lmforge.train.parity import Task, alone, cases, difference, trial
 TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
 ROWS_A_RANK = 8
 MIB = 2**20
+# What a rank holds of each strategy: the first three between steps, the last between forward and backward.
+HELD = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -66,7 +68,7 @@ def _examine(ranks: Ranks, options: DoctorOptions) -> list[dict[str, Any]]:
                     # Not a number is no difference that is small enough.
                     "wrong": not all(value <= tolerance for value in differences.values()),
                     "tokens_per_second": outcome.tokens_per_second,
-                    "held_mib": sum(outcome.bytes.values()) / MIB,
+                    "mib": {what: size / MIB for what, size in outcome.bytes.items()},
                     "peak_gib": outcome.memory_gib if ranks.device.type == "cuda" else None,
                     "options": asdict(case.strategy),
                 }
@@ -83,7 +85,7 @@ def _print(rows: list[dict[str, Any]], ranks: Ranks) -> None:
         title=f"{ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {ranks.device.type}, fp32", title_justify="left"
     )
     table.add_column("strategy")
-    for name in ("loss", "Δ loss", "Δ gradient", "Δ weights", "tok/s", "MiB held a rank", *(["GiB at most"] if on_gpu else [])):
+    for name in ("loss", "Δ loss", "Δ gradient", "Δ weights", "tok/s", *HELD.values(), *(["GiB at most"] if on_gpu else [])):
         table.add_column(name, justify="right")
     for row in rows:
         differences = [f"{row['difference'][name]:.0e}" for name in ("loss", "gradient_norm", "weights")]
@@ -92,13 +94,13 @@ def _print(rows: list[dict[str, Any]], ranks: Ranks) -> None:
             f"{row['loss']:.6f}",
             *differences,
             f"{row['tokens_per_second']:,.0f}",
-            f"{row['held_mib']:.2f}",
+            *(f"{row['mib'][what]:.2f}" if what in row["mib"] else "?" for what in HELD),
         ]
         if on_gpu:
             cells.append(f"{row['peak_gib']:.2f}")
         table.add_row(*cells, style="bold red" if row["wrong"] else None)
     # Into a file or a pipe a table is as wide as it needs to be.
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     wrong = [row["strategy"] for row in rows if row["wrong"]]
     tolerance = TOLERANCES[ranks.device.type]
@@ -107,3 +109,5 @@ def _print(rows: list[dict[str, Any]], ranks: Ranks) -> None:
         told = f"WRONG, further than {tolerance:g} from one process: {', '.join(wrong)}"
     console.print(told, style="bold red" if wrong else None, highlight=False, soft_wrap=True)
     console.print("Δ: largest relative difference from one process over all steps", highlight=False)
+    told = "MiB on the first rank: weights, gradients and optimizer states between steps, activations before the backward pass"
+    console.print(told, highlight=False, soft_wrap=True)

@@ -5,23 +5,22 @@ it is built on the meta device or cast to a narrow dtype.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from lmforge.model.shapes import ModelConfig
 
 
-@dataclass(frozen=True)
 class Rotation:
     """Cosine and sine of each position's angles: fp32 [rows, length, 1, head_dim / 2].
 
-    An object rather than two tensors, because FSDP2's mixed precision casts the tensors among a block's arguments to
-    bf16, and angles must not be.
+    A plain object, because mixed precision of FSDP casts the tensors among a block's arguments to bf16, those inside of
+    tuples, dictionaries and dataclasses too, and angles must not be.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
 
     def turn(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate [rows, length, heads, head_dim]; channel i turns with channel i + head_dim / 2, as in transformers."""

@@ -1,4 +1,4 @@
-"""One order for everything that is done to a model before it trains: tensor → recompute → compile → shard → fill."""
+"""One order for everything that is done to a model before it trains: float8 → tensor → recompute → compile → shard → fill."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
 from lmforge.parallel.mesh import CONTEXT, TENSOR, data_ranks, sharding_of
 from lmforge.parallel.pipeline import Pipelined
+from lmforge.parallel.precision import check_float8, use_float8
 from lmforge.parallel.recompute import recompute
 from lmforge.parallel.tensor import split
 
@@ -105,6 +106,7 @@ def spread(
     ranks: Ranks,
     dtype: torch.dtype,
     compiled: bool = False,
+    float8: bool = False,
     strategy: Strategy = Strategy(),
     fill: Callable[[LanguageModel], None] | None = None,
 ) -> Spread:
@@ -112,10 +114,14 @@ def spread(
 
     The model has fp32 weights on the ranks' device; or it is on the meta device and `fill` gives it its weights, once
     it is as small on each rank as it is going to be. Masters stay fp32. With `dtype` bf16, FSDP gathers and computes in
-    bf16 and reduces gradients in fp32; the other engines use autocast, whose gradients are fp32 as well. Raises Mistake
-    where the strategy does not fit the ranks, the same on all.
+    bf16 and reduces gradients in fp32; the other engines use autocast, whose gradients are fp32 as well. With `float8` the
+    products in the blocks are of float8 numbers. Raises Mistake where the strategy or float8 does not fit the ranks, the
+    same on all.
     """
     engine = choose_engine(strategy, ranks)
+    if float8:
+        check_float8(ranks.device, dtype)
+        use_float8(model)
     wanted = sharding_of(strategy, ranks.count, ranks.place.local_ranks)
     if engine == "fsdp2" and not dist.is_initialized():
         # Sharding on one rank is one code path with many; it needs a group, if only of one.

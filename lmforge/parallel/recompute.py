@@ -21,7 +21,7 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
 
 
 def recompute(model: LanguageModel, how: str, every: int = 2) -> None:

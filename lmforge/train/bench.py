@@ -106,11 +106,16 @@ def _trial(words: list[str], chosen: dict[str, str]) -> dict[str, Any]:
     if done.returncode == 0:
         return dict(json.loads(done.stdout)[0])
     said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-    if "OutOfMemoryError" in done.stderr or "can't allocate memory" in done.stderr or done.returncode == -9:
+    if ran_out_of_memory(done.returncode, done.stderr):
         return {"failed": OUT_OF_MEMORY}
     if done.returncode == 2:
         return {"failed": said.removeprefix("lmforge: ")}
     raise RunFailed(f"bench {' '.join(options)}: {said}")
+
+
+def ran_out_of_memory(status: int | None, said: str) -> bool:
+    """Whether a process that ended with `status` and `said` this last did so for want of memory."""
+    return "OutOfMemoryError" in said or "can't allocate memory" in said or status == -9
 
 
 def measure(config: BenchConfig) -> dict[str, Any]:
@@ -191,12 +196,12 @@ def _time(config: BenchConfig, shape: ModelConfig, plan: BatchPlan, data: Any, r
     median = statistics.median(seconds)
     per_second = plan.tokens / median
     flops = per_second / ranks.count * flops_per_token(shape, plan.length)
-    peak = peak_of(ranks.device, dtype)
+    peak = peak_of(ranks.device, dtype)  # of bf16 for float8 too, so that the two compare
     return {
         "engine": trained.name,
         "ranks": ranks.count,
         "device": torch.cuda.get_device_name(ranks.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch.") + (", float8 in blocks" if config.train.float8 else ""),
         "compiled": compiled,
         "parameters": parameters(shape).total,
         "batch": str(plan),

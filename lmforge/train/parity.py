@@ -25,7 +25,9 @@ from lmforge.model.initial import initialise
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import Strategy, spread
+from lmforge.parallel.precision import use_float8
 from lmforge.train.loop import train_step
+from lmforge.train.memory import Activations
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optim import build_optimizer, state_by_name
 
@@ -53,12 +55,14 @@ class Case:
     accumulation: int = 1
     shape: ModelConfig = SMALL
     optimizer: OptimizerOptions = OPTIMIZER
+    float8_emulated: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
     """losses, gradient_norms: of each step. weights: whole tensors by name, at the end, on the first rank only.
-    bytes: of parameters, gradients and optimizer states that this rank holds at the end of a step.
+    bytes: of parameters, gradients and optimizer states that this rank holds at the end of a step, and of activations
+    between forward and backward of its first micro-batch; the latter not where blocks are compiled.
     collectives: how many of each kind one step takes; not counted where blocks are compiled."""
 
     losses: list[float]
@@ -101,8 +105,11 @@ class Task:
 def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     """Train as `case` says, on all ranks together. Raises Mistake where it does not fit them."""
     objective = NextToken()
+    model = build(case.shape, seed=None, device="meta")
+    if case.float8_emulated:
+        use_float8(model, emulate=True)
     trained = spread(
-        build(case.shape, seed=None, device="meta"),
+        model,
         objective.loss,
         ranks=ranks,
         dtype=torch.float32,
@@ -116,7 +123,7 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     share = task.rows // places
     first = place * share
     held: dict[str, int] = {}
-    counting = _Collectives()
+    counting, watching = _Collectives(), Activations()
     began = 0.0
     for step in range(task.steps):
         if step == 1:
@@ -124,12 +131,16 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
         whole = task.batch(step, case.shape.vocab_size)
         mine = Batch(*(tensor[first : first + share] for tensor in whole._tensors)).to(ranks.device)
 
-        def weighed(phase: str) -> None:
+        observed = step + 1 == task.steps and not case.compiled
+
+        def weighed(phase: str, observed: bool = observed) -> None:
+            if phase == "backward" and observed:
+                held.setdefault("activations", watching.bytes_alive())
             if phase == "optimizer":
                 held["parameters"] = _bytes(trained.parameters())
                 held["gradients"] = _bytes(parameter.grad for parameter in trained.parameters())
 
-        with nullcontext() if step + 1 < task.steps or case.compiled else counting:
+        with counting if observed else nullcontext(), watching if observed else nullcontext():
             norm, metrics = train_step(
                 trained,
                 optimizer,

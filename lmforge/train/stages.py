@@ -231,8 +231,8 @@ def _pretrain(
     peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller, fresh=entry.folder is None)
     teller.say(
-        f"compute    {_name(dtype)} ({dtype_why}), masters {config.train.master_dtype}, attention {backend_name(ranks.device)},"
-        f" compile {_on(compiled)} ({compile_why})"
+        f"compute    {_name(dtype)} ({dtype_why}){_float8(config)}, masters {config.train.master_dtype},"
+        f" attention {backend_name(ranks.device)}, compile {_on(compiled)} ({compile_why})"
     )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 
@@ -333,6 +333,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _float8(config: Config) -> str:
+    return ", products of the blocks in float8 (MFU is of the bf16 peak all the same)" if config.train.float8 else ""
+
+
 def _on(switch: bool) -> str:
     return "on" if switch else "off"
 
@@ -370,6 +374,7 @@ def prepare_model(
         ranks=ranks,
         dtype=dtype,
         compiled=compiled,
+        float8=config.train.float8,
         strategy=Strategy(**config.parallel.model_dump()),
         fill=partial(_fill, config, ranks, fresh=fresh),
     )

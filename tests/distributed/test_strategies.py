@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from lmforge.train.parity import cases
-from tests.distributed.shapes import chosen_cases, shapes_on
+from lmforge.model.activations import saved_bytes
+from lmforge.train.parity import Case, cases
+from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 
 HERE = Path(__file__).parent
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
@@ -86,8 +87,19 @@ def test_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_states(
     whole = json.loads((measured[1] / "llama fsdp2 full-shard-0.json").read_text())
     for rank in range(4):
         held = json.loads((measured[4] / f"llama {name}-{rank}.json").read_text())
-        for what, size in whole.items():
-            assert held[what] == pytest.approx(size / shards, rel=0.02), (rank, what)
+        for what in ("parameters", "gradients", "optimizer"):
+            assert held[what] == pytest.approx(whole[what] / shards, rel=0.02), (rank, what)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in cases(4, False) if case.strategy.model_ranks == 1], ids=lambda case: case.name
+)
+def test_each_rank_holds_the_activations_of_its_own_rows_whatever_is_sharded(measured: dict[int, Path], case: Case) -> None:
+    shape, recompute = SHAPES["llama"], case.strategy.recompute
+    predicted = saved_bytes(shape, 4 // case.accumulation, 48, number_bytes=4, recompute=recompute)
+    for rank in range(4):
+        held = json.loads((measured[4] / f"llama {case.name}-{rank}.json").read_text())
+        assert held["activations"] == pytest.approx(predicted, rel=0.02), rank
 
 
 # Of a model of 4 blocks: 7 units with embedding, head and root. One all-reduce counts the weight of the batch, and one the

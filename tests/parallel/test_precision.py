@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmforge.cluster import ranks as cluster
+from lmforge.cluster.environment import Place
+from lmforge.cluster.ranks import Ranks
 from lmforge.errors import Mistake
+from lmforge.model import build
+from lmforge.objectives.language import NextToken
+from lmforge.parallel.apply import Strategy, spread
 from lmforge.parallel.precision import STEPS_WORTH_COMPILING, choose_compile, choose_dtype, find_compiler, has_fast_bf16
+from lmforge.train.parity import SMALL, Task
 
 CPU = torch.device("cpu")
 CPUINFO = Path("/proc/cpuinfo")
@@ -58,6 +65,24 @@ def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
         match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
     ):
         choose_compile("on", CPU, 10**6)
+
+
+def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_given_to_bf16() -> None:
+    trained = spread(
+        build(SMALL, seed=0),
+        NextToken().loss,
+        ranks=Ranks(Place(), CPU, None),
+        dtype=torch.bfloat16,
+        strategy=Strategy(engine="fsdp2"),
+    )
+    seen = []
+    for block in trained.model.blocks:
+        block.self_attn.register_forward_pre_hook(lambda _, given: seen.append((given[0].dtype, given[1].cos.dtype)))
+    try:
+        trained.scored(Task(rows=2).batch(0, SMALL.vocab_size))
+    finally:
+        cluster.stop()
+    assert seen == [(torch.bfloat16, torch.float32)] * SMALL.num_hidden_layers
 
 
 @pytest.mark.gpu

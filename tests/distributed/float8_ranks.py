@@ -1,0 +1,43 @@
+"""Run by torch's launcher in every rank: the same steps in fp32 and with float8 products, emulated.
+
+    float8_ranks.py FILE
+
+Writes of each case its losses and the name, shape and dtype of every tensor that a checkpoint would hold.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from lmforge.cluster import ranks as cluster
+from lmforge.model.shapes import ModelConfig
+from lmforge.parallel.apply import Strategy
+from lmforge.train.parity import Case, Task, trial
+
+SHAPE = ModelConfig(
+    vocab_size=131,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+if __name__ == "__main__":
+    ranks = cluster.start("cpu", threads=1)
+    fsdp2 = Case("fp32", Strategy(engine="fsdp2"), shape=SHAPE)
+    told = {}
+    for case in (
+        fsdp2,
+        replace(fsdp2, name="float8", float8_emulated=True),
+        replace(
+            fsdp2, name="float8, recompute", float8_emulated=True, strategy=Strategy(engine="fsdp2", recompute="operators")
+        ),
+    ):
+        outcome = trial(case, Task(rows=8, length=50, steps=12), ranks)
+        tensors = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in outcome.weights.items()}
+        told[case.name] = {"losses": outcome.losses, "tensors": tensors, "bytes": outcome.bytes}
+    if ranks.first:
+        Path(sys.argv[1]).write_text(json.dumps(told))
+    cluster.stop()

@@ -1,0 +1,108 @@
+"""Float8 in the linear layers of the blocks: emulated on two real ranks, refused where it cannot be had, and on a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmforge.errors import Mistake
+from lmforge.model import build
+from lmforge.model.shapes import preset
+from lmforge.parallel.precision import check_float8, use_float8
+from lmforge.train.parity import SMALL
+from tests.conftest import Command
+from tests.distributed.float8_ranks import SHAPE
+
+ROOT = Path(__file__).parents[2]
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that multiplies float8"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/distributed/float8_ranks.py measured on two ranks under fsdp2."""
+    pytest.importorskip("torchao")
+    file = tmp_path_factory.mktemp("float8") / "told.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.distributed.float8_ranks"]
+    done = subprocess.run([sys.executable, *launcher, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(file.read_text())
+
+
+def test_losses_in_float8_fall_like_those_in_fp32_but_are_not_the_same(trained: dict[str, Any]) -> None:
+    exact, rounded = trained["fp32"]["losses"], trained["float8"]["losses"]
+    assert exact[-1] < exact[0] - 0.2
+    assert rounded != exact
+    # e4m3 keeps 3 bits behind the point, 6 % of a number; in sums over 64 and more of them most of that cancels.
+    assert rounded == pytest.approx(exact, rel=0.01)
+
+
+def test_recomputing_operators_in_float8_computes_the_same(trained: dict[str, Any]) -> None:
+    assert trained["float8, recompute"]["losses"] == trained["float8"]["losses"]
+
+
+def test_a_checkpoint_of_a_float8_run_has_the_tensors_of_any_run(trained: dict[str, Any]) -> None:
+    assert trained["float8"]["tensors"] == trained["fp32"]["tensors"]
+    assert set(trained["float8"]["tensors"]) == set(build(SHAPE, seed=None, device="meta").state_dict())
+    assert trained["float8"]["bytes"] == trained["fp32"]["bytes"]
+
+
+def test_only_linear_layers_of_blocks_multiply_in_float8() -> None:
+    pytest.importorskip("torchao")
+    model = build(SHAPE, seed=None, device="meta")
+    use_float8(model, emulate=True)
+    changed = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert changed == {f"model.layers.{layer}.{name}" for layer in range(2) for name in projections}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_cpu_refuses_float8_in_one_line(lmforge: Command, tiny_options: list[str], tmp_path: Path, processes: int) -> None:
+    where = ["--run.folder", tmp_path, "--run.name", "x", "--launch.processes", processes]
+    done = lmforge("pretrain", *tiny_options, *where, "--train.float8", "true")
+    assert done.returncode == 2
+    said = "lmforge: train.float8: needs a GPU of compute capability 8.9 or newer, and this is a cpu; leave train.float8 out\n"
+    assert done.stderr == said
+
+
+def test_layers_that_float8_cannot_multiply_are_refused_by_name() -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(Mistake, match=r"self_attn\.q_proj takes 72 numbers and gives 72, and float8 wants multiples of 16"):
+        use_float8(build(SMALL, seed=None, device="meta"))
+    with pytest.raises(Mistake, match=r"a gpt2 model has no linear layers that it knows; leave it out"):
+        use_float8(build(preset("gpt2-124m"), seed=None, device="meta"))
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_float8_needs_bf16_around_it() -> None:
+    with pytest.raises(Mistake, match=r"use train\.dtype = bf16"):
+        check_float8(torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("engine", ["alone", "fsdp2"])
+def test_a_gpu_trains_in_float8_as_in_bf16(
+    lmforge: Command, tiny_tokens: Path, tmp_path: Path, compiled: str, engine: str
+) -> None:
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words = [word for name, value in sizes.items() for word in (f"--model.{name}", value)]
+    words += ["--data.folder", tiny_tokens, "--data.length", 256, "--train.steps", 30, "--train.global_batch_rows", 8]
+    words += ["--train.dtype", "bf16", "--train.compile", compiled, "--parallel.engine", engine, "--log.every_steps", 1]
+    words += ["--schedule.warmup_steps", 3, "--run.folder", tmp_path]
+    losses = {}
+    for float8 in ("false", "true"):
+        done = lmforge("pretrain", *words, "--run.name", float8, "--train.float8", float8)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / float8 / "metrics.jsonl").read_text().splitlines()
+        losses[float8] = [json.loads(line)["loss"] for line in lines]
+    assert losses["true"] != losses["false"]
+    assert losses["true"] == pytest.approx(losses["false"], rel=0.02)
