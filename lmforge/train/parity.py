@@ -251,6 +251,8 @@ def cases(ranks: int, compiled: bool) -> list[Case]:
     if compiled:
         found.append(Case("fsdp2, compiled", base, compiled=True))
         found.append(Case("fsdp2, compiled, recompute full", replace(base, recompute="full"), compiled=True))
+        chosen = ("tensor 2", "context 2", "pipeline 2, 4 micro-batches")
+        found += [replace(case, name=f"{case.name}, compiled", compiled=True) for case in found if case.name in chosen]
     return found
 
 
