@@ -1,4 +1,4 @@
-"""The small modules that both families are made of."""
+"""The small modules that both families are made of, and what every model offers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmforge.model.cache import Cache
 from lmforge.model.shapes import ModelConfig
 
 
@@ -43,7 +44,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """What both families offer to the rest of the house.
+    """What every model offers to the rest of the house.
 
     `forward(tokens, positions, documents, cache=None)` gives hidden states, `lm_head` scores them; `embeddings`,
     `blocks`, `final_norm` and `lm_head` are the units that sharding wraps.
@@ -51,6 +52,10 @@ class LanguageModel(nn.Module):
 
     config: ModelConfig
     lm_head: Head
+
+    def cache(self, rows: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """Room for what decoding keeps of `max_length` tokens in each of `rows`, to be handed to `forward`."""
+        return Cache(self.config, rows, max_length, device=device, dtype=dtype)
 
     def tie(self) -> None:
         """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
