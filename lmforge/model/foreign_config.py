@@ -6,7 +6,6 @@ No torch until a shape is asked for; then transformers, an extra, is imported. I
 import json
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,10 @@ class ForeignConfig(ModelConfig):
 
 def library() -> Any:
     """transformers, imported and silent. Raises Mistake where it is not installed, or too old."""
-    if find_spec("transformers") is None:
-        raise Mistake("transformers is not installed, which computes this model; pip install 'lmforge[transformers]'")
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise Mistake("transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'") from None
     if int(transformers.__version__.partition(".")[0]) < OLDEST:
         raise Mistake(f"transformers {transformers.__version__} is too old to wrap; pip install 'transformers>={OLDEST}'")
     transformers.utils.logging.set_verbosity_error()
