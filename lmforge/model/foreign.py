@@ -20,6 +20,8 @@ from lmforge.model.layers import Head, LanguageModel
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _HEAD = "lm_head"
+# The kernel that multiplies all experts at once wants rows of whole 16 bytes, 8 numbers in bf16; else one by one.
+_WHOLE_ROW = 8
 
 
 def causal_model(config: ForeignConfig) -> Any:
@@ -27,6 +29,9 @@ def causal_model(config: ForeignConfig) -> Any:
     transformers = library()
     with torch.device("meta"):
         causal = transformers.AutoModelForCausalLM.from_config(opened(config.content, "model"), dtype=torch.float32)
+    stacks = [parameter for name, parameter in causal.named_parameters() if ".experts." in name and parameter.ndim == 3]
+    if any(size % _WHOLE_ROW for stack in stacks for size in stack.shape[1:]):
+        causal.set_experts_implementation("eager")
     return causal.eval()
 
 
@@ -97,9 +102,7 @@ class ForeignModel(LanguageModel):
             raise Mistake(f"this model reads at most {limit} tokens, not {max_length}: shorten prompt plus new tokens")
         return ForeignCache(library().DynamicCache(config=self.base.config))
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor, cache: "ForeignCache | None" = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, cache: "ForeignCache | None" = None) -> Tensor:
         """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
 
         Args as in decoder.Decoder.forward. Raises Mistake for rows longer than the learned positions.
@@ -169,7 +172,9 @@ def documents_apart(attention: str, documents: Tensor, positions: Tensor) -> Ite
     finally:
         del MASKS[attention]
     if not asked:
-        raise Mistake("model: this family attends without a mask, so documents in a row would see each other; use another model")
+        raise Mistake(
+            "model: this family attends without a mask, so documents in a row would see each other; use another model"
+        )
 
 
 def repeated_blocks(base: nn.Module) -> str:
@@ -178,7 +183,9 @@ def repeated_blocks(base: nn.Module) -> str:
     outer = {name: found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     alike = [name for name, found in outer.items() if len({type(block) for block in found}) == 1]
     if not alike:
-        raise Mistake(f"model: {type(base).__name__} has no list of blocks of one class, so it cannot be spread; use another model")
+        raise Mistake(
+            f"model: {type(base).__name__} has no list of blocks of one class, so it cannot be spread; use another model"
+        )
     return max(alike, key=lambda name: len(outer[name]))
 
 
@@ -203,7 +210,9 @@ def head_scale(causal: Any, width: int) -> float:
             scale = float((logits * plain).sum() / plain.square().sum())
             alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
-            raise Mistake(f"model: {type(causal).__name__} cannot be taken apart ({str(problem)[:100]}); use another model") from None
+            raise Mistake(
+                f"model: {type(causal).__name__} cannot be taken apart ({str(problem)[:100]}); use another model"
+            ) from None
         finally:
             setattr(causal, name, base)
             causal.set_output_embeddings(head)
@@ -234,7 +243,7 @@ class _Outcome(SimpleNamespace):
         return None
 
     def __getitem__(self, place: int) -> Tensor:
-        return self.last_hidden_state  # type: ignore[no-any-return]
+        return self.last_hidden_state
 
 
 @torch.no_grad()
@@ -270,7 +279,9 @@ def base_name(causal: Any) -> str:
     """The name of what `causal` has beside its head. Raises Mistake where that is more than one thing, or none."""
     parts = [name for name, part in causal.named_children() if name != _HEAD and any(True for _ in part.parameters())]
     if len(parts) != 1:
-        raise Mistake(f"model: {type(causal).__name__} is not one base model and a head ({', '.join(parts)}); use another model")
+        raise Mistake(
+            f"model: {type(causal).__name__} is not one base model and a head ({', '.join(parts)}); use another model"
+        )
     return parts[0]
 
 

@@ -47,7 +47,9 @@ def library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise Mistake("transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'") from None
+        raise Mistake(
+            "transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'"
+        ) from None
     if int(transformers.__version__.partition(".")[0]) < OLDEST:
         raise Mistake(f"transformers {transformers.__version__} is too old to wrap; pip install 'transformers>={OLDEST}'")
     transformers.utils.logging.set_verbosity_error()
@@ -73,7 +75,10 @@ def resolve_foreign(folder: Path, overrides: dict[str, Any], vocab_size: int | N
             f"{path}: vocab_size is {config.vocab_size} and the tokenizer has {vocab_size} entries; "
             "use the tokenizer that belongs to this model"
         )
-    counted(config)  # builds it, and so refuses what cannot be wrapped
+    try:
+        counted(config)  # builds it, and so refuses what cannot be wrapped
+    except Mistake as mistake:
+        raise Mistake(f"{path}: {str(mistake).removeprefix('model: ')}") from None
     return config
 
 
@@ -117,7 +122,9 @@ def opened(content: dict[str, Any], where: str) -> Any:
         raise Mistake(f"{where}: quantization_config: quantized weights cannot be trained; use the unquantized model")
     if kind not in transformers.CONFIG_MAPPING:
         why = "its code comes with the folder, and such code is not run" if "auto_map" in content else "it is unknown to it"
-        raise Mistake(f'{where}: model_type: transformers {transformers.__version__} has no "{kind}" ({why}); use another model')
+        raise Mistake(
+            f'{where}: model_type: transformers {transformers.__version__} has no "{kind}" ({why}); use another model'
+        )
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(content))
     except Exception as problem:  # whatever a family's own checks raise

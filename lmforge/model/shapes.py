@@ -148,11 +148,15 @@ def resolve(
         implementation: who is to compute a folder's model: "lmforge", "transformers" (foreign_config.py), or "auto", which
             is lmforge for the families that it speaks.
     """
-    if implementation != "lmforge" and source is not None and Path(source).is_dir():
-        if implementation == "transformers" or not speaks(content_of_file(Path(source) / "config.json")):
-            from lmforge.model.foreign_config import resolve_foreign
+    folder = Path(source) if source is not None and source not in PRESETS and Path(source).is_dir() else None
+    if implementation == "auto" and folder is not None:
+        implementation = "lmforge" if speaks(content_of_file(folder / "config.json")) else "transformers"
+    if implementation == "transformers":
+        if folder is None:
+            raise Mistake(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
+        from lmforge.model.foreign_config import resolve_foreign
 
-            return resolve_foreign(Path(source), overrides, vocab_size)
+        return resolve_foreign(folder, overrides, vocab_size)
     known = [field.name for field in fields(ModelConfig)]
     for name in overrides:
         if name not in known:
@@ -160,9 +164,9 @@ def resolve(
             raise Mistake(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
     where = "model"
     chosen: dict[str, Any] = {}
-    if source is not None and source not in PRESETS and Path(source).is_dir():
-        where = str(Path(source) / "config.json")
-        chosen = _fields_of_file(Path(source) / "config.json")
+    if folder is not None:
+        where = str(folder / "config.json")
+        chosen = _fields_of_file(folder / "config.json")
     elif source is not None:
         preset(str(source))
         chosen = dict(PRESETS[str(source)])

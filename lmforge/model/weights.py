@@ -1,7 +1,8 @@
 """Weights in and out, in Hugging Face's layout: config.json beside model.safetensors, or its shards and their index.
 
-Our tensor names are Hugging Face's, so nothing is converted, but for the experts of wrapped models. Reading is strict in both directions and takes, for a
-sharded model, only this rank's bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
+Our tensor names are Hugging Face's, so nothing is converted, but for wrapped models whose files are cut otherwise than
+they compute (foreign_weights.py). Reading is strict in both directions and takes, for a sharded model, only this rank's
+bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
 """
 
 import json

@@ -46,10 +46,12 @@ def folders(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The finished runs by "KIND SPREAD"."""
     place = tmp_path_factory.mktemp("foreign")
-    common = f"--data.folder {tiny_tokens} --data.length 48 --train.steps {STEPS} --train.global_batch_rows 4 --train.dtype fp32"
+    common = (
+        f"--data.folder {tiny_tokens} --data.length 48 --train.steps {STEPS} --train.global_batch_rows 4 --train.dtype fp32"
+    )
     common += " --train.compile off --train.device cpu --train.threads 1 --schedule.name constant --schedule.warmup_steps 2"
     # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but for rounding.
-    common += " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --validation.rows 4"
+    common += " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.rows 4"
 
     def line(name: str, *more: str) -> list[str]:
         source = ["--model.source", str(folders[name.split()[0]]), "--model.implementation", "transformers"]

@@ -64,9 +64,7 @@ def test_a_folder_gives_the_logits_of_transformers_and_documents_in_a_row_do_not
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(
-    kind: str, draw: random.Random, tmp_path: Path
-) -> None:
+def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: str, draw: random.Random, tmp_path: Path) -> None:
     _, ours = saved(kind, tmp_path / "theirs")
     export_folder(ours, ours.config, tmp_path / "ours")
     assert stored_names(tmp_path / "ours") == stored_names(tmp_path / "theirs")
@@ -109,9 +107,7 @@ def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: 
 def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, draw: random.Random, tmp_path: Path) -> None:
     theirs, ours = saved(kind, tmp_path)
     prompts = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)]
-    steps = decode(
-        ours, prompts, vocab_size=96, max_tokens=9, sampling=Sampling(0.0), seed=0, stop_ids=frozenset()
-    )
+    steps = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=Sampling(0.0), seed=0, stop_ids=frozenset())
     written = list(zip(*steps, strict=True))
     for prompt, completion in zip(prompts, written, strict=True):
         for token in completion:
