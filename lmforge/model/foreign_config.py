@@ -12,7 +12,7 @@ from typing import Any
 from lmforge.errors import Mistake
 from lmforge.model.shapes import ModelConfig, content_of_file
 
-OLDEST = 5
+OLDEST = (5, 20)
 # Their positions are slopes on the distance of two tokens: nobody needs to tell them where a document begins or ends.
 BY_DISTANCE = ("bloom", "mpt")
 
@@ -50,8 +50,8 @@ def library() -> Any:
         raise Mistake(
             "transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'"
         ) from None
-    if int(transformers.__version__.partition(".")[0]) < OLDEST:
-        raise Mistake(f"transformers {transformers.__version__} is too old to wrap; pip install 'transformers>={OLDEST}'")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise Mistake(f"transformers {transformers.__version__} is too old to be wrapped; pip install 'lmforge[transformers]'")
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
