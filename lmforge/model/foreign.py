@@ -6,6 +6,7 @@ What a LanguageModel cannot express is refused when the model is built. There is
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -296,6 +297,9 @@ def _refuse_other_parts(causal: Any) -> None:
     head = causal.get_output_embeddings()
     if getattr(causal, _HEAD, None) is not head or not isinstance(head, nn.Linear):
         raise Mistake(f"model: {kind} has no plain {_HEAD}; use another model")
+    shared = Counter(id(part) for name, part in causal.named_parameters(remove_duplicate=False) if not name.startswith(_HEAD))
+    if max(shared.values()) > 1:
+        raise Mistake(f"model: {kind} uses some weights in several places, which sharding would part; use another model")
     if head.bias is not None:
         raise Mistake(f"model: the head of {kind} has a bias, which lmforge's loss has not; use another model")
 

@@ -232,8 +232,9 @@ def _pretrain(
         checkpoint.set_rng_state(entry.manifest.rng)
     peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller, fresh=entry.folder is None)
+    attention = "transformers', dense mask" if material.shape.family == "transformers" else backend_name(ranks.device)
     teller.say(
-        f"compute    {_name(dtype)} ({dtype_why}), masters {config.train.master_dtype}, attention {backend_name(ranks.device)},"
+        f"compute    {_name(dtype)} ({dtype_why}), masters {config.train.master_dtype}, attention {attention},"
         f" compile {_on(compiled)} ({compile_why})"
     )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
