@@ -58,7 +58,8 @@ class Manifest:
 
     @property
     def model_config(self) -> ModelConfig:
-        return from_hugging_face(self.model, "the checkpoint's manifest")
+        implementation = self.recipe.get("model", {}).get("implementation", "lmforge")
+        return from_hugging_face(self.model, "the checkpoint's manifest", implementation)
 
 
 class Unsound(Exception):

@@ -51,6 +51,9 @@ class ModelOptions(Options):
 
     preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
     source: Path | None = option(None, "a Hugging Face model folder: its config.json and its weights")
+    implementation: Literal["lmforge", "transformers"] = option(
+        "lmforge", "with --model.source: whose code computes it; transformers (an extra) knows any family, lmforge's is quicker"
+    )
     load_weights: bool = option(True, "with --model.source: begin with the folder's weights; false takes its shape only")
     model_type: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] | None = _of_shape("family; it decides which options are")
     hidden_size: int | None = _of_shape("width of the residual stream", gt=0)
@@ -73,11 +76,15 @@ class ModelOptions(Options):
     def _one_origin(self) -> "ModelOptions":
         if self.preset and self.source:
             raise ValueError("model.preset and model.source: give one of them, not both")
+        if self.implementation != "lmforge" and not self.source:
+            raise ValueError("model.implementation = transformers: wraps a Hugging Face folder; name it with model.source")
+        if self.implementation != "lmforge" and self.model_type:
+            raise ValueError("model.model_type: with model.implementation = transformers the folder says it; leave it out")
         return self
 
     def overrides(self) -> dict[str, object]:
         """The shape options that were given, by their Hugging Face names."""
-        chosen = self.model_dump(exclude={"preset", "source", "load_weights", "embedding_initializer_range"})
+        chosen = self.model_dump(exclude={"preset", "source", "implementation", "load_weights", "embedding_initializer_range"})
         return {name: value for name, value in chosen.items() if value is not None}
 
 

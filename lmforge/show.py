@@ -10,7 +10,7 @@ from lmforge.data.shards import TokenFolder
 from lmforge.errors import Mistake
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, training_bytes, weight_bytes
 from lmforge.model.presets import PRESETS
-from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve
+from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve, shape_of
 from lmforge.options import read_recipe, to_toml, validate
 from lmforge.parallel.fits import check_fits
 from lmforge.parallel.mesh import plan_batches, sharding_of
@@ -38,7 +38,7 @@ def show(thing: str) -> str:
         table = _manifest(path)
         return _checkpoint(path, table) if "samples" in table else _tokens(path)
     if (path / "config.json").exists():
-        return _model(resolve(path, {}), f"Hugging Face folder {path}")
+        return _model(resolve(path, {}, implementation="auto"), f"Hugging Face folder {path}")
     raise Mistake(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
 
 
@@ -68,7 +68,7 @@ def _arithmetic(config: Config) -> str:
         lines.append(f"data       {config.data.folder}: {held:,} tokens, so {epochs:.2f} epochs")
     else:
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
-    shape = resolve(config.model.source or config.model.preset or "nano", config.model.overrides(), vocabulary)
+    shape = shape_of(config.model, vocabulary)
     lines.append(_cost(shape, config.data.length))
     check_fits(config.parallel, shape, plan)
     lines += _spread(config, shape, ranks)
@@ -146,7 +146,8 @@ def _tokens(path: Path) -> str:
 
 
 def _checkpoint(path: Path, table: dict[str, Any]) -> str:
-    shape = from_hugging_face(table["model"], str(path / MANIFEST))
+    implementation = table["recipe"].get("model", {}).get("implementation", "lmforge")
+    shape = from_hugging_face(table["model"], str(path / MANIFEST), implementation)
     length = table["recipe"]["data"]["length"]
     size = sum(file["bytes"] for file in table["files"].values())
     world = table["world"]

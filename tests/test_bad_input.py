@@ -649,3 +649,32 @@ def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
     said = refused("pretrain", *tiny_options[: tiny_options.index("--model.hidden_size")], *options)
     assert said == f"{source}: no weights here; to begin with random ones use --model.load_weights false"
     assert contents(tmp_path / "runs") == {}
+
+
+def test_a_folder_that_cannot_be_wrapped_is_refused_by_one_of_several_ranks(
+    tmp_path: Path, tiny_options: list[str], lmforge: Command
+) -> None:
+    source = tmp_path / "theirs"
+    source.mkdir()
+    options = [*_without_shape(tiny_options), "--model.source", source, "--model.implementation", "transformers"]
+    runs = ["--run.folder", tmp_path / "runs", "--run.name", "a", "--launch.processes", "2"]
+    (source / "config.json").write_text(json.dumps({"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2}))
+    done = lmforge("pretrain", *options, *runs)
+    assert done.returncode == 2
+    assert only_line(done.stderr).startswith(f"{source}/config.json: RwkvForCausalLM has layers that are no attention")
+
+
+def test_a_family_that_lmforge_does_not_speak_is_refused_with_the_way_out(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    options = [*_without_shape(tiny_options), "--run.folder", tmp_path, "--run.name", "a"]
+    wrap = ["--model.implementation", "transformers"]
+    told = refused("pretrain", *options, *wrap, "--model.source", tmp_path)
+    assert told.startswith(f"{tmp_path}/config.json: no such file; ")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    told = refused("pretrain", *options, "--model.source", tmp_path)
+    assert told.endswith("; or let transformers compute it: --model.implementation transformers")
+    assert "name it with model.source" in refused("pretrain", *options, *wrap)
+    assert refused("pretrain", *options, *wrap, "--model.source", "nano").startswith("nano: no such folder; ")
+    told = refused("pretrain", *options, *wrap, "--model.source", tmp_path, "--model.mlp_bias", "true")
+    assert told.startswith("model.mlp_bias: a gpt_neox model has no such field; ")

@@ -28,6 +28,7 @@ from lmforge.model.shapes import resolve
 from lmforge.model.weights import export_folder
 from lmforge.options import fields
 from tests.conftest import corpus
+from tests.model.foreign import theirs_of
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -166,6 +167,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     sizes = {name.removeprefix("model."): value for name, value in TINY_SHAPE.items()}
     shape = resolve("smollm-135m", sizes, tokenizer.vocab_size)
     export_folder(build(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(folder / "models" / "pythia")
+    shutil.copy(folder / "tokenizer.json", folder / "models" / "pythia")
     shutil.rmtree(folder / "made")
     return Reader(folder)
 

@@ -54,7 +54,10 @@ def test_a_recipe_is_told_resolved_with_its_arithmetic(tmp_path: Path, tiny_toke
     told = show(str(recipe))
     assert 'name = "small"' in told
     tokens = TokenFolder.open(tiny_tokens).split("train").tokens
-    assert line(told, "batch") == "batch      10 rows × 50 tokens = 500 tokens a step = 1 data-parallel rank × 1 micro-batches × 10 rows"
+    assert (
+        line(told, "batch")
+        == "batch      10 rows × 50 tokens = 500 tokens a step = 1 data-parallel rank × 1 micro-batches × 10 rows"
+    )
     assert line(told, "run   ") == "run        200 steps = 100,000 tokens"
     assert line(told, "data   ") == f"data       {tiny_tokens}: {tokens:,} tokens, so {100_000 / tokens:.2f} epochs"
 

@@ -7,7 +7,6 @@ import torch
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.infer.sampling import Sampling, choose
-from lmforge.model.cache import Cache
 from lmforge.model.layers import LanguageModel
 
 SEED_STRIDE = 1_000_003
@@ -47,7 +46,7 @@ def decode(
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     rows, longest = len(prompts), max(map(len, prompts))
-    cache = Cache(model.config, rows, longest + max_tokens, device=device, dtype=dtype)
+    cache = model.cache(rows, longest + max_tokens, device=device, dtype=dtype)
     tokens, positions, documents = (tensor.to(device) for tensor in _padded_at_left(prompts, longest))
     generators = [torch.Generator().manual_seed(seed + SEED_STRIDE * row) for row in range(rows)]
     ended = [False] * rows

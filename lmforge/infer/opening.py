@@ -40,7 +40,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, say: Callab
     """
     manifest = None
     if (path / "config.json").exists():
-        origin, config = path, resolve(path, {})
+        origin, config = path, resolve(path, {}, implementation="auto")
     else:
         origin, manifest, passed_over = checkpoint.find(path)
         for line in passed_over:

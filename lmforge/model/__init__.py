@@ -1,4 +1,4 @@
-"""What computes: shapes and their presets, the two model families, their attention and weights.
+"""What computes: shapes and their presets, the two model families, any other through transformers, their attention and weights.
 
 Importing this package, shapes.py or flops.py does not import torch.
 """
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from lmforge.model.decoder import Decoder
-    from lmforge.model.gpt2 import GPT2
+    from lmforge.model.layers import LanguageModel
     from lmforge.model.shapes import ModelConfig
 
 
@@ -19,7 +18,7 @@ def build(
     seed: int | None,
     device: "str | torch.device" = "cpu",
     embedding_deviation: float | None = None,
-) -> "Decoder | GPT2":
+) -> "LanguageModel":
     """A model of this shape in fp32, initialised from `seed` (see initial.py, for `embedding_deviation` too).
 
     With seed None the weights are left as allocated, which is what loading, or device "meta", wants.
@@ -27,11 +26,17 @@ def build(
     import torch
 
     from lmforge.model.decoder import Decoder
+    from lmforge.model.foreign import ForeignModel
+    from lmforge.model.foreign_config import ForeignConfig
     from lmforge.model.gpt2 import GPT2
     from lmforge.model.initial import initialise
 
     with torch.device("meta"):
-        model = Decoder(config) if config.family == "llama" else GPT2(config)
+        model: LanguageModel
+        if isinstance(config, ForeignConfig):
+            model = ForeignModel(config)
+        else:
+            model = Decoder(config) if config.family == "llama" else GPT2(config)
     model.to_empty(device=device)
     model.tie()
     if seed is not None:

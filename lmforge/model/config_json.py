@@ -25,6 +25,7 @@ _ABSENT: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
 }
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _ALL_MODELS = (
     "vocab_size",
@@ -126,8 +127,13 @@ def content_of(fields: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def speaks(content: dict[str, Any]) -> bool:
+    """Whether a config.json is of a family that lmforge computes itself, whatever else it may lack."""
+    return content.get("model_type") in FAMILIES and not any(content.get(name) for name in _EXPERTS)
+
+
 def _refuse_other_computations(content: dict[str, Any]) -> None:
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+    for name in _EXPERTS:
         if content.get(name):
             raise Mistake(f"{name}: mixtures of experts are not supported; use a dense model")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}

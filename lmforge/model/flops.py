@@ -6,11 +6,12 @@ Arithmetic on a ModelConfig, without torch. What a run will need in memory, and 
 import re
 from dataclasses import dataclass
 
+from lmforge.model.foreign_config import ForeignConfig, counted
 from lmforge.model.shapes import ModelConfig
 
 CONVENTION = (
     "FLOPs per token = 6 x (parameters without input embedding; a tied one counts, as the head) "
-    "+ 12 x layers x heads x head_dim x length; no causal discount, no recomputation"
+    "+ 12 x layers x heads x head_dim x length; no causal discount, no recomputation; of experts those that a token goes to"
 )
 
 
@@ -18,7 +19,8 @@ CONVENTION = (
 class Parameters:
     """How many numbers a model holds: all of them, those of its input embeddings, and those that multiply each token.
 
-    `multiplied` is all without the input embeddings, which are looked up; a tied one is also the head and is counted.
+    `multiplied` is all without the input embeddings, which are looked up; a tied one is also the head and is counted. Of
+    experts it is the share that one token goes to.
     """
 
     total: int
@@ -27,7 +29,9 @@ class Parameters:
 
 
 def parameters(config: ModelConfig) -> Parameters:
-    """The parameters of a shape, a tied embedding counted once."""
+    """The parameters of a shape, a tied embedding counted once. Of a wrapped model they are counted from its modules."""
+    if isinstance(config, ForeignConfig):
+        return Parameters(*counted(config))
     width, inner = config.hidden_size, config.intermediate_size
     matrix = config.vocab_size * width
     heads = 1 if config.tie_word_embeddings else 2

@@ -6,11 +6,15 @@ nothing else: not on the order of construction, the device, the number of ranks,
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lmforge.errors import Mistake
+from lmforge.model.foreign import ForeignModel
+from lmforge.model.foreign_weights import first_values
 from lmforge.model.shapes import ModelConfig
 
 # The projections that write into the residual stream, in both families.
@@ -38,19 +42,36 @@ def initial_value(
         deviation /= math.sqrt(2 * config.num_hidden_layers)
     if embedding_deviation is not None and name.endswith(_INPUT_EMBEDDINGS):
         deviation = embedding_deviation
-    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
+    generator = torch.Generator().manual_seed(_key(seed, name))
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, embedding_deviation: float | None = None) -> None:
     """Give every parameter of a model its first value, in place; of a sharded one (DTensor) each rank keeps its part.
 
-    Nothing is sent between ranks: each draws a whole tensor and drops the rest, one tensor at a time.
+    Nothing is sent between ranks: each draws a whole tensor and drops the rest, one tensor at a time. A wrapped model
+    begins as transformers has it begin.
     """
-    for name, parameter in model.named_parameters():
-        value = initial_value(name, parameter.shape, model.config, seed, embedding_deviation)  # type: ignore[arg-type]
+    expected = dict(model.named_parameters())
+    if isinstance(model, ForeignModel):
+        if embedding_deviation is not None:
+            raise Mistake("model.embedding_initializer_range: transformers initialises this model; leave that option out")
+        # A tied head is drawn too, and dropped.
+        drawn = ((name, value) for name, value in first_values(model.config, partial(_key, seed)) if name in expected)
+    else:
+        config: ModelConfig = model.config  # type: ignore[assignment]
+        drawn = (
+            (name, initial_value(name, parameter.shape, config, seed, embedding_deviation))
+            for name, parameter in expected.items()
+        )
+    for name, value in drawn:
+        parameter = expected[name]
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)

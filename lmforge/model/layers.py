@@ -1,4 +1,4 @@
-"""The small modules that both families are made of."""
+"""The small modules that both families are made of, and what every model offers."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,7 +45,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """What both families offer to the rest of the house.
+    """What every model offers to the rest of the house.
 
     `forward(tokens, positions, documents, cache=None)` gives hidden states, `lm_head` scores them; `embeddings`,
     `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward is three parts, so that a pipeline's
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         documents: torch.Tensor,
-        cache: Cache | None = None,
+        cache: Any = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
 
@@ -88,6 +88,10 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """`hidden` after the blocks of these `numbers`, all of them by default; the same shape and dtype."""
         raise NotImplementedError
+
+    def cache(self, rows: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """Room for what decoding keeps of `max_length` tokens in each of `rows`, to be handed to `forward`."""
+        return Cache(self.config, rows, max_length, device=device, dtype=dtype)
 
     def tie(self) -> None:
         """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""

@@ -10,8 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lmforge.config import ModelOptions
 from lmforge.errors import Mistake
-from lmforge.model.config_json import FAMILIES, content_of, fields_of
+from lmforge.model.config_json import FAMILIES, content_of, fields_of, speaks
 from lmforge.model.presets import PRESETS
 
 
@@ -109,8 +110,15 @@ class ModelConfig:
         return content_of(asdict(self))
 
 
-def from_hugging_face(content: dict[str, Any], where: str) -> ModelConfig:
-    """The shape that a config.json describes. Raises Mistake, beginning with `where`, for what lmforge cannot compute."""
+def from_hugging_face(content: dict[str, Any], where: str, implementation: str = "lmforge") -> ModelConfig:
+    """The shape that a config.json describes. Raises Mistake, beginning with `where`, for what cannot be computed.
+
+    implementation: who is to compute it, "lmforge" or "transformers" (foreign_config.py).
+    """
+    if implementation == "transformers":
+        from lmforge.model.foreign_config import foreign_config
+
+        return foreign_config(content, where)
     try:
         return ModelConfig(**fields_of(content))
     except Mistake as mistake:
@@ -126,7 +134,9 @@ def preset(name: str) -> ModelConfig:
     return ModelConfig(**PRESETS[name])
 
 
-def resolve(source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None) -> ModelConfig:
+def resolve(
+    source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None, implementation: str = "lmforge"
+) -> ModelConfig:
     """The shape that a recipe asks for.
 
     Args:
@@ -135,7 +145,18 @@ def resolve(source: str | Path | None, overrides: dict[str, Any], vocab_size: in
             hidden_size, say) is derived after that.
         vocab_size: entries of the tokenizer. It sets the vocabulary unless the shape comes from a folder, whose own
             stays: it may be larger (rows that no token uses) but not smaller.
+        implementation: who is to compute a folder's model: "lmforge", "transformers" (foreign_config.py), or "auto", which
+            is lmforge for the families that it speaks.
     """
+    folder = Path(source) if source is not None and source not in PRESETS and Path(source).is_dir() else None
+    if implementation == "auto" and folder is not None:
+        implementation = "lmforge" if speaks(content_of_file(folder / "config.json")) else "transformers"
+    if implementation == "transformers":
+        if folder is None:
+            raise Mistake(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
+        from lmforge.model.foreign_config import resolve_foreign
+
+        return resolve_foreign(folder, overrides, vocab_size)
     known = [field.name for field in fields(ModelConfig)]
     for name in overrides:
         if name not in known:
@@ -143,9 +164,9 @@ def resolve(source: str | Path | None, overrides: dict[str, Any], vocab_size: in
             raise Mistake(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
     where = "model"
     chosen: dict[str, Any] = {}
-    if source is not None and source not in PRESETS and Path(source).is_dir():
-        where = str(Path(source) / "config.json")
-        chosen = _fields_of_file(Path(source) / "config.json")
+    if folder is not None:
+        where = str(folder / "config.json")
+        chosen = _fields_of_file(folder / "config.json")
     elif source is not None:
         preset(str(source))
         chosen = dict(PRESETS[str(source)])
@@ -173,7 +194,13 @@ def resolve(source: str | Path | None, overrides: dict[str, Any], vocab_size: in
         raise Mistake(f"{where}: {mistake}") from None
 
 
-def _fields_of_file(path: Path) -> dict[str, Any]:
+def shape_of(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
+    """The shape that the options of a recipe ask for; nano where they name none. Raises Mistake (see `resolve`)."""
+    return resolve(options.source or options.preset or "nano", options.overrides(), vocab_size, options.implementation)
+
+
+def content_of_file(path: Path) -> dict[str, Any]:
+    """The fields of a config.json. Raises Mistake where there is none that can be read."""
     if not path.is_file():
         raise Mistake(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
     try:
@@ -182,10 +209,16 @@ def _fields_of_file(path: Path) -> dict[str, Any]:
         raise Mistake(f"{path}: not valid JSON ({error}); copy the file again") from None
     if not isinstance(content, dict):
         raise Mistake(f"{path}: expected an object of fields, got {type(content).__name__}; copy the file again")
+    return content
+
+
+def _fields_of_file(path: Path) -> dict[str, Any]:
+    content = content_of_file(path)
     try:
         return fields_of(content)
     except Mistake as mistake:
-        raise Mistake(f"{path}: {mistake}") from None
+        way_out = "" if speaks(content) else "; or let transformers compute it: --model.implementation transformers"
+        raise Mistake(f"{path}: {mistake}{way_out}") from None
 
 
 def _rope_scaling(table: dict[str, Any]) -> RopeScaling | None:

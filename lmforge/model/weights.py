@@ -1,14 +1,15 @@
 """Weights in and out, in Hugging Face's layout: config.json beside model.safetensors, or its shards and their index.
 
-Our tensor names are Hugging Face's, so nothing is converted. Reading is strict in both directions and takes, for a
-sharded model, only this rank's bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
+Our tensor names are Hugging Face's, so nothing is converted, but for wrapped models whose files are cut otherwise than
+they compute (foreign_weights.py). Reading is strict in both directions and takes, for a sharded model, only this rank's
+bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lmforge.errors import Mistake
 from lmforge.model import build
+from lmforge.model.foreign import ForeignModel
+from lmforge.model.foreign_config import ForeignConfig
+from lmforge.model.foreign_weights import Joint, as_computed, as_stored
 from lmforge.model.shapes import ModelConfig
 
 _SINGLE = "model.safetensors"
@@ -48,13 +52,22 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
     """
     folder = Path(folder)
     expected = dict(model.named_parameters())
-    files: dict[str, tuple[Path, str]] = {}
+    places: dict[str, Path] = {}
     for path in _weight_files(folder):
         with _opened(path) as file:
-            files |= {_our_name(stored, expected): (path, stored) for stored in file.keys()}  # noqa: SIM118 — a safetensors file is no mapping
-    files = {name: place for name, place in files.items() if not name.endswith(_CONSTANTS)}
+            places |= dict.fromkeys(file.keys(), path)
+    joints: list[Joint] = []
+    if isinstance(model, ForeignModel):
+        ours, joints = as_computed(model.config, places)
+    else:
+        ours = {stored: _our_name(stored, expected) for stored in places}
+    files = {name: (places[stored], stored) for stored, name in ours.items() if not name.endswith(_CONSTANTS)}
     _settle_tied_head(model, expected, files)
-    _refuse_differences(folder, expected, files)
+    whole = dict(expected)
+    with _reading(places, shapes_only=True) as read:
+        for joint in joints:
+            _take_out(folder, whole, joint.made(read))
+    _refuse_differences(folder, whole, files)
     by_path: dict[Path, list[tuple[str, str]]] = {}
     for name, (path, stored) in files.items():
         by_path.setdefault(path, []).append((name, stored))
@@ -62,6 +75,36 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
         with _opened(path) as file:
             for name, stored in names:
                 _fill(expected[name], file.get_slice(stored), f"{path}: {stored}")
+    with _reading(places) as read:
+        for joint in joints:
+            for name, value in joint.made(read).items():
+                _fill(expected[name], value, f"{folder}: {name}")
+
+
+@contextmanager
+def _reading(places: Mapping[str, Path], shapes_only: bool = False) -> Iterator[Callable[[str], torch.Tensor]]:
+    """A function that gives the whole of a stored tensor; with `shapes_only` on the meta device, without reading it."""
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_opened(path)) for path in set(places.values())}
+
+        def read(stored: str) -> torch.Tensor:
+            file = files[places[stored]]
+            shape = file.get_slice(stored).get_shape()
+            return torch.empty(shape, device="meta") if shapes_only else file.get_tensor(stored)
+
+        yield read
+
+
+def _take_out(folder: Path, expected: dict[str, nn.Parameter], made: Mapping[str, torch.Tensor]) -> None:
+    """Cross off the tensors that are `made` of several stored ones. Raises Mistake where they are not what is expected."""
+    for name, value in made.items():
+        wanted = expected.pop(name, None)
+        if wanted is None or wanted.shape != value.shape:
+            should = "is not in this model" if wanted is None else f"should be {list(wanted.shape)}"
+            raise Mistake(
+                f"{folder}: its weights do not fit its config.json: {name} is {list(value.shape)} and {should}; "
+                "use the config.json that belongs to these weights"
+            )
 
 
 def export_folder(
@@ -92,6 +135,8 @@ def export_folder(
         raise ValueError("the tensors to export are not those of the config")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError("gather sharded tensors before exporting them")
+    if isinstance(config, ForeignConfig):
+        tensors = as_stored(config, tensors)
     if folder.exists():
         if not overwrite:
             raise Mistake(f"{folder}: exists already; choose another folder, or ask to overwrite it")

@@ -7,6 +7,8 @@ from lmforge.model.shapes import ModelConfig
 
 def check_fits(chosen: ParallelOptions, shape: ModelConfig, plan: BatchPlan) -> None:
     """Raise Mistake, which says the way out, where tensor, context or pipeline parallelism cannot be had as chosen."""
+    if shape.family == "transformers" and chosen.tensor_ranks * chosen.context_ranks * chosen.pipeline_ranks > 1:
+        raise Mistake("parallel.tensor_ranks, context_ranks, pipeline_ranks: not with model.implementation = transformers")
     _check_length(plan.length, chosen.context_ranks)
     _check_tensor_ranks(shape, chosen.tensor_ranks, plan.length // chosen.context_ranks)
     stages = chosen.pipeline_stages if chosen.pipeline_schedule == "interleaved" else 1

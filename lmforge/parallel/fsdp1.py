@@ -143,5 +143,5 @@ class FlatSharded(Spread):
 
 
 def _tied_embedding(model: LanguageModel) -> str:
-    names = [name for name, _ in model.named_modules() if name.endswith(("embed_tokens", "wte"))]
+    names = [name for name, module in model.named_modules() if module is model.embeddings[0]]
     return f"{names[0]}.weight".replace("_fsdp_wrapped_module.", "")

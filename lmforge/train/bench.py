@@ -29,7 +29,7 @@ from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.errors import Mistake, RunFailed
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters
-from lmforge.model.shapes import ModelConfig, resolve
+from lmforge.model.shapes import ModelConfig, shape_of
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import Strategy
 from lmforge.parallel.fits import check_fits
@@ -127,8 +127,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
         there = (config.data.folder / MANIFEST).exists()
         tokens = TokenFolder.open(config.data.folder) if there else None
         vocabulary = tokens.tokenizer.vocab_size if tokens else None
-        source = config.model.source
-        shape = resolve(source or config.model.preset or "nano", config.model.overrides(), vocabulary)
+        shape = shape_of(config.model, vocabulary)
         check_fits(config.parallel, shape, plan)
         data: Loader | RandomBatches
         if tokens:

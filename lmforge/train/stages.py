@@ -33,7 +33,7 @@ from lmforge.model.attention import backend_name
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops
 from lmforge.model.initial import initialise
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig, resolve
+from lmforge.model.shapes import ModelConfig, shape_of
 from lmforge.model.weights import load_folder
 from lmforge.objectives.language import NextToken, score_text
 from lmforge.parallel.apply import Strategy, spread
@@ -163,7 +163,7 @@ def open_material(config: Config, ranks: int) -> Material:
         raise Mistake(
             f"{config.data.folder}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
         )
-    shape = resolve(source or config.model.preset or "nano", config.model.overrides(), tokenizer.vocab_size)
+    shape = shape_of(config.model, tokenizer.vocab_size)
     if config.model.embedding_initializer_range is not None and shape.tie_word_embeddings:
         raise Mistake(
             "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
@@ -193,7 +193,13 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
     ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
     if manifest.model_config != material.shape:
         theirs, ours = asdict(manifest.model_config), asdict(material.shape)
-        differing = [f"{name} {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
+        for described in (theirs, ours):  # a wrapped model is all that its config.json says
+            described |= described.pop("content", {})
+        differing = [
+            f"{name} {theirs.get(name)} there, {ours.get(name)} here"
+            for name in ours | theirs
+            if theirs.get(name) != ours.get(name)
+        ] or [f"computed by {manifest.model_config.family} there, by {material.shape.family} here"]
         raise Mistake(f"{entry.folder}: a model of another shape ({'; '.join(differing[:3])}); {ways}")
     optimizer = manifest.recipe["optimizer"].get("name", "adamw")  # the only one there was, before it had a name
     if optimizer != config.optimizer.name:
@@ -230,9 +236,10 @@ def _pretrain(
         checkpoint.set_rng_state(entry.manifest.rng)
     peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller, fresh=entry.folder is None)
+    attention = "transformers', dense mask" if material.shape.family == "transformers" else backend_name(ranks.device)
     teller.say(
         f"compute    {_name(dtype)} ({dtype_why}){_float8(config)}, masters {config.train.master_dtype},"
-        f" attention {backend_name(ranks.device)}, compile {_on(compiled)} ({compile_why})"
+        f" attention {attention}, compile {_on(compiled)} ({compile_why})"
     )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 

@@ -1,0 +1,230 @@
+"""Models that transformers computes: the same numbers as its own, documents apart, names and files as it knows them."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lmforge.errors import Mistake
+from lmforge.infer.engine import decode
+from lmforge.infer.sampling import Sampling
+from lmforge.model import build
+from lmforge.model.flops import parameters
+from lmforge.model.foreign import ForeignModel, repeated_blocks
+from lmforge.model.shapes import resolve
+from lmforge.model.weights import export_folder, load_folder
+from lmforge.parallel.recompute import recompute
+from tests.model.conftest import built, drawn_config, logits, one_document, packed
+from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
+
+# fp32 sums of a few dozen terms of size one, in another order.
+TOLERANCE = 1e-5
+REFUSED = {
+    "gemma2": "bends its logits",
+    "phi": "has a bias",
+    "mamba": "layers that are no attention",
+    "minimax_m2": "stored with the weights but not trained",
+    "bert": "no plain lm_head",
+}
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def stored_names(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_folder_gives_the_logits_of_transformers_and_documents_in_a_row_do_not_see_each_other(
+    kind: str, draw: random.Random, tmp_path: Path
+) -> None:
+    theirs, ours = saved(kind, tmp_path)
+    lengths = [draw.randrange(1, 9), draw.randrange(9, 30), draw.randrange(1, 20)]
+    rows = packed([lengths, lengths], SIZES["vocab_size"], padding=draw.choice([0, 3]))
+    apart = []
+    with torch.no_grad():
+        for tokens in rows.tokens[:, : sum(lengths)].split(lengths, dim=1):
+            apart.append(theirs(tokens).logits)
+            alone = one_document(2, tokens.shape[1], SIZES["vocab_size"])
+            alone.tokens = tokens
+            assert_close(logits(ours, alone), apart[-1])
+    together = logits(ours, rows)
+    assert_close(together[:, : sum(lengths)], torch.cat(apart, dim=1))
+    assert together.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: str, draw: random.Random, tmp_path: Path) -> None:
+    _, ours = saved(kind, tmp_path / "theirs")
+    export_folder(ours, ours.config, tmp_path / "ours")
+    assert stored_names(tmp_path / "ours") == stored_names(tmp_path / "theirs")
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    rows = one_document(2, draw.randrange(5, 40), SIZES["vocab_size"])
+    with torch.no_grad():
+        assert_close(logits(ours, rows), again(rows.tokens).logits)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
+def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> None:
+    theirs = {name: value for name, value in theirs_of(kind).named_buffers() if value.is_floating_point()}
+    meta = build(described(kind), seed=None, device="meta")
+    meta.to_empty(device="cpu")
+    for model in (meta, meta.to(torch.bfloat16), build(described(kind), seed=None)):
+        ours = dict(model.named_buffers())
+        assert theirs.keys() <= ours.keys()
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral"])
+def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: str) -> None:
+    shape = described(kind)
+    one, again, other = (build(shape, seed=seed) for seed in (7, 7, 8))
+    theirs = dict(AutoModelForCausalLM.from_config(one.base.config, dtype=torch.float32).named_parameters())
+    differing = 0
+    for name, value in one.named_parameters():
+        assert torch.equal(again.get_parameter(name), value)
+        if value.std() > 0:
+            differing += not torch.equal(other.get_parameter(name), value)
+            assert value.std().item() == pytest.approx(theirs[name].std().item(), rel=0.35)  # of 192 numbers at least
+        else:
+            assert torch.equal(theirs[name], value), name  # norms: of ones, or of zeros
+    assert differing > 9
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral", "bloom"])
+def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, draw: random.Random, tmp_path: Path) -> None:
+    theirs, ours = saved(kind, tmp_path)
+    prompts = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)]
+    steps = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=Sampling(0.0), seed=0, stop_ids=frozenset())
+    written = list(zip(*steps, strict=True))
+    for prompt, completion in zip(prompts, written, strict=True):
+        for token in completion:
+            with torch.no_grad():
+                assert int(theirs(torch.tensor([prompt])).logits[0, -1].argmax()) == token
+            prompt = [*prompt, token]
+
+
+def test_a_llama_folder_gives_the_same_either_way(draw: random.Random, tmp_path: Path) -> None:
+    config = drawn_config("llama", draw)
+    export_folder(built(config), config, tmp_path / "llama")
+    ours = build(resolve(tmp_path / "llama", {}), seed=None)
+    load_folder(tmp_path / "llama", ours)
+    theirs = wrapped(tmp_path / "llama")
+    assert isinstance(theirs, ForeignModel)
+    assert dict(theirs.named_parameters()).keys() == dict(ours.named_parameters()).keys()
+    assert parameters(theirs.config) == parameters(config)
+    rows = packed([[9, 1, 22], [11, 11, 10]], config.vocab_size)
+    torch.testing.assert_close(logits(theirs, rows), logits(ours, rows), atol=1e-4, rtol=1e-4)  # as in test_parity.py
+
+
+def test_there_is_no_dropout_in_training(tmp_path: Path) -> None:
+    _, ours = saved("gpt_neox", tmp_path)
+    rows = one_document(2, 20, SIZES["vocab_size"])
+    assert torch.equal(logits(ours.train(), rows), logits(ours.eval(), rows))
+
+
+def test_recomputation_runs_every_block_twice_and_leaves_gradients_as_they_are(tmp_path: Path) -> None:
+    _, ours = saved("mixtral", tmp_path)
+    rows = one_document(2, 20, SIZES["vocab_size"])
+
+    def gradients() -> list[torch.Tensor]:
+        ours.zero_grad()
+        ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in ours.parameters()]
+
+    runs = 0
+
+    def count(*_: object) -> None:
+        nonlocal runs
+        runs += 1
+
+    for block in ours.blocks:
+        next(block.children()).register_forward_hook(count)
+    usual = gradients()
+    assert runs == 3
+    recompute(ours, "full")
+    for again, before in zip(gradients(), usual, strict=True):
+        assert torch.equal(again, before)
+        assert before.any()
+    assert runs == 3 + 6
+
+
+def test_experts_count_as_far_as_a_token_goes_to_them(tmp_path: Path) -> None:
+    theirs, ours = saved("mixtral", tmp_path)
+    counted = parameters(ours.config)
+    sizes = {name: parameter.numel() for name, parameter in theirs.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert counted.total == sum(sizes.values())
+    assert counted.multiplied == counted.total - counted.input_embedding - experts * 4 // 6
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_wrapped_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+    theirs_of(kind, is_decoder=True, num_local_experts=2, state_size=4).config.save_pretrained(tmp_path)
+    with pytest.raises(Mistake, match=REFUSED[kind]) as refusal:
+        resolve(tmp_path, {}, implementation="transformers")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    theirs = theirs_of("mixtral")
+    theirs.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "num_local_experts": 7}))
+    with pytest.raises(Mistake, match=r"experts.* is \[6, .* and should be \[7, .*use the config.json that belongs"):
+        wrapped(tmp_path)
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')\n")
+    of_its_own = {"model_type": "odd", "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(of_its_own))
+    with pytest.raises(Mistake, match="its code comes with the folder, and such code is not run"):
+        resolve(tmp_path, {}, implementation="transformers")
+
+
+def test_lmforge_is_imported_without_transformers_and_says_so_where_it_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "gpt_neox"}))
+    program = f"""
+import sys
+from importlib.abc import MetaPathFinder
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import lmforge.train.stages, lmforge.infer.verbs, lmforge.show
+from lmforge.cli import run
+sys.exit(run(["show", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "lmforge: transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'\n"
+    )
+
+
+def test_a_block_is_found_in_the_longest_list_that_is_in_no_other() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+
+    base = nn.Module()
+    base.mixed = nn.ModuleList([*(nn.Linear(2, 2) for _ in range(5)), Block()])
+    base.few = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    base.inner = nn.Module()
+    base.inner.layers = nn.ModuleList(Block() for _ in range(4))
+    assert repeated_blocks(base) == "inner.layers"
