@@ -114,8 +114,14 @@ class ParallelOptions(Options):
     context_ranks: int = option(1, "fsdp2: ranks that share out the tokens of each row", gt=0)
     pipeline_ranks: int = option(1, "fsdp2: ranks that share out the blocks, with micro-batches flowing through them", gt=0)
     pipeline_schedule: Literal["1f1b", "interleaved"] = option("1f1b", "order of a pipeline's forward and backward passes")
-    pipeline_stages: int = option(2, "stages on each rank with pipeline_schedule = interleaved", gt=1)
+    pipeline_stages: int | None = option(None, "stages on each rank with pipeline_schedule = interleaved (default: 2)", gt=1)
     forward_prefetch: bool = option(False, "fsdp1: gather the next unit before the forward pass asks for it")
+
+    @model_validator(mode="after")
+    def _stages_of_interleaved(self) -> "ParallelOptions":
+        if self.pipeline_stages and self.pipeline_schedule != "interleaved":
+            raise ValueError("parallel.pipeline_stages: only with parallel.pipeline_schedule = interleaved; leave it out")
+        return self
 
     @property
     def splits_model(self) -> bool:

@@ -12,7 +12,7 @@ from lmforge.model.flops import CONVENTION, flops_per_token, parameters, trainin
 from lmforge.model.presets import PRESETS
 from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve, shape_of
 from lmforge.options import read_recipe, to_toml, validate
-from lmforge.parallel.fits import check_fits
+from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import plan_batches, sharding_of
 from lmforge.runs import MANIFEST, Run
 
@@ -80,7 +80,7 @@ def _arithmetic(config: Config) -> str:
 def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
     """How FSDP would share the model out over the ranks; Mistake where it would not fit them."""
     chosen = config.parallel
-    if chosen.engine in ("alone", "ddp") or (chosen.engine == "auto" and ranks == 1 and not chosen.offload):
+    if choose_engine(chosen, ranks) in ("alone", "ddp"):
         return []
     place = find_place()
     spread = sharding_of(chosen, ranks, place.local_ranks if place.launched else ranks)
@@ -88,7 +88,8 @@ def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
     where = "host memory" if chosen.offload else "its memory"
     held = spread.shards * spread.tensor * spread.pipeline
     share = _size(training_bytes(shape) / held)
-    return [f"sharding   {spread}: {copies} over {held} of {ranks} ranks; each holds {share} in {where} at rest"]
+    average = ", on average" if chosen.splits_model else ""  # who has the embedding or the head has more
+    return [f"sharding   {spread}: {copies} over {held} of {ranks} ranks; each holds {share} in {where} at rest{average}"]
 
 
 def _cost(shape: ModelConfig, length: int) -> str:

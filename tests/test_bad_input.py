@@ -593,7 +593,7 @@ INTERLEAVED = "--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.pipel
         ),
         (
             "--parallel.sharding hybrid-full-shard --parallel.hybrid_ranks 1 --parallel.tensor_ranks 2 --launch.processes 4",
-            "groups of it that hold whole tensor and context groups; use one of 2, 4",
+            "groups of it that keep tensor and context groups together; use one of 2, 4",
         ),
         ("--parallel.sharding full-shard --parallel.hybrid_ranks 2 --launch.processes 2", "use hybrid-full-shard or"),
         ("--parallel.sharding no-shard --parallel.context_ranks 2 --launch.processes 2", "use grad-shard or full-shard"),
@@ -611,8 +611,19 @@ INTERLEAVED = "--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.pipel
         ("--parallel.pipeline_ranks 2 --launch.processes 2 --model.num_hidden_layers 1", "1 blocks do not make 2 stages"),
         (
             INTERLEAVED + " --train.micro_batch_rows 32",
-            "1 micro-batches a step do not divide into rounds of 2",
+            "1 micro-batch a step, and its schedule needs a multiple of 2; use train.micro_batch_rows = 16",
         ),
+        (
+            "--parallel.pipeline_ranks 4 --launch.processes 4 --train.micro_batch_rows 16",
+            "2 micro-batches a step, and its schedule needs at least 4; use train.micro_batch_rows = 8",
+        ),
+        ("--parallel.pipeline_ranks 2 --launch.processes 2 --train.global_batch_rows 1", "a global batch of 2 or more rows"),
+        (
+            "--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.pipeline_stages 3",
+            "only with parallel.pipeline_schedule",
+        ),
+        ("--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.prefetch 2", "a pipeline's schedule sets the order"),
+        ("--parallel.engine ddp --parallel.tensor_ranks 2 --launch.processes 2", "has none of these; use engine = fsdp2"),
         ("--parallel.tensor_ranks 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
         ("--parallel.tensor_ranks 2 --launch.processes 2 --optimizer.name muon", "which split its matrices; use adamw"),
     ],
@@ -637,6 +648,7 @@ def test_ranks_that_cannot_be_spread_so_say_it_once_and_leave_together(
 ) -> None:
     more = ["--train.global_batch_rows", "6", "--data.length", "60"]
     assert complaint in refused("pretrain", *tiny_options, *more, "--run.folder", tmp_path / "runs", *words.split())
+    assert contents(tmp_path / "runs") == {}
 
 
 def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(

@@ -1,13 +1,16 @@
 """A batch: rows of tokens with what each predicts, where it stands and whose it is. The one thing a model is fed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
 import torch
 
 from lmforge.data.packing import Row
+
+# What an objective tells of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,16 @@ class Batch:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
         """Stack rows of one length."""
-        return cls(
-            *(
-                torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
-                for name in ("tokens", "targets", "positions", "documents")
-            )
-        )
+        return cls(*(torch.from_numpy(np.stack([getattr(row, field.name) for row in rows])) for field in fields(cls)))
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
         """All rows of several batches of one length, in order."""
-        return cls(*(torch.cat(tensors) for tensors in zip(*(batch._tensors for batch in batches), strict=True)))
+        return cls(*(torch.cat([getattr(batch, field.name) for batch in batches]) for field in fields(cls)))
 
-    @property
-    def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.tokens, self.targets, self.positions, self.documents
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch of what `change` makes of each of the four tensors."""
+        return Batch(*(change(getattr(self, field.name)) for field in fields(self)))
 
     @property
     def rows(self) -> int:
@@ -54,11 +52,11 @@ class Batch:
 
     def __getitem__(self, rows: slice) -> "Batch":
         """Some of the rows, as views."""
-        return Batch(*(tensor[rows] for tensor in self._tensors))
+        return self.map(lambda tensor: tensor[rows])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """The same in page-locked memory, from which a copy to a GPU need not be waited for."""
-        return Batch(*(tensor.pin_memory() for tensor in self._tensors))
+        return self.map(torch.Tensor.pin_memory)

@@ -30,7 +30,7 @@ def evaluate(
     `score` maps a batch on this rank's device to `score_text`'s four sums. Every rank makes the same number of forward
     passes, over equal shares padded with masked rows, so that sharded models stay in step. Returns `loss` (nats per
     target), `perplexity`, `bits_per_byte` (special tokens left out), `targets`, `bytes`. `place` is (which share of the
-    rows is this rank's, how many shares there are), where that is not a share for each; then the last two count double.
+    rows is this rank's, how many shares there are), where ranks share rows; then the last two count each row for each of them.
     """
     there = stream.rows_per_epoch
     total_rows = min(rows or there, there)

@@ -4,6 +4,7 @@ No torch until a shape is asked for; then transformers, an extra, is imported. I
 """
 
 import json
+import logging
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,9 @@ class ForeignConfig(ModelConfig):
 
 def library() -> Any:
     """transformers, imported and silent. Raises Mistake where it is not installed, or too old."""
+    # It imports torchao in passing, if that is installed, and a user of another thing can act on none of what that says.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import transformers
     except ImportError:

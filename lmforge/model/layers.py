@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmforge.data.batch import Batch
 from lmforge.model.attention import ContextShare
 from lmforge.model.cache import Cache
 from lmforge.model.shapes import ModelConfig
@@ -73,6 +74,10 @@ class LanguageModel(nn.Module):
         """
         hidden = self.embed(tokens, positions)
         return self.final_norm(self.run_blocks(hidden, positions, documents, cache))
+
+    def share(self, batch: Batch) -> Batch:
+        """What of a batch this rank computes: all of it, but for the ranks of a context."""
+        return batch if self.context is None else self.context.share(batch)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What the first block is given: [rows, length, hidden_size]."""

@@ -47,11 +47,14 @@ _TOKENIZER_FILES = (
 def load_folder(folder: str | Path, model: nn.Module) -> None:
     """Fill a model's parameters, in place and in their own dtype, from the safetensors of a folder.
 
-    The model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its own part.
+    The model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its own part. It may
+    lack what other stages of a pipeline have: the folder must hold the whole model, and what is here is filled.
     Raises Mistake when a file is missing or damaged, or when names or shapes differ, naming the first few.
     """
     folder = Path(folder)
-    expected = dict(model.named_parameters())
+    here = dict(model.named_parameters())
+    whole_model = model if isinstance(model, ForeignModel) else build(model.config, seed=None, device="meta")  # type: ignore[arg-type]
+    expected = dict(whole_model.named_parameters())
     places: dict[str, Path] = {}
     for path in _weight_files(folder):
         with _opened(path) as file:
@@ -62,7 +65,7 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
     else:
         ours = {stored: _our_name(stored, expected) for stored in places}
     files = {name: (places[stored], stored) for stored, name in ours.items() if not name.endswith(_CONSTANTS)}
-    _settle_tied_head(model, expected, files)
+    _settle_tied_head(whole_model, expected, files)
     whole = dict(expected)
     with _reading(places, shapes_only=True) as read:
         for joint in joints:
@@ -74,11 +77,12 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
     for path, names in by_path.items():
         with _opened(path) as file:
             for name, stored in names:
-                _fill(expected[name], file.get_slice(stored), f"{path}: {stored}")
+                if name in here:
+                    _fill(here[name], file.get_slice(stored), f"{path}: {stored}")
     with _reading(places) as read:
         for joint in joints:
             for name, value in joint.made(read).items():
-                _fill(expected[name], value, f"{folder}: {name}")
+                _fill(here[name], value, f"{folder}: {name}")
 
 
 @contextmanager

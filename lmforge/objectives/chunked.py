@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.objectives.spread import Spread, Vocabulary
+from lmforge.objectives.shared_head import SharedHead, Vocabulary
 
 CHUNK_TOKENS = 2048
 IGNORED = -100
@@ -83,23 +83,23 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     """Sum of −log p(target), in nats, over the scored targets: a scalar in fp32 (fp64 if `hidden` is), 0 where none is scored.
 
     `hidden` [rows, length, width], `weight` [vocab, width], `targets` [rows, length] int64 with −100 where not scored. Of
-    a head that is spread over ranks see spread.py; each of them gets the whole sum.
+    a head that is spread over ranks see shared_head.py; each of them gets the whole sum.
     """
-    spread = Spread.of(hidden, weight, targets)
-    hidden = spread.hidden
+    shared = SharedHead.of(hidden, weight, targets)
+    hidden = shared.hidden
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
-        flat, wanted = hidden.reshape(-1, hidden.shape[-1]), spread.targets.reshape(-1)
-        return spread.total(_ChunkedCrossEntropy.apply(flat, spread.weight, wanted, spread.vocabulary))
+        flat, wanted = hidden.reshape(-1, hidden.shape[-1]), shared.targets.reshape(-1)
+        return shared.total(_ChunkedCrossEntropy.apply(flat, shared.weight, wanted, shared.vocabulary))
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """−log p(target) of every token in nats, fp32, shaped like `targets`; 0 where not scored. Not differentiable."""
-    spread = Spread.of(hidden, weight, targets)
-    flat, wanted = spread.hidden.reshape(-1, hidden.shape[-1]), spread.targets.reshape(-1)
-    compute = spread.weight.to(flat.dtype)
+    shared = SharedHead.of(hidden, weight, targets)
+    flat, wanted = shared.hidden.reshape(-1, hidden.shape[-1]), shared.targets.reshape(-1)
+    compute = shared.weight.to(flat.dtype)
     chunks = zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)
-    losses = torch.cat([_chunk(part, compute, chosen, spread.vocabulary)[0] for part, chosen in chunks])
-    return spread.all_tokens(losses.view(spread.targets.shape))
+    losses = torch.cat([_chunk(part, compute, chosen, shared.vocabulary)[0] for part, chosen in chunks])
+    return shared.all_tokens(losses.view(shared.targets.shape))

@@ -5,11 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lmforge.data.batch import Batch
+from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.chunked import IGNORED, cross_entropy_sum, token_losses
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class NextToken:

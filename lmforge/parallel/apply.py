@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from lmforge.cluster.ranks import Ranks
-from lmforge.errors import Mistake
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.context import Context
 from lmforge.parallel.ddp import Replicated
 from lmforge.parallel.engine import Loss, Scored, Spread
+from lmforge.parallel.fits import choose_engine, model_ranks, stages_a_rank
 from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
 from lmforge.parallel.mesh import CONTEXT, TENSOR, data_ranks, sharding_of
@@ -41,56 +41,22 @@ class Strategy:
     context_ranks: int = 1
     pipeline_ranks: int = 1
     pipeline_schedule: str = "1f1b"
-    pipeline_stages: int = 2
+    pipeline_stages: int | None = None
 
     @property
     def model_ranks(self) -> int:
         """How many ranks share the work on the same rows."""
-        return self.tensor_ranks * self.context_ranks * self.pipeline_ranks
+        return model_ranks(self)
 
     @property
     def stages_a_rank(self) -> int:
-        return self.pipeline_stages if self.pipeline_schedule == "interleaved" else 1
+        return stages_a_rank(self)
 
     def data_place(self, ranks: Ranks) -> tuple[int, int]:
         """(which share of the rows this rank gets, how many shares there are). Raises Mistake where ranks do not fill it."""
         count = data_ranks(ranks.count, self.tensor_ranks, self.context_ranks, self.pipeline_ranks)
         inner = self.context_ranks * self.tensor_ranks
         return ranks.place.rank // inner % count, count
-
-
-def choose_engine(strategy: Strategy, ranks: Ranks) -> str:
-    """The engine that `auto` means for these ranks. Raises Mistake where an engine lacks what is asked of it."""
-    engine = strategy.engine
-    if engine == "auto":
-        engine = "fsdp2" if ranks.count > 1 or strategy.offload else "alone"
-    if engine == "alone" and ranks.count > 1:
-        raise Mistake(f"parallel.engine = alone: there are {ranks.count} ranks; use fsdp2 or ddp, or start one process")
-    if engine in ("ddp", "fsdp1") and ranks.count == 1:
-        other = "alone" if engine == "ddp" else "fsdp2, which works on one rank too"
-        raise Mistake(f"parallel.engine = {engine}: there is one rank only; start more with --launch.processes, or use {other}")
-    if engine in ("alone", "ddp"):
-        if strategy.sharding not in (None, "no-shard"):
-            raise Mistake(f"parallel.sharding = {strategy.sharding}: {engine} does not shard; use engine = fsdp2 or fsdp1")
-        if strategy.offload:
-            raise Mistake(f"parallel.offload: {engine} keeps everything on its device; use engine = fsdp2 or fsdp1")
-        if strategy.hybrid_ranks:
-            raise Mistake(
-                f"parallel.hybrid_ranks = {strategy.hybrid_ranks}: {engine} does not shard; use engine = fsdp2 or fsdp1"
-            )
-    if engine == "fsdp1" and strategy.offload and ranks.device.type == "cpu":
-        raise Mistake("parallel.offload: fsdp1 offloads from a GPU, and here all is in host memory; leave it out, or use fsdp2")
-    if strategy.model_ranks > 1 and engine != "fsdp2":
-        raise Mistake(f"parallel.tensor_ranks, context_ranks, pipeline_ranks: {engine} has none of these; use engine = fsdp2")
-    if strategy.prefetch and strategy.pipeline_ranks > 1:
-        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: a pipeline's schedule sets the order; leave it out")
-    if strategy.prefetch and engine != "fsdp2":
-        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: only fsdp2 counts units; fsdp1 has forward_prefetch")
-    if engine != "fsdp1" and (strategy.forward_prefetch or not strategy.limit_all_gathers):
-        raise Mistake(
-            f"parallel.forward_prefetch, parallel.limit_all_gathers: {engine} has no such switch, only fsdp1; see prefetch"
-        )
-    return engine
 
 
 def compile_blocks(model: LanguageModel) -> None:
@@ -118,7 +84,7 @@ def spread(
     products in the blocks are of float8 numbers. Raises Mistake where the strategy or float8 does not fit the ranks, the
     same on all.
     """
-    engine = choose_engine(strategy, ranks)
+    engine = choose_engine(strategy, ranks.count, ranks.device.type)
     if float8:
         check_float8(ranks.device, dtype)
         use_float8(model)

@@ -32,12 +32,8 @@ class Context:
     def share(self, batch: Batch) -> Batch:
         """This rank's tokens of each row: [rows, length / ranks]. The length divides by twice the ranks."""
         piece = batch.length // (2 * self.ranks)
-        return Batch(
-            *(
-                torch.cat([tensor[:, first : first + piece] for first, _ in self.stretches(2 * piece)], dim=1)
-                for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents)
-            )
-        )
+        firsts = [first for first, _ in self.stretches(2 * piece)]
+        return batch.map(lambda tensor: torch.cat([tensor[:, first : first + piece] for first in firsts], dim=1))
 
     def stretches(self, length: int) -> list[tuple[int, int]]:
         """(slot of its first token in the whole row, tokens) of the two pieces that are here, `length` tokens together."""

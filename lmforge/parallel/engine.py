@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmforge.cluster.ranks import Ranks
-from lmforge.data.batch import Batch
+from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
 # An objective's loss: (model, batch) → (sum, metrics). What evaluation puts in its place returns what it likes.
 Loss = Callable[[Any, Batch], Any]
 
@@ -34,9 +33,7 @@ class Scored(nn.Module):
         self._loss = loss
 
     def forward(self, batch: Batch, instead: Loss | None = None) -> Any:
-        if self.model.context is not None:
-            batch = self.model.context.share(batch)
-        return (instead or self._loss)(self.model, batch)
+        return (instead or self._loss)(self.model, self.model.share(batch))
 
 
 class Spread:

@@ -1,18 +1,67 @@
 """Whether a model, its rows and its micro-batches can be spread as asked: known before torch is imported."""
 
-from lmforge.config import BatchPlan, ParallelOptions
+from lmforge.config import BatchPlan
 from lmforge.errors import Mistake
 from lmforge.model.shapes import ModelConfig
+from lmforge.parallel.mesh import Chosen
+
+STAGES = 2  # on each rank of an interleaved pipeline, unless said otherwise
 
 
-def check_fits(chosen: ParallelOptions, shape: ModelConfig, plan: BatchPlan) -> None:
+def model_ranks(chosen: Chosen) -> int:
+    """How many ranks share the work on the same rows."""
+    return chosen.tensor_ranks * chosen.context_ranks * chosen.pipeline_ranks
+
+
+def stages_a_rank(chosen: Chosen) -> int:
+    """How many stages of a pipeline each rank has."""
+    return (chosen.pipeline_stages or STAGES) if chosen.pipeline_schedule == "interleaved" else 1
+
+
+def choose_engine(strategy: Chosen, ranks: int, device_type: str | None = None) -> str:
+    """The engine that `auto` means for these ranks. Raises Mistake where an engine lacks what is asked of it.
+
+    `device_type` None is not known yet.
+    """
+    engine = strategy.engine
+    if engine == "auto":
+        engine = "fsdp2" if ranks > 1 or strategy.offload else "alone"
+    if engine == "alone" and ranks > 1:
+        raise Mistake(f"parallel.engine = alone: there are {ranks} ranks; use fsdp2 or ddp, or start one process")
+    if engine in ("ddp", "fsdp1") and ranks == 1:
+        other = "alone" if engine == "ddp" else "fsdp2, which works on one rank too"
+        raise Mistake(f"parallel.engine = {engine}: there is one rank only; start more with --launch.processes, or use {other}")
+    if engine in ("alone", "ddp"):
+        if strategy.sharding not in (None, "no-shard"):
+            raise Mistake(f"parallel.sharding = {strategy.sharding}: {engine} does not shard; use engine = fsdp2 or fsdp1")
+        if strategy.offload:
+            raise Mistake(f"parallel.offload: {engine} keeps everything on its device; use engine = fsdp2 or fsdp1")
+        if strategy.hybrid_ranks:
+            raise Mistake(
+                f"parallel.hybrid_ranks = {strategy.hybrid_ranks}: {engine} does not shard; use engine = fsdp2 or fsdp1"
+            )
+    if engine == "fsdp1" and strategy.offload and device_type == "cpu":
+        raise Mistake("parallel.offload: fsdp1 offloads from a GPU, and here all is in host memory; leave it out, or use fsdp2")
+    if model_ranks(strategy) > 1 and engine != "fsdp2":
+        raise Mistake(f"parallel.tensor_ranks, context_ranks, pipeline_ranks: {engine} has none of these; use engine = fsdp2")
+    if strategy.prefetch and strategy.pipeline_ranks > 1:
+        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: a pipeline's schedule sets the order; leave it out")
+    if strategy.prefetch and engine != "fsdp2":
+        raise Mistake(f"parallel.prefetch = {strategy.prefetch}: only fsdp2 counts units; fsdp1 has forward_prefetch")
+    if engine != "fsdp1" and (strategy.forward_prefetch or not strategy.limit_all_gathers):
+        raise Mistake(
+            f"parallel.forward_prefetch, parallel.limit_all_gathers: {engine} has no such switch, only fsdp1; see prefetch"
+        )
+    return engine
+
+
+def check_fits(chosen: Chosen, shape: ModelConfig, plan: BatchPlan) -> None:
     """Raise Mistake, which says the way out, where tensor, context or pipeline parallelism cannot be had as chosen."""
-    if shape.family == "transformers" and chosen.tensor_ranks * chosen.context_ranks * chosen.pipeline_ranks > 1:
+    if shape.family == "transformers" and model_ranks(chosen) > 1:
         raise Mistake("parallel.tensor_ranks, context_ranks, pipeline_ranks: not with model.implementation = transformers")
     _check_length(plan.length, chosen.context_ranks)
     _check_tensor_ranks(shape, chosen.tensor_ranks, plan.length // chosen.context_ranks)
-    stages = chosen.pipeline_stages if chosen.pipeline_schedule == "interleaved" else 1
-    _check_pipeline(shape, chosen.pipeline_ranks, stages, plan.accumulation)
+    _check_pipeline(shape, chosen.pipeline_ranks, stages_a_rank(chosen), plan)
 
 
 def _check_length(length: int, ranks: int) -> None:
@@ -49,7 +98,7 @@ def _check_tensor_ranks(shape: ModelConfig, ranks: int, local_length: int) -> No
         )
 
 
-def _check_pipeline(shape: ModelConfig, ranks: int, stages: int, micro_batches: int) -> None:
+def _check_pipeline(shape: ModelConfig, ranks: int, stages: int, plan: BatchPlan) -> None:
     """Raise Mistake where a model cannot be run as a pipeline over `ranks` with `stages` on each."""
     if ranks == 1:
         return
@@ -59,9 +108,13 @@ def _check_pipeline(shape: ModelConfig, ranks: int, stages: int, micro_batches: 
     blocks = shape.num_hidden_layers
     if blocks < ranks * stages:
         raise Mistake(f"{asked}: {blocks} blocks do not make {ranks * stages} stages; use fewer ranks or stages")
-    if stages > 1 and micro_batches % ranks:
-        near = max(ranks, micro_batches // ranks * ranks)
-        raise Mistake(
-            f"parallel.pipeline_schedule = interleaved: {micro_batches} micro-batches a step do not divide into rounds of"
-            f" {ranks}; choose train.micro_batch_rows so that there are {near} or another multiple of {ranks}"
-        )
+    # 1F1B fills the pipeline before its first backward pass; the interleaved order goes in rounds.
+    short = stages == 1 and plan.accumulation < ranks
+    if short or (stages > 1 and plan.accumulation % ranks):
+        rows = plan.micro_batch_rows * plan.accumulation
+        sizes = [size for size in range(1, rows // ranks + 1) if rows % size == 0]
+        fitting = [size for size in sizes if stages == 1 or rows // size % ranks == 0]
+        way = f"use train.micro_batch_rows = {fitting[-1]}" if fitting else f"use a global batch of {ranks} or more rows"
+        needed = f"at least {ranks}" if stages == 1 else f"a multiple of {ranks}"
+        made = f"{plan.accumulation} micro-batch{'' if plan.accumulation == 1 else 'es'} a step"
+        raise Mistake(f"{asked}: {made}, and its schedule needs {needed}; {way}")

@@ -52,7 +52,8 @@ class FullySharded(Spread):
         self._offload = offload
         self._reduce_every_micro_batch = reduce_every_micro_batch
         self._mesh = sharding.fsdp_mesh(mesh)
-        self._compute_dtype = dtype
+        # Nothing is cast where everything is computed in fp32, so masters in bf16 are computed with as they are.
+        self._hidden_dtype = next(model.parameters()).dtype if dtype == torch.float32 else dtype
         self._copies: Tensor | None = None
         self.batch_copies = sharding.tensor * sharding.context
         on_gpu = ranks.device.type == "cuda"
@@ -125,10 +126,10 @@ class FullySharded(Spread):
             return super().gradient_norm()
         # Stages have different tensors, and a tensor may be split over fewer ranks than another: each part of a gradient
         # counts once, however many ranks have it.
+        norms = torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
         if self._copies is None:
             copies = [_copies(parameter) for parameter in self.parameters() if parameter.grad is not None]
-            self._copies = torch.tensor(copies, device=self.ranks.device)
-        norms = torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
+            self._copies = torch.tensor(copies, device=norms.device)  # in host memory, where gradients are offloaded to it
         squares = (norms.square() / self._copies).sum()
         dist.all_reduce(squares)
         return squares.sqrt()

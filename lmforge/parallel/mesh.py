@@ -12,6 +12,35 @@ if TYPE_CHECKING:  # a dry run asks for a strategy without importing torch
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pipeline", "replicate", "shard", "context", "tensor"
 
 
+class Chosen(Protocol):
+    """The options of `[parallel]` that decide what fits; a ParallelOptions, or a Strategy."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def sharding(self) -> str | None: ...
+    @property
+    def hybrid_ranks(self) -> int | None: ...
+    @property
+    def offload(self) -> bool: ...
+    @property
+    def prefetch(self) -> int: ...
+    @property
+    def limit_all_gathers(self) -> bool: ...
+    @property
+    def forward_prefetch(self) -> bool: ...
+    @property
+    def tensor_ranks(self) -> int: ...
+    @property
+    def context_ranks(self) -> int: ...
+    @property
+    def pipeline_ranks(self) -> int: ...
+    @property
+    def pipeline_schedule(self) -> str: ...
+    @property
+    def pipeline_stages(self) -> int | None: ...
+
+
 @dataclass(frozen=True)
 class Sharding:
     """A strategy for a number of ranks: `replicas` copies of the model, each sharded over `shards` ranks.
@@ -80,7 +109,7 @@ def sharding(
     """The strategy called `name` (as in torch's FSDP) for `ranks` ranks, `local_ranks` of them on a host.
 
     Hybrid strategies keep a copy (with a pipeline, a stage's copy) in each group of `hybrid_ranks` (default: the ranks
-    of one host). Raises Mistake where the ranks do not fill it.
+    of one host, or of the stage if they are fewer). Raises Mistake where the ranks do not fill it.
     """
     # Of a pipeline's stage, over the ranks that hold the same part of every matrix.
     alike = data_ranks(ranks, tensor, context, pipeline) * context
@@ -94,14 +123,15 @@ def sharding(
             raise Mistake("parallel.sharding = no-shard: a context's ranks share the weights out; use grad-shard or full-shard")
         shards = 1 if name == "no-shard" else alike
         return Sharding(name, alike // shards, shards, keep_gathered=name != "full-shard", **more)
-    group = hybrid_ranks or local_ranks
-    fitting = [size for size in range(tensor * context, alike * tensor + 1, tensor * context) if alike * tensor % size == 0]
-    if group not in fitting:
-        sizes = ", ".join(map(str, fitting))
-        raise Mistake(
-            f"parallel.hybrid_ranks = {group}: {ranks} ranks do not divide into groups of it"
-            f"{' that hold whole tensor and context groups' if tensor * context > 1 else ''}; use one of {sizes}"
-        )
+    of_stage = alike * tensor
+    group = hybrid_ranks or min(local_ranks, of_stage)
+    unit = tensor * context
+    if group % unit or of_stage % group:
+        fitting = ", ".join(str(size) for size in range(unit, of_stage + 1, unit) if of_stage % size == 0)
+        asked = f"parallel.hybrid_ranks = {group}" + ("" if hybrid_ranks else " (by default, the ranks of one host)")
+        whose = " of each pipeline stage" if pipeline > 1 else ""
+        kept = " that keep tensor and context groups together" if unit > 1 else ""
+        raise Mistake(f"{asked}: {of_stage} ranks{whose} do not divide into groups of it{kept}; use one of {fitting}")
     shards = group // tensor
     return Sharding(name, alike // shards, shards, keep_gathered=name == "hybrid-grad-shard", **more)
 
@@ -113,22 +143,7 @@ def plan_batches(config: Config, ranks: int) -> BatchPlan:
     return batch_plan(config.train, config.data.length, places)
 
 
-class _Chosen(Protocol):
-    """The options of `[parallel]` that decide a mesh; a ParallelOptions, or a Strategy."""
-
-    @property
-    def sharding(self) -> str | None: ...
-    @property
-    def hybrid_ranks(self) -> int | None: ...
-    @property
-    def tensor_ranks(self) -> int: ...
-    @property
-    def context_ranks(self) -> int: ...
-    @property
-    def pipeline_ranks(self) -> int: ...
-
-
-def sharding_of(chosen: _Chosen, ranks: int, local_ranks: int) -> Sharding:
+def sharding_of(chosen: Chosen, ranks: int, local_ranks: int) -> Sharding:
     """`sharding` as the options of a recipe ask for it."""
     return sharding(
         chosen.sharding or "full-shard",

@@ -5,6 +5,7 @@ ranks that share it. The loss is part of the last stage, so that the head's weig
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from lmforge.data.batch import Batch
+from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import Head, LanguageModel
-from lmforge.parallel.engine import Loss, Metrics
+from lmforge.parallel.engine import Loss
 from lmforge.parallel.fsdp2 import FullySharded
 from lmforge.parallel.mesh import PIPELINE
 
-FIELDS = "tokens", "targets", "positions", "documents"
+FIELDS = [field.name for field in fields(Batch)]
 
 
 def stage_blocks(blocks: int, stages: int) -> list[range]:
@@ -43,17 +44,14 @@ class Stage(nn.Module):
         # What the loss told of each micro-batch since it was last emptied.
         self.told: list[Metrics] = []
 
-    def forward(self, received: Tensor, instead: Loss | None = None, **fields: Tensor) -> Tensor:
+    def forward(self, received: Tensor, instead: Loss | None = None, **tensors: Tensor) -> Tensor:
         """`received` is tokens at the first stage, else the hidden states of the stage before.
 
         Returns hidden states; at the last stage the sum of losses [1], or what `instead` of the loss gives.
         """
         (model,) = self._model
-        batch = Batch(**fields)
-        if model.context is not None:
-            batch = model.context.share(batch)
-            received = batch.tokens if self.first else received
-        hidden = model.embed(received, batch.positions) if self.first else received
+        batch = model.share(Batch(**tensors))
+        hidden = model.embed(batch.tokens, batch.positions) if self.first else received
         hidden = model.run_blocks(hidden, batch.positions, batch.documents, numbers=self._numbers)
         if not self.last:
             return hidden
@@ -120,10 +118,10 @@ class Pipelined(FullySharded):
         for stage in self._stages:
             stage.told.clear()
         at_start, at_end = self._stages[0].first, self._stages[-1].last
-        fields: dict[str, Any] = {name: getattr(whole, name) for name in FIELDS}
+        tensors: dict[str, Any] = {name: getattr(whole, name) for name in FIELDS}
         # The target is for torch, which computes no loss without one.
         target: dict[str, Any] = {"target": whole.tokens} if at_end else {}
-        schedule.step(*([whole.tokens] if at_start else []), **target, return_outputs=False, **fields)
+        schedule.step(*([whole.tokens] if at_start else []), **target, return_outputs=False, **tensors)
         # The first time torch runs every stage once more, before the others, to see what comes out.
         told = self._stages[-1].told[-len(micro_batches) :]
         if not self._names:
@@ -149,12 +147,12 @@ class Pipelined(FullySharded):
         hidden, device = batch.tokens, self.ranks.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
         ranks = self._group.size()
-        fields = {name: getattr(batch, name) for name in FIELDS}
+        tensors = {name: getattr(batch, name) for name in FIELDS}
         for stage, place in zip(self._stages, self._places, strict=True):
             if not stage.first:
-                hidden = torch.empty(self._hidden_shape(batch), dtype=self._compute_dtype, device=device)
+                hidden = torch.empty(self._hidden_shape(batch), dtype=self._hidden_dtype, device=device)
                 dist.recv(hidden, group=self._group, group_src=(place - 1) % ranks)
-            hidden = stage(hidden, instead=instead if stage.last else None, **fields)
+            hidden = stage(hidden, instead=instead if stage.last else None, **tensors)
             if stage.last:
                 result = hidden
             else:

@@ -3,7 +3,7 @@
 Heads and feed-forward channels are shared out; what follows them is summed and dealt out by sequence in one collective
 (Korthikanti et al., arXiv 2205.05198). torch's DTensor styles do the splitting, so that FSDP2 and checkpoints know the
 result. Embedding and head are split by vocabulary where it divides; where it does not, every rank has them whole and
-looks up, and scores (objectives/spread.py), its own part of the sequence.
+looks up, and scores (objectives/shared_head.py), its own part of the sequence.
 """
 
 import logging
@@ -28,7 +28,7 @@ from lmforge.model.shapes import ModelConfig
 
 # Hidden states are made of DTensors and so are views; nothing here writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-# Weights are put together for comparison only.
+# It warns of a whole tensor put together in two collectives instead of one, which happens only where weights are compared.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 SEQUENCE = 1  # the dimension of hidden states that is shared out

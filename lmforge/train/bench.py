@@ -296,7 +296,8 @@ def _tell(rows: list[dict[str, Any]], output: str) -> None:
             f"{row['tflops_a_rank']:.3g}",
             f"{row['mfu']:.0%}" if row["mfu"] else "?",
             f"{row['memory_gib']:.2f}",
-            *(f"{1e3 * row['phase_seconds'][phase]:.0f}" for phase in PHASES),
+            # A pipeline's schedule mixes the passes; all of it counts as forward.
+            *(f"{1e3 * row['phase_seconds'][phase]:.0f}" if row["phase_seconds"][phase] else "–" for phase in PHASES),
             f"{1e3 * row['communication_seconds']:.0f}",
         )
     console.print(table)

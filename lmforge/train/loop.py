@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.config import BatchPlan
-from lmforge.data.batch import Batch
+from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
-from lmforge.objectives.language import Metrics
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.precision import compiled_graphs
 from lmforge.train.health import Heartbeat, StopRequest

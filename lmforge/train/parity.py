@@ -129,7 +129,7 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
         if step == 1:
             began = time.perf_counter()
         whole = task.batch(step, case.shape.vocab_size)
-        mine = Batch(*(tensor[first : first + share] for tensor in whole._tensors)).to(ranks.device)
+        mine = whole[first : first + share].to(ranks.device)
 
         observed = step + 1 == task.steps and not case.compiled
 
@@ -188,7 +188,7 @@ class _Collectives(TorchDispatchMode):
 def _micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     rows = len(batch.tokens) // count
     for number in range(count):
-        yield Batch(*(tensor[number * rows : (number + 1) * rows] for tensor in batch._tensors))
+        yield batch[number * rows : (number + 1) * rows]
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ from lmforge.model.weights import load_folder
 from lmforge.objectives.language import NextToken, score_text
 from lmforge.parallel.apply import Strategy, spread
 from lmforge.parallel.engine import Spread
-from lmforge.parallel.fits import check_fits
-from lmforge.parallel.mesh import plan_batches
+from lmforge.parallel.fits import check_fits, choose_engine
+from lmforge.parallel.mesh import plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
 from lmforge.train.health import Heartbeat
@@ -84,6 +84,8 @@ def pretrain(config: Config) -> int:
         entry = ranks.decide(partial(enter, run, config))
         with ranks.agreeing():
             check_tracker(config)
+            choose_engine(config.parallel, ranks.count, ranks.device.type)
+            sharding_of(config.parallel, ranks.count, ranks.place.local_ranks)
             material = open_material(config, ranks.count)
             check_continues(entry, config, material)
         attempt = ranks.decide(partial(run.begin, config))

@@ -1,11 +1,14 @@
 """A checkpoint written under any strategy goes on under any other, its optimizer's state included."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+from lmforge import checkpoint
+from lmforge.model.weights import export_folder
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, losses, run_cases
+from tests.distributed.conftest import Recipe, losses, run_cases, weights
 
 LOSS_TOLERANCE = 1e-6
 SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--validation.every_steps", "5"]
@@ -44,6 +47,9 @@ READERS: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
+BF16_MASTERS = ["--train.master_dtype", "bf16"]
+
+
 @pytest.fixture(scope="module")
 def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("across")
@@ -59,6 +65,29 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
                 lines.append(recipe(folder, name, *SCHEDULE, *(TIED if "tied" in writer else []), *more))
         run_cases(ranks, lines, folder)
     return {name: Run(folder / name) for name in (*WRITERS, *READERS)}
+
+
+def test_a_pipeline_begins_from_a_folder_and_keeps_its_masters_in_bf16(
+    recipe: Recipe, runs: dict[str, Run], tmp_path: Path
+) -> None:
+    found, manifest, _ = checkpoint.find(runs["alone"].path)
+    tensors = weights(runs["alone"])
+    export_folder(tensors, manifest.model_config, tmp_path / "source", found)
+    source = ["--model.source", str(tmp_path / "source")]
+    begun = {"alone": (1, []), "pipeline": (2, PIPELINE), "tensor": (2, TENSOR)}
+    for ranks in (1, 2):
+        lines = []
+        for name, (count, more) in begun.items():
+            if count == ranks:
+                lines.append(recipe(tmp_path, name, *SCHEDULE, *source, *more))
+                lines.append(recipe(tmp_path, f"bf16 {name}", *SCHEDULE, *source, *BF16_MASTERS, *more))
+        run_cases(ranks, lines, tmp_path)
+    for name in ("pipeline", "tensor"):
+        assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "alone")), rel=LOSS_TOLERANCE)
+        # Sums in another order round to other bf16 numbers, which differ by 2^-8.
+        narrow = losses(Run(tmp_path / "bf16 alone"), "val/loss")
+        assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(narrow, rel=2e-3)
+    assert losses(Run(tmp_path / "alone"))[1] < losses(runs["alone"])[1] - 0.05
 
 
 def reference(runs: dict[str, Run], name: str) -> dict[int, float]:

@@ -41,7 +41,7 @@ WHOLE = Vocabulary()
 
 
 @dataclass(frozen=True)
-class Spread:
+class SharedHead:
     """A head's weight, the hidden states and targets that this rank scores, and what is done with the sum of losses."""
 
     hidden: Tensor
@@ -52,7 +52,7 @@ class Spread:
     tokens_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, targets: Tensor) -> "Spread":
+    def of(cls, hidden: Tensor, weight: Tensor, targets: Tensor) -> "SharedHead":
         """`hidden` [rows, length, width] or, under a spread head, this rank's [rows, length / T, width]; whole targets."""
         if not isinstance(weight, DTensor):
             return cls(hidden, weight, targets, WHOLE)
