@@ -251,6 +251,17 @@ def load(folder: Path, state: State, ranks: Ranks | None = None) -> None:
         dcp.load(state, storage_reader=reader, process_group=control, no_dist=control is None)
 
 
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors in a checkpoint by name, on the meta device: their shapes and dtypes, and nothing read."""
+    stored = _Reader(folder).read_metadata().state_dict_metadata
+    of_model = {name.removeprefix("model."): found for name, found in stored.items() if name.startswith("model.")}
+    return {
+        name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        for name, found in of_model.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+
+
 def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None:
     for name, tensor in _flat(state):
         if name not in stored:

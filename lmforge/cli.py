@@ -181,6 +181,13 @@ def _generate(words: list[str]) -> int:
     return run_generate(chosen)
 
 
+def _export(words: list[str]) -> int:
+    chosen = parse(options.ExportOptions, words)
+    from lmforge.infer.export import run_export
+
+    return run_export(chosen)
+
+
 def _bench(words: list[str]) -> int:
     words = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in words]
     config = _load(options.BenchConfig, words)
@@ -253,6 +260,9 @@ VERBS = {
         "MODEL [PROMPT …] [--option value]",
         options.GenerateOptions,
         _generate,
+    ),
+    "export": Verb(
+        "a checkpoint as a Hugging Face folder, in bounded memory", "MODEL OUT [--option value]", options.ExportOptions, _export
     ),
     "bench": Verb(
         "what a step of a recipe costs: speed, memory, phases; with --sweep, of many",

@@ -410,6 +410,15 @@ class GenerateOptions(Options):
     dtype: DType = option("auto", "compute dtype")
 
 
+class ExportOptions(Options):
+    """lmforge export MODEL OUT: a checkpoint as a Hugging Face folder."""
+
+    model: Path = argument(..., "a run or a checkpoint")
+    out: Path = argument(..., "folder to write")
+    dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights; bf16 and fp16 halve them, and round")
+    overwrite: bool = option(False, "replace OUT if it is a model's folder")
+
+
 class ShowOptions(Options):
     """lmforge show THING: a recipe, a model, a folder of shards, a run or a checkpoint, in a few lines."""
 

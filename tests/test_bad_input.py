@@ -27,8 +27,8 @@ from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
+from lmforge.model.export import export_folder
 from lmforge.model.shapes import preset, resolve
-from lmforge.model.weights import export_folder
 from lmforge.runs import MANIFEST, Run, write_sealed
 from tests.conftest import Command
 from tests.distributed.conftest import weights

@@ -24,8 +24,8 @@ from lmforge.cli import VERBS
 from lmforge.config import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
+from lmforge.model.export import export_folder
 from lmforge.model.shapes import resolve
-from lmforge.model.weights import export_folder
 from lmforge.options import fields
 from tests.conftest import corpus
 from tests.model.foreign import theirs_of

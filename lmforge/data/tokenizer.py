@@ -185,6 +185,10 @@ class Tokenizer:
         """The id of a token by its spelling, special or not."""
         return self._ids.get(token)
 
+    def token_of(self, id: int) -> str:
+        """The spelling of a token."""
+        return str(self._tokens.id_to_token(id))
+
     def _find_separator(self) -> int:
         named = self._named("eos_token")
         if named is not None:

@@ -6,8 +6,6 @@ bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -23,24 +20,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lmforge.errors import Mistake
 from lmforge.model import build
 from lmforge.model.foreign import ForeignModel
-from lmforge.model.foreign_config import ForeignConfig
-from lmforge.model.foreign_weights import Joint, as_computed, as_stored
-from lmforge.model.shapes import ModelConfig
+from lmforge.model.foreign_weights import Joint, as_computed
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # Constants that older versions of transformers stored among the weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 @torch.no_grad()
@@ -111,59 +96,15 @@ def _take_out(folder: Path, expected: dict[str, nn.Parameter], made: Mapping[str
             )
 
 
-def export_folder(
-    model: nn.Module | Mapping[str, torch.Tensor],
-    config: ModelConfig,
-    folder: str | Path,
-    tokenizer_folder: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = 5_000_000_000,
-    overwrite: bool = False,
-) -> None:
-    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if given.
-
-    Written beside and renamed at the end, so the folder is there whole or not at all.
-
-    Args:
-        model: a model, or its state by tensor name; whole tensors (gather sharded ones first).
-        dtype: of the written tensors; None keeps each one's own.
-        shard_bytes: files are cut before they grow beyond this; a single tensor may.
-        overwrite: replace the folder if it exists and is a model's. Otherwise an existing one is a Mistake.
-    """
-    folder = Path(folder)
-    tensors = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    wanted = {name: tensor.shape for name, tensor in build(config, seed=None, device="meta").named_parameters()}
-    if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
-        raise ValueError("the tensors to export are not those of the config")
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        raise ValueError("gather sharded tensors before exporting them")
-    if isinstance(config, ForeignConfig):
-        tensors = as_stored(config, tensors)
-    if folder.exists():
-        if not overwrite:
-            raise Mistake(f"{folder}: exists already; choose another folder, or ask to overwrite it")
-        if not (folder / "config.json").is_file():
-            raise Mistake(f"{folder}: holds no model, so it is not overwritten; choose another folder")
-    with _replacing(folder) as beside:
-        for name in _tokenizer_files(tokenizer_folder):
-            shutil.copyfile(name, beside / name.name)
-        kept = dtype or next(iter(tensors.values())).dtype
-        content = {**config.to_hugging_face(), "torch_dtype": str(kept).removeprefix("torch.")}
-        (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_tensors(beside, tensors, dtype, shard_bytes)
-
-
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    index = folder / _INDEX
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
     if not index.is_file():
         pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
         if pickled is not None:
             raise Mistake(f"{pickled}: pickled weights are not opened; convert the folder to safetensors first")
-        raise Mistake(f"{folder}: has neither {_SINGLE} nor {_INDEX}; give a folder in Hugging Face's layout")
+        raise Mistake(f"{folder}: has neither {SINGLE} nor {INDEX}; give a folder in Hugging Face's layout")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -235,59 +176,3 @@ def _fill(parameter: nn.Parameter, stored: Any, where: str) -> None:
         if not value.is_floating_point():
             raise Mistake(f"{where}: is {value.dtype}; quantized weights cannot be trained, use the unquantized model")
         target.copy_(value)
-
-
-def _tokenizer_files(folder: str | Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    found = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
-    if not found:
-        raise Mistake(f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer")
-    return found
-
-
-def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:
-    width: Callable[[torch.Tensor], int] = lambda tensor: (dtype or tensor.dtype).itemsize  # noqa: E731
-    shards: list[list[str]] = [[]]
-    filled = total = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * width(tensor)
-        if filled and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-        total += size
-    places: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # One shard at a time is copied and cast, so exporting needs little more memory than the model.
-        written = {name: tensors[name].detach().to("cpu", dtype or tensors[name].dtype).contiguous() for name in names}
-        save_file(written, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write in, renamed to `folder` at the end; if anything fails it is gone, and what was there before stays."""
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    previous = folder.with_name(f".{folder.name}.{os.getpid()}.previous")
-    try:
-        beside.mkdir(parents=True)
-        yield beside
-        for path in beside.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if folder.exists():
-            folder.rename(previous)
-        beside.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise Mistake(f"{folder}: could not be written ({error}); free some space or choose another folder") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        if previous.exists() and not folder.exists():
-            previous.rename(folder)
-        shutil.rmtree(previous, ignore_errors=True)

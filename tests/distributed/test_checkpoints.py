@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lmforge import checkpoint
-from lmforge.model.weights import export_folder
+from lmforge.model.export import export_folder
 from lmforge.runs import Run
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 

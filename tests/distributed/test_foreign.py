@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from lmforge.cli import run as lmforge_here
 from lmforge.data.shards import TokenFolder
 from lmforge.infer.opening import open_model
-from lmforge.model.weights import export_folder
+from lmforge.model.export import export_folder
 from lmforge.runs import Run
 from tests.distributed.conftest import losses, run_cases, weights
 from tests.model.foreign import theirs_of

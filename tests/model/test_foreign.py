@@ -16,10 +16,11 @@ from lmforge.errors import Mistake
 from lmforge.infer.engine import decode
 from lmforge.infer.sampling import Sampling
 from lmforge.model import build
+from lmforge.model.export import export_folder
 from lmforge.model.flops import parameters
 from lmforge.model.foreign import ForeignModel, repeated_blocks
 from lmforge.model.shapes import resolve
-from lmforge.model.weights import export_folder, load_folder
+from lmforge.model.weights import load_folder
 from lmforge.parallel.recompute import recompute
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
 from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped

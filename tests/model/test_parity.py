@@ -8,8 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmforge.model import build
+from lmforge.model.export import export_folder
 from lmforge.model.shapes import PRESETS, preset, resolve
-from lmforge.model.weights import export_folder, load_folder
+from lmforge.model.weights import load_folder
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
 # fp32 sums of a few dozen terms of size one, in another order.

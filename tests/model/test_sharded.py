@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lmforge.model.weights import export_folder
+from lmforge.model.export import export_folder
 from tests.model.conftest import built, drawn_config
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from lmforge.errors import Mistake
 from lmforge.model import build
+from lmforge.model.export import export_folder
 from lmforge.model.shapes import ModelConfig
-from lmforge.model.weights import export_folder, load_folder
+from lmforge.model.weights import load_folder
 from tests.model.conftest import built, drawn_config
 
 
@@ -164,7 +165,7 @@ def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path
         "import resource, signal, sys\n"
         "from lmforge.model import build\n"
         "from lmforge.model.shapes import resolve\n"
-        "from lmforge.model.weights import export_folder\n"
+        "from lmforge.model.export import export_folder\n"
         "config = resolve('nano', {'num_hidden_layers': 1})\n"
         "model = build(config, seed=0)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -1,0 +1,55 @@
+"""`lmforge export`: a checkpoint as a Hugging Face folder, read and written a tensor at a time, without a GPU."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmforge import checkpoint
+from lmforge.config import ExportOptions
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake
+from lmforge.model.export import export_folder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_export(options: ExportOptions) -> int:
+    """Write the folder and say where. Raises Mistake."""
+    origin, manifest, passed_over = checkpoint.find(options.model)
+    for line in passed_over:
+        print(line, file=sys.stderr)
+    tensors, tokenizer = checkpoint.stored_tensors(origin), Tokenizer.open(origin)
+
+    def read(name: str) -> Tensor:
+        value = torch.empty_like(tensors[name], device="cpu")
+        checkpoint.load(origin, {"model": {name: value}})
+        if options.dtype == "fp16" and not torch.isfinite(value.half()).all():
+            raise Mistake(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
+        return value
+
+    export_folder(
+        tensors,
+        manifest.model_config,
+        options.out,
+        tokenizer_folder=origin,
+        dtype=DTYPES[options.dtype],
+        overwrite=options.overwrite,
+        read=read,
+        more=_companions(tokenizer),
+    )
+    print(f"{options.out}: step {manifest.step} of {options.model}, {options.dtype}, as Hugging Face has it")
+    return 0
+
+
+def _companions(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """What generation and transformers' tokenizer want to know, where the run's own tokenizer came without it."""
+    end, begin = tokenizer.separator_id, tokenizer.bos_id
+    ids = {"eos_token_id": end, "pad_token_id": end} | ({} if begin is None else {"bos_token_id": begin})
+    names = {"eos_token": tokenizer.token_of(end), "clean_up_tokenization_spaces": False}
+    return {
+        "config.json": ids,
+        "generation_config.json": {**ids, "do_sample": True},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **names},
+    }

@@ -1,0 +1,168 @@
+"""Writing a model as a Hugging Face folder: config.json, safetensors, and the tokenizer's files."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lmforge.errors import Mistake
+from lmforge.model import build
+from lmforge.model.foreign_config import ForeignConfig
+from lmforge.model.foreign_weights import as_stored
+from lmforge.model.shapes import ModelConfig
+from lmforge.model.weights import INDEX, SINGLE
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+# As safetensors calls them.
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def export_folder(
+    model: nn.Module | Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    folder: str | Path,
+    tokenizer_folder: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    read: Callable[[str], torch.Tensor] | None = None,
+    more: Mapping[str, dict[str, Any]] | None = None,
+) -> None:
+    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if given.
+
+    Written beside and renamed at the end, so the folder is there whole or not at all.
+
+    Args:
+        model: a model, or its state by tensor name; whole tensors (gather sharded ones first).
+        dtype: of the written tensors; None keeps each one's own.
+        shard_bytes: files are cut before they grow beyond this; a single tensor may.
+        overwrite: replace the folder if it exists and is a model's. Otherwise an existing one is a Mistake.
+        read: gives the tensor of a name, when those of `model` only show shape and dtype (on the meta device). Each is read
+            when it is written, so that no more than one of them is in memory; those of a wrapped model all at once.
+        more: what other JSON files hold, by their names; what is in config.json is joined to it.
+    """
+    folder = Path(folder)
+    tensors = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    wanted = {name: tensor.shape for name, tensor in build(config, seed=None, device="meta").named_parameters()}
+    if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
+        raise ValueError("the tensors to export are not those of the config")
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise ValueError("gather sharded tensors before exporting them")
+    if isinstance(config, ForeignConfig):
+        tensors = as_stored(config, {name: read(name) for name in tensors} if read else tensors)
+        read = None
+    if folder.exists():
+        if not overwrite:
+            raise Mistake(f"{folder}: exists already; choose another folder, or ask to overwrite it")
+        if not (folder / "config.json").is_file():
+            raise Mistake(f"{folder}: holds no model, so it is not overwritten; choose another folder")
+    with _replacing(folder) as beside:
+        for name in _tokenizer_files(tokenizer_folder):
+            shutil.copyfile(name, beside / name.name)
+        kept = dtype or next(iter(tensors.values())).dtype
+        files = dict(more or {})
+        shape = {**config.to_hugging_face(), "torch_dtype": str(kept).removeprefix("torch.")}
+        files["config.json"] = {**files.get("config.json", {}), **shape}
+        for file, content in files.items():
+            if not (beside / file).exists():
+                (beside / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_tensors(beside, tensors, read or tensors.__getitem__, dtype, shard_bytes)
+
+
+def _tokenizer_files(folder: str | Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    found = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+    if not found:
+        raise Mistake(f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer")
+    return found
+
+
+def _write_tensors(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> None:
+    sizes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / file, {name: tensors[name] for name in names}, read, dtype)
+        places |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None
+) -> None:
+    """One safetensors file, a tensor at a time: the library's own writer wants all of them in memory.
+
+    The format: the header's length in 8 bytes, a header of JSON that says where each tensor lies, then their bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, kept = end, dtype or tensor.dtype
+        end += tensor.numel() * kept.itemsize
+        header[name] = {"dtype": _DTYPES[kept], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    with path.open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        for name, tensor in tensors.items():
+            value = read(name).detach().to("cpu", dtype or tensor.dtype).contiguous()
+            file.write(value.flatten().view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write in, renamed to `folder` at the end; if anything fails it is gone, and what was there before stays."""
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    previous = folder.with_name(f".{folder.name}.{os.getpid()}.previous")
+    try:
+        beside.mkdir(parents=True)
+        yield beside
+        for path in beside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            folder.rename(previous)
+        beside.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise Mistake(f"{folder}: could not be written ({error}); free some space or choose another folder") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        if previous.exists() and not folder.exists():
+            previous.rename(folder)
+        shutil.rmtree(previous, ignore_errors=True)

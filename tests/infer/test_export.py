@@ -1,0 +1,93 @@
+"""`lmforge export`: what transformers opens is what was trained."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmforge import checkpoint
+from lmforge.cli import run as command
+from lmforge.data.batch import Batch
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.infer.opening import open_model
+from lmforge.model.layers import LanguageModel
+from tests.conftest import Command
+
+
+def test_an_export_has_the_logits_tokens_and_ends_of_the_run_in_transformers(
+    tiny_run: Path, tmp_path: Path, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]
+) -> None:
+    ours, tokenizer = tiny_model_and_tokenizer
+    assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
+    theirs, words = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "First Citizen: we are accounted poor citizens; the patricians good."
+    ids = words(text)["input_ids"]
+    assert ids == tokenizer.encode(text)
+    assert words.decode(ids) == text
+    tokens = torch.tensor([ids])
+    batch = Batch(tokens, tokens, torch.arange(len(ids))[None], torch.zeros_like(tokens, dtype=torch.int32))
+    with torch.no_grad():
+        expected = ours.lm_head(ours(batch.tokens, batch.positions, batch.documents))
+        torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-4, rtol=0)
+    end = theirs.generation_config.eos_token_id
+    assert end == words.eos_token_id == tokenizer.separator_id
+    # And back: the folder opens here too, and ends texts where the run does.
+    opened = open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
+    assert opened.ends == {end}
+    for name, tensor in opened.model.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_export_has_the_dtype_that_was_asked_for(tiny_run: Path, tmp_path: Path, dtype: str) -> None:
+    assert command(["export", str(tiny_run), str(tmp_path / "out"), "--dtype", dtype]) == 0
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {wanted}  # noqa: SIM118 - not a dict
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == wanted
+
+
+def test_what_is_there_is_not_overwritten_unless_asked(
+    tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    for more in ([], ["--overwrite"]):
+        assert command(["export", str(tiny_run), str(tmp_path / "thesis"), *more]) == 2
+        assert len(capfd.readouterr().err.splitlines()) == 1
+    assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
+    assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 2
+    assert command(["export", str(tiny_run), str(tmp_path / "out"), "--overwrite"]) == 0
+    assert command(["export", str(tmp_path / "nothing"), str(tmp_path / "b")]) == 2
+    assert not (tmp_path / "b").exists()
+
+
+def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(tmp_path: Path, lmforge: Command, tiny_tokens: Path) -> None:
+    """Matrices of 8 MiB at most, of which there are many."""
+    shape = ["--model.hidden_size", "512", "--model.intermediate_size", "4096", "--model.num_hidden_layers", "9"]
+    heads = ["--model.num_attention_heads", "8", "--model.num_key_value_heads", "8"]
+    few = ["--train.steps", "1", "--train.global_batch_rows", "1", "--data.length", "16", "--validation.rows", "1"]
+    where = ["--data.folder", tiny_tokens, "--run.folder", tmp_path, "--run.name", "a", "--train.dtype", "fp32"]
+    words = [*shape, *heads, *few, *where, "--schedule.warmup_steps", "0", "--train.device", "cpu", "--train.compile", "off"]
+    assert lmforge("pretrain", *words).returncode == 0
+    program = (
+        "import resource, sys\n"
+        "from lmforge.cli import run\n"
+        "import lmforge.infer.export, torch\n"
+        "lmforge_only = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert run(['export', sys.argv[1], sys.argv[2]]) == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - lmforge_only)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a", tmp_path / "out"], capture_output=True, text=True, check=True
+    )
+    model = sum(tensor.nbytes for tensor in checkpoint.stored_tensors(checkpoint.find(tmp_path / "a")[0]).values())
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > model
+    assert model > 250 * 2**20
+    assert int(done.stdout.splitlines()[-1]) * 1024 < model / 2
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_size"] == 512
