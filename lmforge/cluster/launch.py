@@ -36,6 +36,8 @@ def launch_local(processes: int, arguments: list[str]) -> int:
         max_restarts=0,
         shutdown_timeout=GRACE_SECONDS,
     )
+    # A scheduler's warning that the time is nearly up; torch's launcher knows only the signals that end things at once.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:

@@ -57,13 +57,13 @@ class Heartbeat:
 
 
 class StopRequest:
-    """SIGTERM and SIGINT as a wish that all ranks hear at the same step.
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time is up) as a wish that all ranks hear at the same step.
 
     A handler may only set a flag: a collective inside it could pair with one that the training thread has in flight.
     The flag is all-reduced each step, and read one step later so that nobody waits for it.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -55,6 +55,8 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
 
     def line(name: str, *more: str) -> list[str]:
         source = ["--model.source", str(folders[name.split()[0]]), "--model.implementation", "transformers"]
+        if name.startswith("gpt_neox"):
+            source += ["--model.load_weights", "false"]
         return [*common.split(), *source, "--run.folder", str(place), "--run.name", name, *SPREADS[name], *more]
 
     for kind in KINDS:

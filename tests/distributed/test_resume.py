@@ -107,7 +107,8 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
     def ask_to_stop(process: subprocess.Popen[str]) -> None:
         reach(broken, 2, process)
-        process.send_signal(signal.SIGTERM)
+        # The launcher asks its ranks to stop for either.
+        process.send_signal(chance.choice((signal.SIGTERM, signal.SIGUSR1)))
 
     stopped = started(["pretrain", *recipe(folder, "broken", *SCHEDULE, "--launch.processes", "2")], folder, ask_to_stop)
     assert stopped.status == 128 + signal.SIGTERM, stopped
@@ -157,20 +158,24 @@ def test_continued_on_other_ranks_and_strategies_losses_agree(history: History, 
         assert ours[step] == pytest.approx(loss, rel=LOSS_TOLERANCE), step
 
 
-def test_interrupted_at_the_keyboard_a_single_process_saves_and_goes_on_to_the_same_bits(
-    recipe: Recipe, tmp_path: Path
+@pytest.mark.parametrize(
+    "number", [random.SystemRandom().choice((signal.SIGINT, signal.SIGUSR1))], ids=lambda number: number.name
+)
+def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(
+    recipe: Recipe, tmp_path: Path, number: signal.Signals
 ) -> None:
+    """At the keyboard, or by a scheduler that warns before the time is up."""
     broken, unbroken = Run(tmp_path / "broken"), Run(tmp_path / "unbroken")
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         reach(broken, 2, process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
 
     ended = started(["pretrain", *recipe(tmp_path, "broken", *SCHEDULE)], tmp_path, interrupt)
-    assert ended.status == 128 + signal.SIGINT
+    assert ended.status == 128 + number
     assert ended.errors == ""
     assert broken.steps()[-1] < STEPS
-    assert f"stopped by SIGINT after step {broken.steps()[-1]}, which is saved" in ended.out.splitlines()[-1]
+    assert f"stopped by {number.name} after step {broken.steps()[-1]}, which is saved" in ended.out.splitlines()[-1]
     assert lmforge_here(how_to_continue(ended)) == 0
     assert lmforge_here(["pretrain", *recipe(tmp_path, "unbroken", *SCHEDULE)]) == 0
     assert_identical(broken, unbroken)
