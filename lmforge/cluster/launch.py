@@ -4,11 +4,15 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lmforge.cluster.environment import LAUNCHER
 
 # A rank that was asked to stop finishes its step and saves; only then is it killed.
 GRACE_SECONDS = 120
+# What torch's launcher puts handlers of its own on.
+ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 def launch_local(processes: int, arguments: list[str]) -> int:
@@ -20,11 +24,6 @@ def launch_local(processes: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
-    logging.disable(logging.CRITICAL)
-    # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[LAUNCHER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -36,10 +35,9 @@ def launch_local(processes: int, arguments: list[str]) -> int:
         max_restarts=0,
         shutdown_timeout=GRACE_SECONDS,
     )
-    # A scheduler's warning that the time is nearly up; torch's launcher knows only the signals that end things at once.
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
-        elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
+        with _launching():
+            elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:
         statuses = [failure.exitcode for failure in failed.failures.values()]
         if 2 in statuses:
@@ -55,3 +53,28 @@ def launch_local(processes: int, arguments: list[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+@contextmanager
+def _launching() -> Iterator[None]:
+    """What holds in this process while it launches, and not after."""
+    handlers = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGUSR1)}
+    variables = {name: os.environ.get(name) for name in (LAUNCHER, "OMP_NUM_THREADS")}
+    # A scheduler's warning that the time is nearly up; torch's launcher knows only the signals that end things at once.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
+    logging.disable(logging.CRITICAL)
+    # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

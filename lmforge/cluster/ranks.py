@@ -136,11 +136,13 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
 def _follow_launcher() -> None:
     """Be asked to stop when the launcher is killed: ranks that nobody watches would train on, and hold the run."""
     library = ctypes.CDLL(None)
-    if LAUNCHER not in os.environ or not hasattr(library, "prctl"):
+    # Taken out: what a rank starts in its turn has another parent.
+    launcher = os.environ.pop(LAUNCHER, None)
+    if launcher is None or not hasattr(library, "prctl"):
         return
     parent_death_signal = 1
     library.prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() != int(os.environ[LAUNCHER]):  # it was killed before this was asked for
+    if os.getppid() != int(launcher):  # it was killed before this was asked for
         os.kill(os.getpid(), signal.SIGTERM)
 
 
