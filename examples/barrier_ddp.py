@@ -1,9 +1,9 @@
 """Why a barrier after saving makes another rank's all-reduce time out, on two CPU processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/barrier_ddp.py [--agree]
+    torchrun --standalone --nproc-per-node 2 examples/barrier_ddp.py [agree]
 
 Each rank keeps the best losses so far and saves when a new one is among them. Only rank 0 really keeps the list, so the
-ranks come to different answers. With --agree rank 0 decides for all. The story is in docs/barriers.md.
+ranks come to different answers. With "agree" rank 0 decides for all. The story is in docs/barriers.md.
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-AGREE = "--agree" in sys.argv
+AGREE = "agree" in sys.argv
 KEPT = 2
 
 

@@ -1,9 +1,9 @@
 """Why asynchronous saving can hang FSDP2 training, whatever barrier comes before it, on two CPU processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/barrier_fsdp2.py [--own-group]
+    torchrun --standalone --nproc-per-node 2 examples/barrier_fsdp2.py [own-group]
 
 Saving exchanges its plan in a thread of its own. On the group that training uses, its collectives and those of the next
-step pair in whatever order the threads happen to run. With --own-group they cannot meet. The story is in docs/barriers.md.
+step pair in whatever order the threads happen to run. With "own-group" they cannot meet. The story is in docs/barriers.md.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-OWN_GROUP = "--own-group" in sys.argv
+OWN_GROUP = "own-group" in sys.argv
 
 
 def main() -> None:

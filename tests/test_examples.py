@@ -28,7 +28,7 @@ def test_a_save_on_the_group_of_training_crosses_with_it_although_a_barrier_come
     assert "step 11" not in done.stdout
 
 
-@pytest.mark.parametrize(("example", "cure"), [("barrier_ddp.py", "--agree"), ("barrier_fsdp2.py", "--own-group")])
+@pytest.mark.parametrize(("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")])
 def test_with_the_cure_they_run_to_the_end(example: str, cure: str) -> None:
     done = carried_out(example, cure)
     assert done.returncode == 0, done.stderr[-3000:]
