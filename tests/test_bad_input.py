@@ -658,7 +658,7 @@ def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
     source.mkdir()
     (source / "config.json").write_text(json.dumps(preset("nano").to_hugging_face() | {"vocab_size": 512}))
     options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", 2]
-    said = refused("pretrain", *tiny_options[: tiny_options.index("--model.hidden_size")], *options)
+    said = refused("pretrain", *_without_shape(tiny_options), *options)
     assert said == f"{source}: no weights here; to begin with random ones use --model.load_weights false"
     assert contents(tmp_path / "runs") == {}
 

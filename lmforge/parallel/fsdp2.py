@@ -55,6 +55,7 @@ class FullySharded(Spread):
         # Nothing is cast where everything is computed in fp32, so masters in bf16 are computed with as they are.
         self._hidden_dtype = next(model.parameters()).dtype if dtype == torch.float32 else dtype
         self._copies: Tensor | None = None
+        self._splits_model = sharding.tensor * sharding.pipeline > 1
         self.batch_copies = sharding.tensor * sharding.context
         on_gpu = ranks.device.type == "cuda"
         about: dict[str, Any] = {
@@ -120,22 +121,19 @@ class FullySharded(Spread):
         # In host memory gradients cost nothing that is scarce, and allocating them anew costs time.
         optimizer.zero_grad(set_to_none=not self._offload)
 
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        if self._sharding.tensor * self._sharding.pipeline == 1:
-            return super().gradient_norm()
-        # Stages have different tensors, and a tensor may be split over fewer ranks than another: each part of a gradient
-        # counts once, however many ranks have it.
-        norms = torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
+    def _counted_once(self, squares: Tensor) -> Tensor:
+        if not self._splits_model:
+            return squares
+        # A tensor may be split over fewer ranks than another: each part counts once, however many ranks have it.
         if self._copies is None:
             copies = [_copies(parameter) for parameter in self.parameters() if parameter.grad is not None]
-            self._copies = torch.tensor(copies, device=norms.device)  # in host memory, where gradients are offloaded to it
-        squares = (norms.square() / self._copies).sum()
-        dist.all_reduce(squares)
-        return squares.sqrt()
+            self._copies = torch.tensor(copies, device=squares.device)  # in host memory, where gradients are offloaded to it
+        return squares / self._copies
 
     def _sum_over_shards(self, squares: Tensor) -> None:
-        if self._sharding.shards > 1:
+        if self._splits_model:
+            dist.all_reduce(squares)
+        elif self._sharding.shards > 1:
             dist.all_reduce(squares, group=self._mesh.get_group(-1))
 
     def state(self, optimizer: torch.optim.Optimizer, by_name: Callable[..., dict[str, dict[str, Tensor]]]) -> dict[str, Any]:
