@@ -15,7 +15,7 @@ from lmforge.parallel.engine import Loss, Scored, Spread
 from lmforge.parallel.fits import choose_engine, model_ranks, stages_a_rank
 from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
-from lmforge.parallel.mesh import CONTEXT, TENSOR, data_ranks, sharding_of
+from lmforge.parallel.mesh import CONTEXT, TENSOR, sharding_of
 from lmforge.parallel.pipeline import Pipelined
 from lmforge.parallel.precision import check_float8, use_float8
 from lmforge.parallel.recompute import recompute
@@ -51,12 +51,6 @@ class Strategy:
     @property
     def stages_a_rank(self) -> int:
         return stages_a_rank(self)
-
-    def data_place(self, ranks: Ranks) -> tuple[int, int]:
-        """(which share of the rows this rank gets, how many shares there are). Raises Mistake where ranks do not fill it."""
-        count = data_ranks(ranks.count, self.tensor_ranks, self.context_ranks, self.pipeline_ranks)
-        inner = self.context_ranks * self.tensor_ranks
-        return ranks.place.rank // inner % count, count
 
 
 def compile_blocks(model: LanguageModel) -> None:

@@ -138,9 +138,14 @@ def sharding(
 
 def plan_batches(config: Config, ranks: int) -> BatchPlan:
     """How the global batch of a recipe is cut for so many ranks in all. Raises Mistake where it does not divide."""
-    chosen = config.parallel
-    places = data_ranks(ranks, chosen.tensor_ranks, chosen.context_ranks, chosen.pipeline_ranks)
+    _, places = data_place(config.parallel, 0, ranks)
     return batch_plan(config.train, config.data.length, places)
+
+
+def data_place(chosen: Chosen, rank: int, ranks: int) -> tuple[int, int]:
+    """(which share of the rows `rank` gets, how many shares there are). Raises Mistake where ranks do not fill the mesh."""
+    count = data_ranks(ranks, chosen.tensor_ranks, chosen.context_ranks, chosen.pipeline_ranks)
+    return rank // (chosen.context_ranks * chosen.tensor_ranks) % count, count
 
 
 def sharding_of(chosen: Chosen, ranks: int, local_ranks: int) -> Sharding:

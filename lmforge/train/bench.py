@@ -31,9 +31,8 @@ from lmforge.errors import Mistake, RunFailed
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters
 from lmforge.model.shapes import ModelConfig, shape_of
 from lmforge.objectives.language import NextToken
-from lmforge.parallel.apply import Strategy
 from lmforge.parallel.fits import check_fits
-from lmforge.parallel.mesh import plan_batches
+from lmforge.parallel.mesh import data_place, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import MANIFEST
 from lmforge.train.loop import train_step
@@ -123,7 +122,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
     ranks = cluster.start(config.train.device, config.train.threads)
     try:
         plan = plan_batches(config, ranks.count)
-        place, places = Strategy(**config.parallel.model_dump()).data_place(ranks)
+        place, places = data_place(config.parallel, ranks.place.rank, ranks.count)
         there = (config.data.folder / MANIFEST).exists()
         tokens = TokenFolder.open(config.data.folder) if there else None
         vocabulary = tokens.tokenizer.vocab_size if tokens else None

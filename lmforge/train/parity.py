@@ -25,6 +25,7 @@ from lmforge.model.initial import initialise
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import Strategy, spread
+from lmforge.parallel.mesh import data_place
 from lmforge.parallel.precision import use_float8
 from lmforge.train.loop import train_step
 from lmforge.train.memory import Activations
@@ -119,7 +120,7 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     )
     optimizer = build_optimizer(trained.model, case.optimizer, trained.shapes())
     losses, norms = [], []
-    place, places = case.strategy.data_place(ranks)
+    place, places = data_place(case.strategy, ranks.place.rank, ranks.count)
     share = task.rows // places
     first = place * share
     held: dict[str, int] = {}

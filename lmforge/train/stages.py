@@ -39,7 +39,7 @@ from lmforge.objectives.language import NextToken, score_text
 from lmforge.parallel.apply import Strategy, spread
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.fits import check_fits, choose_engine
-from lmforge.parallel.mesh import plan_batches, sharding_of
+from lmforge.parallel.mesh import data_place, plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
 from lmforge.train.health import Heartbeat
@@ -245,7 +245,7 @@ def _pretrain(
     )
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 
-    place, places = Strategy(**config.parallel.model_dump()).data_place(ranks)
+    place, places = data_place(config.parallel, ranks.place.rank, ranks.count)
     loader = Loader(
         material.train,
         global_batch_rows=material.plan.rows,
@@ -432,7 +432,7 @@ def _peak_words(peak: float | None, device: torch.device) -> str:
 
 def _validator(config: Config, material: Material, trained: Spread) -> Any:
     token_bytes = torch.from_numpy(material.tokens.tokenizer.token_bytes()).to(trained.ranks.device)
-    place = Strategy(**config.parallel.model_dump()).data_place(trained.ranks)
+    place = data_place(config.parallel, trained.ranks.place.rank, trained.ranks.count)
 
     def score(batch: Batch) -> torch.Tensor:
         with torch.no_grad():
