@@ -235,12 +235,40 @@ class SampleOptions(Options):
 
 
 class CheckpointOptions(Options):
-    """What is kept of a run."""
+    """What is kept of a run. Passing checkpoints make room for newer ones; permanent ones stay."""
 
     every_steps: int | None = option(
         None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", gt=0
     )
-    keep_last: int = option(3, "newest checkpoints to keep", gt=0)
+    every_minutes: float | None = option(None, "minutes between checkpoints, beside those by steps", gt=0)
+    keep_last: int = option(3, "newest passing checkpoints to keep", gt=0)
+    permanent_every_steps: int | None = option(None, "steps between checkpoints that are never deleted", gt=0)
+    permanent_every_minutes: float | None = option(None, "minutes between checkpoints that are never deleted", gt=0)
+    keep_best: int = option(0, "best checkpoints to keep beside the newest", ge=0)
+    best_metric: str = option("val/loss", "what is best, by its name in metrics.jsonl; for val/… each checkpoint validates")
+    best_is: Literal["lowest", "highest"] = option("lowest", "which end of it")
+    final: Literal["full", "model"] = option(
+        "full", "the last step's checkpoint: model is a third of the size, and nothing can be trained on from it"
+    )
+    folder: str | None = option(
+        None, "keep them in FOLDER/NAME: a folder, or an address such as s3://bucket/runs (extra: cloud) (default: in the run)"
+    )
+    asynchronous: bool = option(True, "write beside the training; takes as much host memory as what a rank writes")
+    max_failures: int = option(3, "saves in a row that may fail before the run ends; 0 for any number", ge=0)
+    retry_seconds: float = option(60.0, "until a save that failed is tried again", gt=0)
+
+
+class FaultOptions(Options):
+    """Steps that go wrong. A bad one, its loss or gradient not finite, changes nothing and is counted."""
+
+    bad_steps: int = option(
+        5, "bad steps in a row after which the run goes back to a checkpoint, and on with later batches", gt=0
+    )
+    rollbacks: int = option(3, "times that it may go back before it ends", ge=0)
+    spike_sigmas: float | None = option(
+        None, "a loss is bad too that lies so many standard deviations above the mean of those before it (try 6)", gt=0
+    )
+    spike_window_steps: int = option(128, "how many of those before it", gt=1)
 
 
 class LogOptions(Options):
@@ -254,6 +282,7 @@ class LaunchOptions(Options):
     """How processes are started."""
 
     processes: int = option(1, "ranks to start on this machine; under torchrun leave it alone", gt=0)
+    restarts: int = option(3, "times that ranks are started again, from the last checkpoint, after one of them was lost", ge=0)
 
 
 class Config(Options):
@@ -269,6 +298,7 @@ class Config(Options):
     validation: ValidationOptions = section(ValidationOptions, "loss on held-out documents while training")
     sample: SampleOptions = section(SampleOptions, "text written by the model while it trains")
     checkpoint: CheckpointOptions = section(CheckpointOptions, "what is kept")
+    faults: FaultOptions = section(FaultOptions, "steps that go wrong")
     log: LogOptions = section(LogOptions, "what is told")
     launch: LaunchOptions = section(LaunchOptions, "how processes are started")
 

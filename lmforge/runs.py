@@ -3,7 +3,7 @@
     runs/NAME/
       recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
       metrics.jsonl      one object a log step          logs/attempt-1/    a file per rank
-      health/            a heartbeat per rank           checkpoints/step-00000100/
+      health/            a heartbeat per rank           checkpoints/step-00000100/, unless they are kept elsewhere
       loss.png           the loss curve
 
 What is inside a checkpoint is the business of `checkpoint.py`. No torch here: looking at a run is quick.
@@ -20,7 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from lmforge.config import Config
 from lmforge.errors import Mistake
@@ -28,6 +28,7 @@ from lmforge.options import read_recipe, to_toml, validate
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
+PARTIAL = ".partial"
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -44,14 +45,46 @@ def write_sealed(path: Path, text: str) -> None:
         raise
 
 
+def location(text: str) -> Path:
+    """A folder as it is written in options: a path, or an address such as s3://bucket/runs. Raises Mistake."""
+    if "://" not in text:
+        return Path(text)
+    try:
+        from upath import UPath
+
+        # What others wrote since is to be seen.
+        return UPath(text, use_listings_cache=False)
+    except ImportError as problem:
+        raise Mistake(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
+    except ValueError as problem:
+        raise Mistake(f"{text}: {problem}") from None
+
+
 _held: dict[Path, IO[str]] = {}  # the system drops a lock with its process, however that ends
 
 
 @dataclass(frozen=True)
 class Run:
-    """The directory of one run. Making the object touches nothing."""
+    """The directory of one run. Making the object touches nothing.
+
+    Its checkpoints are in it, unless they are kept in a folder of their own, or in a store through fsspec.
+    """
 
     path: Path
+    kept_elsewhere: Path | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The run that a recipe describes."""
+        name, elsewhere = config.run.name, config.checkpoint.folder
+        return cls(config.run.folder / name, location(elsewhere) / name if elsewhere else None)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The run in a directory, with its checkpoints where its recipe says."""
+        here = cls(path)
+        elsewhere = here.config().checkpoint.folder if here.exists() else None
+        return cls(path, location(elsewhere) / here.config().run.name if elsewhere else None)
 
     @property
     def recipe(self) -> Path:
@@ -67,7 +100,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.kept_elsewhere or self.path / "checkpoints"
 
     def exists(self) -> bool:
         return self.recipe.exists()
@@ -80,7 +113,7 @@ class Run:
         """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint.py` to say."""
         if not self.checkpoints.is_dir():
             return []
-        names = (entry.name for entry in self.checkpoints.iterdir() if entry.is_dir())
+        names = [entry.name for entry in self.checkpoints.iterdir() if entry.is_dir()]
         numbers = (name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX))
         return sorted(int(number) for number in numbers if number.isdigit())
 
@@ -101,7 +134,7 @@ class Run:
         # The recipe first: a directory with anything else and without one is not ours to touch.
         self.path.mkdir(parents=True, exist_ok=True)
         write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
-        for folder in (self.path, self.health, self.checkpoints):
+        for folder in (self.path, self.health, *([] if self.kept_elsewhere else [self.checkpoints])):
             folder.mkdir(parents=True, exist_ok=True)
         attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]
         attempt = max(attempts, default=0) + 1

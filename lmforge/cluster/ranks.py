@@ -42,6 +42,8 @@ class Ranks:
     place: Place
     device: torch.device
     control: dist.ProcessGroup | None
+    # For what is written beside the training, in a thread of its own.
+    saving: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -58,6 +60,23 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def collect(self, value: T) -> list[T] | None:
+        """`value` of every rank, in rank order, on the first rank; None on the others."""
+        if self.control is None:
+            return [value]
+        values: list[Any] | None = [None] * self.count if self.first else None
+        dist.gather_object(value, values, dst=0, group=self.control)
+        return values
+
+    def deal(self, values: list[T] | None) -> T:
+        """The value for this rank of the first rank's `values`, which are in rank order."""
+        if self.control is None:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values, src=0, group=self.control)
+        return mine[0]
 
     def share(self, value: T) -> T:
         """The first rank's `value`, on every rank."""
@@ -130,7 +149,8 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         world_size=count,
         device_id=chosen if chosen.type == "cuda" else None,
     )
-    return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+    control, saving = (dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) for _ in range(2))
+    return Ranks(place, chosen, control, saving)
 
 
 def _follow_launcher() -> None:

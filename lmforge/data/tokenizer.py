@@ -105,7 +105,7 @@ class Tokenizer:
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Open a tokenizer.json, or a folder holding one, with the files beside it that name its special tokens."""
-        file = Path(path)
+        file = Path(path) if isinstance(path, str) else path
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
@@ -117,11 +117,16 @@ class Tokenizer:
             raise Mistake(f"{file}: cannot be read: {error}") from None
         return cls(text, companions, str(file))
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """What it is saved as, by file name; tokenizer.json last."""
+        return {**self._companions, "tokenizer.json": self._text}
+
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and its companions, as they were, into a folder; tokenizer.json last."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in {**self._companions, "tokenizer.json": self._text}.items():
+        for name, text in self.texts.items():
             with sealing(folder / name) as file:
                 file.write(text.encode())
 

@@ -56,11 +56,12 @@ class Heartbeat:
                 return
 
 
-class StopRequest:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time is up) as a wish that all ranks hear at the same step.
+class Wishes:
+    """What one rank wants of all, heard by all at the same step: to stop, by a signal, and to save, by the first rank's clock.
 
-    A handler may only set a flag: a collective inside it could pair with one that the training thread has in flight.
-    The flag is all-reduced each step, and read one step later so that nobody waits for it.
+    SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time is up) ask to stop. A handler may only set a flag: a collective
+    inside it could pair with one that the training thread has in flight. Wishes are all-reduced each step, and read one
+    step later so that nobody waits for them.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -76,19 +77,20 @@ class StopRequest:
             raise KeyboardInterrupt  # asked twice at the keyboard: leave at once
         self._received = number
 
-    def agreed(self) -> int:
-        """The signal that any rank had received by the last call, or 0; the same on all ranks. Called once a step."""
+    def agreed(self, save: int = 0) -> tuple[int, int]:
+        """(signal, save): the largest that any rank had by the last call, 0 for none; the same on all. Called once a step."""
         if self._ranks.control is None:
-            return self._received
-        answer = 0
+            return self._received, save
+        answer = 0, 0
         if self._pending is not None:
-            flag, work = self._pending
+            flags, work = self._pending
             work.wait()
-            answer = int(flag.item())
-        flag = torch.tensor(self._received, dtype=torch.int32)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
+            heard, wanted = flags.tolist()
+            answer = heard, wanted
+        flags = torch.tensor([self._received, save], dtype=torch.int32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
         assert work is not None
-        self._pending = (flag, work)
+        self._pending = (flags, work)
         return answer
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """The loop: one honest function that every stage calls. What differs between stages is in the parts it is given."""
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.precision import compiled_graphs
-from lmforge.train.health import Heartbeat, StopRequest
+from lmforge.train.guard import Bad, Guard
+from lmforge.train.health import Heartbeat, Wishes
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
-from lmforge.train.optim import set_learning_rate
+from lmforge.train.optim import set_learning_rate, step_unless
+from lmforge.train.saves import GIVE_UP, PERMANENT, Saves
 
 # After so many steps whatever is compiled has been.
 SETTLED_STEPS = 3
@@ -50,10 +51,13 @@ class Parts:
     steps: int
     clip_norm: float
     log_every: int
-    save_every: int
     validate_every: int | None
     sample_every: int | None
-    save: Callable[[int], None]
+    guard: Guard
+    bad_steps: int
+    tell_bad: Callable[[Bad], None]
+    go_back: Callable[[int], int]
+    saves: Saves
     validate: Callable[[int], dict[str, float]]
     sample: Callable[[int], None]
     flops_per_token: float
@@ -69,8 +73,11 @@ def train_step(
     lr: float,
     clip_norm: float,
     mark: Callable[[str], None] = lambda phase: None,
+    judge: Callable[[list[Metrics], Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[Metrics]]:
     """One optimizer step over this rank's share of a global batch; `mark` hears which phase begins.
+
+    Where `judge(metrics, gradient norm)` says on the device that the step is bad, nothing is updated.
 
     The gradient is that of the *sum* of losses over the whole global batch, divided once by the batch's weight, which is
     counted across micro-batches and ranks before the first backward. Returns the gradient's norm before clipping and
@@ -81,7 +88,10 @@ def train_step(
     mark("optimizer")
     gradient_norm = spread.clip(clip_norm)
     set_learning_rate(optimizer, lr)
-    optimizer.step()
+    if judge is None:
+        optimizer.step()
+    else:
+        step_unless(optimizer, judge(metrics, gradient_norm))
     spread.zero_gradients(optimizer)
     return gradient_norm, metrics
 
@@ -91,7 +101,8 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
 
     Between log steps the host does not wait for the device.
     """
-    meter, stop = Meter(parts.ranks), StopRequest(parts.ranks)
+    meter, wishes = Meter(parts.ranks), Wishes(parts.ranks)
+    guard, saves = parts.guard, parts.saves
     parts.teller.start(start)
     # Collecting garbage stalls one rank and with it all of them; between log steps there is none to speak of.
     # What is here now stays: looking through all modules of torch each time would take a tenth of a second.
@@ -99,44 +110,56 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
     gc.freeze()
     gc.disable()
     since = _Since(parts, start)
+    done = start
     try:
-        for step in range(start, parts.steps):
+        while done < parts.steps:
+            step = done
             parts.heartbeat.phase("data", step)
-            micro_batches = parts.batches.batches(step)
+            micro_batches = parts.batches.batches(step + guard.left_out)
             lr, graphs = parts.learning_rate(step), compiled_graphs()
-            gradient_norm, metrics = train_step(
+            gradient_norm, _ = train_step(
                 parts.spread,
                 parts.optimizer,
                 micro_batches,
                 parts.weight,
                 lr=lr,
                 clip_norm=parts.clip_norm,
-                mark=partial(parts.heartbeat.phase, step=step),
+                mark=partial(_mark, parts, step=step),
+                judge=partial(_judge, guard, meter, step + 1),
             )
-            for told in metrics:
-                meter.add(told)
-
             done = step + 1
             if step >= start + SETTLED_STEPS and compiled_graphs() > graphs:
                 parts.teller.say(f"step {done}: compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why")
             last = done == parts.steps
             parts.teller.advance(done)
-            signal = stop.agreed()
+            signal, wish = wishes.agreed(saves.wish())
+            if wish == GIVE_UP:
+                raise RunFailed(f"step {done}: {saves.saver.failures} saves in a row have failed: {saves.saver.problem}")
+            stopping = bool(last or signal)
+            wish = max(wish, saves.due(done, stopping))
+            if bad := guard.heard(of_all=bool(wish) or last or done % parts.log_every == 0):
+                for one in bad:
+                    parts.tell_bad(one)
+                if guard.in_a_row >= parts.bad_steps:
+                    following = step + guard.left_out + 1
+                    done = since.pausing(partial(parts.go_back, max(0, bad[-1].step - guard.in_a_row)))
+                    guard.go_on_from(done, following)
+                    since.restart(done)
+                    meter.read()
+                    continue
             record: dict[str, Any] = {}
-            saving = bool(last or signal or done % parts.save_every == 0)
-            if saving or done % parts.log_every == 0:
-                # What is saved is known to be finite, or it would push out what was good.
+            if wish or done % parts.log_every == 0:
                 record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
-                _require_finite(record, done)
+                record |= {"skipped_steps": guard.skipped} if guard.skipped else {}
                 gc.collect()
-            if last or _due(parts.validate_every, done):
+            if last or _due(parts.validate_every, done) or (wish and saves.validate):
                 parts.heartbeat.phase("validation", done)
                 record |= since.pausing(partial(parts.validate, done))
             if record:
                 _write(parts, {"step": done, "tokens": done * parts.plan.tokens, **record})
-            if saving:
+            if wish:
                 parts.heartbeat.phase("checkpoint", done)
-                since.pausing(partial(parts.save, done))
+                since.pausing(partial(saves.save, done, record, wish == PERMANENT, stopping))
             if signal:
                 return done, signal
             if _due(parts.sample_every, done):
@@ -144,19 +167,26 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 since.pausing(partial(parts.sample, done))
         return parts.steps, 0
     finally:
-        stop.close()
+        wishes.close()
         gc.unfreeze()
         gc.enable()
 
 
+def _mark(parts: Parts, phase: str, step: int) -> None:
+    if phase == "optimizer":
+        parts.saves.saver.before_update()
+    parts.heartbeat.phase(phase, step)
+
+
+def _judge(guard: Guard, meter: Meter, step: int, metrics: list[Metrics], gradient_norm: Tensor) -> Tensor:
+    bad = guard.judge(step, metrics, gradient_norm)
+    for told in metrics:
+        meter.add(told, unless=bad)
+    return bad
+
+
 def _due(every: int | None, done: int) -> bool:
     return every is not None and done % every == 0
-
-
-def _require_finite(record: dict[str, Any], step: int) -> None:
-    for name in ("loss", "grad_norm"):
-        if name in record and not math.isfinite(record[name]):
-            raise RunFailed(f"step {step}: {name} is {record[name]}; nothing after the last checkpoint can be used")
 
 
 def _write(parts: Parts, record: dict[str, Any]) -> None:
@@ -178,6 +208,10 @@ class _Since:
         self._paused += time.perf_counter() - began
         return result
 
+    def restart(self, step: int) -> None:
+        """The run went back to this step."""
+        self._step, self._began, self._paused, self._waited = step, time.perf_counter(), 0.0, self._parts.batches.data_seconds
+
     def read(self, step: int) -> dict[str, Any]:
         """Called after something waited for the device, so that the clock means work that is done."""
         parts, now, steps = self._parts, time.perf_counter(), step - self._step
@@ -192,5 +226,5 @@ class _Since:
             "memory_gib": peak_memory_gib(parts.ranks.device),
             "seconds_left": (parts.steps - step) * seconds / max(1, steps),
         }
-        self._step, self._began, self._paused, self._waited = step, now, 0.0, parts.batches.data_seconds
+        self.restart(step)
         return rates

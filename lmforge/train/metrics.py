@@ -22,19 +22,23 @@ class Meter:
         self._ranks = ranks
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], unless: torch.Tensor | None = None) -> None:
+        """Count these in, unless a condition on the device holds."""
         for name, pair in metrics.items():
             both = torch.stack([part.detach().double() for part in pair])
+            if unless is not None:
+                both = torch.where(unless, 0.0, both)
             self._sums[name] = self._sums[name] + both if name in self._sums else both
 
     def read(self) -> dict[str, float]:
-        """Mean of each metric over every rank and micro-batch since the last reading; the host waits here."""
+        """Mean of each metric over every rank and micro-batch since the last reading, of which nothing counted none; the
+        host waits here."""
         if not self._sums:
             return {}
         names = sorted(self._sums)
         table = self._ranks.sum_(torch.stack([self._sums[name] for name in names])).tolist()
         self._sums = {}
-        return {name: total / count if count else 0.0 for name, (total, count) in zip(names, table, strict=True)}
+        return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -125,6 +129,12 @@ class Teller:
             self._console.print(line, markup=False, soft_wrap=True)
         else:
             print(line, flush=True)
+
+    def complain(self, line: str) -> None:
+        """One line for the reader that is not to be overlooked: on standard error too, where that is another place."""
+        self.say(line)
+        if self._speaks and not sys.stdout.isatty():
+            print(f"lmforge: {line}", file=sys.stderr, flush=True)
 
     def start(self, step: int) -> None:
         """Show the bar, on a terminal."""

@@ -153,6 +153,19 @@ def learning_rate(step: int, steps: int, options: ScheduleOptions, peak: float) 
     return peak * (options.final_ratio + (1 - options.final_ratio) * shape)
 
 
+def step_unless(optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
+    """One step, or where `bad` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
+
+    torch's fused AdamW is told on the device. For the others the host waits for the answer.
+    """
+    if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]:
+        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif not bool(bad):
+        optimizer.step()
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)

@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from lmforge import checkpoint, report
-from lmforge.checkpoint import Manifest
+from lmforge.checkpoint import Keep, Manifest, Saver, Unsound
+from lmforge.checkpoint.retention import remove
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
 from lmforge.config import BatchPlan, Config
@@ -30,7 +32,7 @@ from lmforge.infer.evaluate import evaluate
 from lmforge.infer.sampling import Sampling
 from lmforge.model import build
 from lmforge.model.attention import backend_name
-from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops
+from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops, training_bytes
 from lmforge.model.initial import initialise
 from lmforge.model.layers import LanguageModel
 from lmforge.model.shapes import ModelConfig, shape_of
@@ -42,10 +44,12 @@ from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import data_place, plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
+from lmforge.train.guard import Bad, Guard, write_bad_step
 from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
+from lmforge.train.saves import Saves
 
 # What gloo and NCCL say when the other end is gone.
 LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
@@ -79,7 +83,7 @@ def pretrain(config: Config) -> int:
     Mistake before anything of the run is touched, and RunFailed after that.
     """
     ranks = cluster.start(config.train.device, config.train.threads)
-    run = Run(config.run.folder / config.run.name)
+    run = Run.of(config)
     try:
         entry = ranks.decide(partial(enter, run, config))
         with ranks.agreeing():
@@ -136,17 +140,59 @@ def enter(run: Run, config: Config) -> Entry:
             " or give this one another --run.name"
         )
     run.lock()
-    if config.run.overwrite or not run.exists():
+    if config.run.overwrite:
         return Entry(None, None, [])
-    folder, manifest, lines = checkpoint.newest_sound(run)
-    if manifest is None and run.steps():
-        reason = lines[0].removesuffix("; skipped")
+    if not run.exists() and not run.kept_elsewhere:
+        return Entry(None, None, [])
+    return find_entry(run, config.train.steps)
+
+
+def find_entry(run: Run, steps: int, before: int | None = None) -> Entry:
+    """The newest checkpoint (of a step below `before`) that looks whole and that a run of `steps` can go on from.
+
+    Raises Mistake where there are some and none of them can be used.
+    """
+    passed_over: list[str] = []
+    for folder, manifest in checkpoint.candidates(run, passed_over, before):
+        if "optimizer" in manifest.holds or manifest.step >= steps:
+            return Entry(folder, manifest, [*passed_over, f"continuing {run.path} from step {manifest.step}"])
+        passed_over.append(f"{folder}: holds the model alone; skipped")
+    if run.steps() and passed_over:
+        reason = passed_over[0].removesuffix("; skipped")
         raise Mistake(
             f"{run.path}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
         )
-    if manifest is None:
-        return Entry(None, None, [*lines, f"{run.path}: has no checkpoint yet; it begins at step 0"])
-    return Entry(folder, manifest, [*lines, f"continuing {run.path} from step {manifest.step}"])
+    return Entry(None, None, [*passed_over, f"{run.path}: has no checkpoint yet; it begins at step 0"] if run.exists() else [])
+
+
+def load_entry(
+    run: Run, entry: Entry, steps: int, trained: Spread, optimizer: torch.optim.Optimizer, say: Callable[[str], None]
+) -> Entry:
+    """Load the checkpoint of `entry`, or where it turns out to be spoiled the newest one before it that is not.
+
+    Every rank calls it. Returns the entry that was loaded. Raises Mistake where there is none.
+    """
+    ranks = trained.ranks
+    while True:
+        assert entry.folder is not None
+        assert entry.manifest is not None
+        state = trained.state(optimizer, state_by_name)
+        try:
+            with ranks.agreeing():
+                checkpoint.load(entry.folder, state)
+            break
+        except Unsound as reason:
+            say(f"{entry.folder}: {reason}; skipped")
+            before = entry.manifest.step
+            entry = ranks.decide(partial(find_entry, run, steps, before))
+            if entry.manifest is None:
+                ways = "restore one, or begin again with --run.overwrite"
+                raise Mistake(f"{run.path}: none of its checkpoints can be used ({reason}); {ways}") from None
+            for line in entry.lines:
+                say(line)
+    trained.loaded(optimizer, state)
+    checkpoint.set_rng_state(entry.manifest.rng)
+    return entry
 
 
 def check_tracker(config: Config) -> None:
@@ -208,9 +254,8 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
         raise Mistake(f"{entry.folder}: saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}; {ways}")
     if manifest.tokenizer_hash != material.tokens.tokenizer.hash:
         raise Mistake(f"{entry.folder}: trained with another tokenizer than {config.data.folder} was prepared with; {ways}")
-    if manifest.samples != manifest.step * material.plan.rows:
-        rows = manifest.samples // manifest.step
-        raise Mistake(f"{entry.folder}: its global batch has {rows} rows, this recipe's {material.plan.rows}; {ways}")
+    if manifest.rows != material.plan.rows:
+        raise Mistake(f"{entry.folder}: its global batch has {manifest.rows} rows, this recipe's {material.plan.rows}; {ways}")
     if manifest.plan_hash != material.train.plan_hash:
         raise Mistake(f"{entry.folder}: trained on other data, or with another data.length or train.seed; {ways}")
 
@@ -218,6 +263,8 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
 def _pretrain(
     config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, heartbeat: Heartbeat, teller: Teller
 ) -> int:
+    if entry.folder is not None and entry.manifest is not None and entry.manifest.step >= config.train.steps:
+        entry = ranks.decide(partial(_finished, run, entry, config.train.steps))
     for line in [*entry.lines, *_changes(entry, config)]:
         teller.say(line)
     start = entry.manifest.step if entry.manifest else 0
@@ -230,12 +277,13 @@ def _pretrain(
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
     objective = NextToken()
     trained, optimizer = prepare_model(config, material.shape, objective, ranks, dtype, compiled, fresh=entry.folder is None)
-    if entry.folder is not None and entry.manifest is not None:
+    guard = Guard(ranks, spike_sigmas=config.faults.spike_sigmas, window_steps=config.faults.spike_window_steps)
+    if entry.folder is not None:
         heartbeat.phase("loading", start)
-        state = trained.state(optimizer, state_by_name)
-        checkpoint.load(entry.folder, state, ranks)
-        trained.loaded(optimizer, state)
-        checkpoint.set_rng_state(entry.manifest.rng)
+        entry = load_entry(run, entry, config.train.steps, trained, optimizer, teller.say)
+        assert entry.manifest is not None
+        start = entry.manifest.step
+        guard.restore(entry.manifest.guard, entry.manifest.skipped_batches)
     peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller, fresh=entry.folder is None)
     attention = "transformers', dense mask" if material.shape.family == "transformers" else backend_name(ranks.device)
@@ -255,24 +303,70 @@ def _pretrain(
         device=ranks.device,
     )
     metrics = MetricsFile(run.metrics, run.path / "tensorboard" if config.log.tensorboard else None) if ranks.first else None
-    about = {
-        "plan_hash": material.train.plan_hash,
-        "model": material.shape.to_hugging_face(),
-        "recipe": config.model_dump(mode="json"),
-        "tokenizer_hash": material.tokens.tokenizer.hash,
-        "world": {"ranks": ranks.count, "engine": trained.name, "dtype": str(dtype)},
-    }
+    saver = Saver(
+        run,
+        ranks,
+        Keep(
+            config.checkpoint.keep_last,
+            config.checkpoint.keep_best,
+            config.checkpoint.best_metric,
+            config.checkpoint.best_is == "highest",
+        ),
+        about={
+            "plan_hash": material.train.plan_hash,
+            "rows": material.plan.rows,
+            "model": material.shape.to_hugging_face(),
+            "recipe": config.model_dump(mode="json"),
+            "tokenizer_hash": material.tokens.tokenizer.hash,
+            "world": {"ranks": ranks.count, "engine": trained.name, "dtype": str(dtype)},
+        },
+        tokenizer=material.tokens.tokenizer,
+        say=teller.complain,
+        asynchronous=config.checkpoint.asynchronous,
+        expected_bytes=training_bytes(material.shape),
+    )
+    with ranks.agreeing():
+        saver.check_room()
 
-    def save(step: int) -> None:
-        checkpoint.save(
-            run,
-            step,
-            trained.state(optimizer, state_by_name),
-            ranks,
-            about={**about, "samples": step * material.plan.rows, "rng": checkpoint.rng_state()},
-            tokenizer=material.tokens.tokenizer,
-            keep_last=config.checkpoint.keep_last,
-        )
+    def about_step(step: int) -> dict[str, Any]:
+        samples = (step + guard.left_out) * material.plan.rows
+        return {"samples": samples, "rng": checkpoint.rng_state(), "guard": guard.state()}
+
+    def state(kinds: tuple[str, ...]) -> dict[str, Any]:
+        whole = trained.state(optimizer, state_by_name)
+        return {kind: whole[kind] for kind in kinds}
+
+    def tell_bad(bad: Bad) -> None:
+        if ranks.first:
+            path = write_bad_step(
+                run,
+                bad,
+                rows=material.plan.rows,
+                length=config.data.length,
+                seed=config.train.seed,
+                data=str(config.data.folder),
+                plan_hash=material.train.plan_hash,
+            )
+            teller.complain(f"step {bad.step}: {bad.reason}; not used, and its samples are named in {path}")
+
+    def go_back(before: int) -> int:
+        cause = f"step {before + guard.in_a_row}: {guard.in_a_row} bad steps in a row"
+        if guard.rollbacks >= config.faults.rollbacks:
+            times = f"after going back {guard.rollbacks} times" if guard.rollbacks else "and faults.rollbacks = 0"
+            raise RunFailed(f"{cause}, {times}; a lower optimizer.lr or a longer warm-up may help")
+        saver.wait()
+        found = ranks.decide(partial(find_entry, run, config.train.steps, before + 1))
+        if found.manifest is None:
+            raise RunFailed(f"{cause}, and no checkpoint from before them to go back to")
+        found = load_entry(run, found, config.train.steps, trained, optimizer, teller.complain)
+        assert found.manifest is not None
+        back = found.manifest.step
+        with ranks.agreeing():
+            for later in [step for step in run.steps() if step > back] if ranks.first else []:
+                remove(run.checkpoint(later))
+        guard.remember(found.manifest.guard)
+        teller.complain(f"{cause}: back to step {back}, and on with the batches after them")
+        return back
 
     began = time.perf_counter()
     try:
@@ -291,10 +385,21 @@ def _pretrain(
                 steps=config.train.steps,
                 clip_norm=config.optimizer.clip_norm,
                 log_every=config.log.every_steps,
-                save_every=config.checkpoint_every_steps,
                 validate_every=config.validation.every_steps,
                 sample_every=config.sample.every_steps,
-                save=save,
+                guard=guard,
+                bad_steps=config.faults.bad_steps,
+                tell_bad=tell_bad,
+                go_back=go_back,
+                saves=Saves(
+                    saver,
+                    config.checkpoint,
+                    every_steps=config.checkpoint_every_steps,
+                    steps=config.train.steps,
+                    first=ranks.first,
+                    state=state,
+                    about=about_step,
+                ),
                 validate=_validator(config, material, trained),
                 sample=_sampler(config, material, trained, teller),
                 flops_per_token=flops_per_token(material.shape, config.data.length),
@@ -305,6 +410,7 @@ def _pretrain(
     except Mistake as problem:  # such as a shard that went bad: the run is on its way, so it has failed
         raise RunFailed(str(problem)) from problem
     finally:
+        saver.leave()
         loader.close()
         if metrics is not None:
             metrics.close()
@@ -318,6 +424,18 @@ def _pretrain(
     if ranks.first:
         teller.say(f"loss curve: {report.loss_curve(run)}")
     return 0
+
+
+def _finished(run: Run, entry: Entry, steps: int) -> Entry:
+    """The entry of a run that has nothing left to train, read whole; or one to train on from, where it is spoiled."""
+    assert entry.folder is not None
+    assert entry.manifest is not None
+    try:
+        checkpoint.verify(entry.folder)
+        return entry
+    except Unsound as reason:
+        older = find_entry(run, steps, before=entry.manifest.step)
+        return Entry(older.folder, older.manifest, [f"{entry.folder}: {reason}; skipped", *older.lines])
 
 
 def _introduce(config: Config, material: Material, trained: Spread, teller: Teller, fresh: bool) -> None:

@@ -1,0 +1,37 @@
+"""A checkpoint exists or it does not: written beside, synced, sealed by a manifest, then renamed.
+
+Tensors are PyTorch Distributed Checkpoint files under their Hugging Face names, so that any number of ranks, any
+strategy, or a single process without ranks opens them. `manifest.json`, written last, carries all else that is needed:
+model shape, recipe, step, position in the data, and the size and checksums of every file. Nothing here unpickles code.
+"""
+
+from lmforge.checkpoint.loading import load, stored_tensors
+from lmforge.checkpoint.manifest import (
+    Manifest,
+    Unsound,
+    candidates,
+    find,
+    newest_sound,
+    read_manifest,
+    rng_state,
+    set_rng_state,
+    verify,
+)
+from lmforge.checkpoint.retention import Keep
+from lmforge.checkpoint.saving import Saver
+
+__all__ = [
+    "Keep",
+    "Manifest",
+    "Saver",
+    "Unsound",
+    "candidates",
+    "find",
+    "load",
+    "newest_sound",
+    "read_manifest",
+    "rng_state",
+    "set_rng_state",
+    "stored_tensors",
+    "verify",
+]

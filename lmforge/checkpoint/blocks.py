@@ -1,0 +1,240 @@
+"""Files of a checkpoint, hashed block by block as they are written and checked block by block as they are read.
+
+PyTorch's own reader loads a flipped bit in silence. Here whoever reads a part of a file checks just the blocks of that
+part, so that a sound checkpoint is read once and a spoiled one is never used. These are file systems for PyTorch
+Distributed Checkpoint, on anything that behaves like a `pathlib.Path`: a folder, or an address through fsspec.
+"""
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+
+from lmforge.errors import Mistake
+
+BLOCK = 1 << 22
+Described = dict[str, Any]  # {"bytes": int, "xxh3": [a hex digest of every BLOCK bytes]}
+
+
+class Unsound(Mistake):
+    """Why a folder cannot be used as a checkpoint."""
+
+
+class _HashedFile(io.RawIOBase):
+    """A file being written, and the digests of its blocks so far."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._hash = xxhash.xxh3_64()
+        self._in_block = 0
+        self._written = 0
+        self._digests: list[str] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), BLOCK):
+            self._hashed(view[begin : begin + BLOCK])
+        self._written += len(view)
+        sent = 0
+        while sent < len(view):
+            sent += self._raw.write(view[sent:])
+        return len(view)
+
+    def _hashed(self, data: memoryview) -> None:
+        first = data[: BLOCK - self._in_block]
+        self._hash.update(first)
+        self._in_block += len(first)
+        if self._in_block == BLOCK:
+            self._digests.append(self._hash.hexdigest())
+            self._hash.reset()
+            self._in_block = 0
+            if rest := data[len(first) :]:
+                self._hashed(rest)
+
+    def tell(self) -> int:
+        return self._written
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def fileno(self) -> int:
+        return int(self._raw.fileno())
+
+    def described(self) -> Described:
+        rest = [self._hash.hexdigest()] if self._in_block else []
+        return {"bytes": self._written, "xxh3": [*self._digests, *rest]}
+
+
+class CheckedFile(io.RawIOBase):
+    """A file that is read in any order, of which no byte is given out before its block was found to be as written.
+
+    Raises Unsound, naming the file.
+    """
+
+    def __init__(self, raw: Any, name: str, described: Described) -> None:
+        self._raw = raw
+        self._name = name
+        self._digests: list[str] = described["xxh3"]
+        self._size: int = described["bytes"]
+        self._at = 0
+        self._kept: tuple[int, bytes] = (-1, b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(out), self._size - self._at))
+        done = 0
+        while done < wanted:
+            number, skip = divmod(self._at, BLOCK)
+            whole = min(BLOCK, self._size - number * BLOCK)
+            if skip == 0 and wanted - done >= whole:  # straight to where it is wanted
+                self._read(number, out[done : done + whole])
+                taken = whole
+            else:
+                data = self._block(number, whole)
+                taken = min(whole - skip, wanted - done)
+                out[done : done + taken] = data[skip : skip + taken]
+            done += taken
+            self._at += taken
+        return wanted
+
+    def _block(self, number: int, size: int) -> bytes:
+        if self._kept[0] != number:
+            data = bytearray(size)
+            self._read(number, memoryview(data))
+            self._kept = number, bytes(data)
+        return self._kept[1]
+
+    def _read(self, number: int, into: memoryview) -> None:
+        self._raw.seek(number * BLOCK)
+        done = 0
+        while done < len(into):
+            got = self._raw.readinto(into[done:])
+            if not got:
+                raise Unsound(f"{self._name} ends after {number * BLOCK + done:,} bytes instead of {self._size:,}")
+            done += got
+        if xxhash.xxh3_64_hexdigest(into) != self._digests[number]:
+            raise Unsound(f"{self._name} does not hold what was written (its checksum differs)")
+
+
+class _Paths(FileSystemBase):
+    """What a file system of DCP does with paths, whatever it does with files."""
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    def mkdir(self, path: Any) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def exists(self, path: Any) -> bool:
+        return bool(path.exists())
+
+    def rm_file(self, path: Any) -> None:
+        path.unlink()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return isinstance(checkpoint_id, Path)
+
+
+class Writing(_Paths):
+    """Files as they are written; `files` describes those that are done, by name.
+
+    `problem` is the first error of the storage: PyTorch's zip writer reports it as a position it did not expect.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, Described] = {}
+        self.problem: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        try:
+            # Unbuffered on a disk: what is written is large.
+            with path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
+                file = _HashedFile(_Noting(raw, self))
+                yield file
+                self.files[path.name] = file.described()
+        except OSError as problem:
+            self.problem = self.problem or problem
+            raise
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        path.rename(new_path)
+        self.files[new_path.name] = self.files.pop(path.name)
+
+
+class _Noting:
+    """A raw file whose failure to write is noted before PyTorch hides it."""
+
+    def __init__(self, raw: Any, system: Writing) -> None:
+        self._raw, self._system = raw, system
+
+    def write(self, data: memoryview) -> int:
+        try:
+            return int(self._raw.write(data))
+        except OSError as problem:
+            self._system.problem = self._system.problem or problem
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class Reading(_Paths):
+    """Files as they are read, checked against what the manifest says of them."""
+
+    def __init__(self, files: Mapping[str, Described]) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        if path.name not in self._files:
+            raise Unsound(f"{path.name} is not in its manifest")
+        try:
+            with path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
+                yield CheckedFile(raw, path.name, self._files[path.name])
+        except FileNotFoundError:
+            raise Unsound(f"{path.name} is missing") from None
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        raise io.UnsupportedOperation("reading")
+
+
+def is_local(path: Path) -> bool:
+    """Whether this is a path of this machine, and no address through fsspec."""
+    return getattr(path, "protocol", "") in ("", "file", "local")
+
+
+def describe(path: Path) -> Described:
+    """Size and block digests of a file as it is on the disk now, which it is synced to."""
+    digests = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digests.append(xxhash.xxh3_64_hexdigest(block))
+        if is_local(path):
+            os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "xxh3": digests}

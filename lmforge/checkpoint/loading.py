@@ -1,0 +1,130 @@
+"""Reading a checkpoint into tensors that are there, on whatever ranks and in whatever parts.
+
+Each rank reads only what it needs, and checks it as it reads. PyTorch's metadata is unpickled by a reader that builds
+its dataclasses and nothing else.
+"""
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from lmforge.checkpoint.blocks import Reading, Unsound
+from lmforge.checkpoint.manifest import read_manifest
+from lmforge.checkpoint.saving import State
+from lmforge.errors import Mistake
+
+# A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def load(folder: Path, state: State) -> None:
+    """Fill the tensors of `state` (as in `Saver.save`; "optimizer" may be left out) in place, whatever ranks wrote them.
+
+    Nothing is sent between ranks: each reads its own parts. Raises Unsound where what is read is not what was written,
+    and Mistake where a tensor is missing or has another shape; tensors may then be half-filled.
+    """
+    reader = _Reader(folder)
+    _check_stored(folder, state, reader.read_metadata().state_dict_metadata)
+    try:
+        with torch.no_grad():
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    except CheckpointException as failed:
+        for problem in failed.failures.values():
+            cause = problem[0] if isinstance(problem, tuple) else problem
+            if isinstance(cause, Unsound | Mistake | OSError):
+                raise cause from None
+        raise
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors in a checkpoint by name, on the meta device: their shapes and dtypes, and nothing read."""
+    stored = _Reader(folder).read_metadata().state_dict_metadata
+    of_model = {name.removeprefix("model."): found for name, found in stored.items() if name.startswith("model.")}
+    return {
+        name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        for name, found in of_model.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+
+
+def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None:
+    for name, tensor in _flat(state):
+        if name not in stored:
+            of_optimizer = name.startswith("optimizer.")
+            reason = "it was saved with other optimizer options" if of_optimizer else "the model is of another shape"
+            raise Mistake(f"{folder}: it has no tensor {name}; {reason}")
+        described = stored[name]
+        assert isinstance(described, TensorStorageMetadata)  # the reader refuses anything else
+        size = described.size
+        if tuple(size) != tuple(tensor.shape):
+            raise Mistake(
+                f"{folder}: {name} is {list(size)} there and {list(tensor.shape)} here; the model is of another shape"
+            )
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+class _Reader(dcp.FileSystemReader):
+    """PyTorch's reader, less its trust: it checks what it reads, and DCP pickles its metadata, which can run anything."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder.name)
+        self.path = folder
+        self.fs = Reading(read_manifest(folder).files)  # type: ignore[assignment]
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self.path / ".metadata"  # type: ignore[operator]
+        with self.fs.create_stream(path, "rb") as file:
+            content = file.read()
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as problem:
+            raise Mistake(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
+        if any(isinstance(stored, BytesStorageMetadata) for stored in metadata.state_dict_metadata.values()):
+            raise Mistake(f"{path}: holds pickled objects; a checkpoint of lmforge has tensors only")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the dataclasses that describe stored tensors, and nothing else."""
+
+    ALLOWED: ClassVar = {
+        "torch.distributed.checkpoint.metadata": {
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+        "collections": {"OrderedDict"},
+        "datetime": {"timedelta"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)

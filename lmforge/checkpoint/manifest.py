@@ -1,0 +1,148 @@
+"""What a checkpoint says of itself, whether that is true, and which checkpoint is the newest to be trusted."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmforge.checkpoint.blocks import Described, Unsound, describe
+from lmforge.errors import Mistake
+from lmforge.model.shapes import ModelConfig, from_hugging_face
+from lmforge.runs import MANIFEST, PARTIAL, Run
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    samples    the number of the sample that comes next; more than step × rows after batches were left out
+    rows       rows of a global batch
+    holds      "model", and "optimizer" unless the run ended with a checkpoint of the model alone
+    metrics    what was measured at this step
+    permanent  kept whatever becomes newer
+    guard      what decides which steps are bad, such as the losses that spikes are told by
+    """
+
+    step: int
+    samples: int
+    rows: int
+    plan_hash: str
+    model: dict[str, Any]
+    recipe: dict[str, Any]
+    tokenizer_hash: str
+    rng: str
+    world: dict[str, Any]
+    files: dict[str, Described]
+    holds: list[str] = field(default_factory=lambda: ["model", "optimizer"])
+    metrics: dict[str, Any] = field(default_factory=dict)
+    permanent: bool = False
+    guard: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def model_config(self) -> ModelConfig:
+        implementation = self.recipe.get("model", {}).get("implementation", "lmforge")
+        return from_hugging_face(self.model, "the checkpoint's manifest", implementation)
+
+    @property
+    def skipped_batches(self) -> int:
+        """How many batches were left out before this step, by going back and on with later ones."""
+        return self.samples // self.rows - self.step
+
+
+def rng_state() -> str:
+    """torch's CPU random state as text."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def set_rng_state(state: str) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises Unsound where there is none that can be read."""
+    try:
+        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if table.get("format") != FORMAT:
+            raise Unsound(f"its format is {table.get('format')}, this version of lmforge reads {FORMAT}")
+        return Manifest(**table)
+    except FileNotFoundError:
+        raise Unsound("it has no manifest, so it was never finished") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError):
+        raise Unsound("its manifest cannot be read") from None
+
+
+def measure(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose every file is there and as long as was written; none is read. Raises Unsound."""
+    manifest = read_manifest(folder)
+    for name, written in manifest.files.items():
+        try:
+            there = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise Unsound(f"{name} is missing") from None
+        if there != written["bytes"]:
+            raise Unsound(f"{name} has {there:,} bytes instead of {written['bytes']:,}")
+    return manifest
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose every file holds what was written; all are read. Raises Unsound otherwise."""
+    manifest = measure(folder)
+    for name, written in manifest.files.items():
+        if describe(folder / name) != written:
+            raise Unsound(f"{name} does not hold what was written (its checksum differs)")
+    return manifest
+
+
+def candidates(run: Run, passed_over: list[str], before: int | None = None) -> Iterator[tuple[Path, Manifest]]:
+    """The checkpoints of a run, newest first, that look whole without reading them; those of steps below `before` only.
+
+    A line for each that does not goes to `passed_over` as it is come across.
+    """
+    steps = [step for step in run.steps() if before is None or step < before]
+    for partial in sorted(run.checkpoints.glob(f"*{PARTIAL}")) if before is None else ():
+        if not steps or partial.name.removesuffix(PARTIAL) > run.checkpoint(steps[-1]).name:
+            passed_over.append(f"{partial}: half-written, skipped")
+    for step in reversed(steps):
+        folder = run.checkpoint(step)
+        try:
+            yield folder, measure(folder)
+        except Unsound as reason:
+            passed_over.append(f"{folder}: {reason}; skipped")
+
+
+def newest_sound(run: Run) -> tuple[Path | None, Manifest | None, list[str]]:
+    """The newest checkpoint that is whole, its manifest, and a line for each newer one that is not. All of it is read."""
+    passed_over: list[str] = []
+    for folder, _ in candidates(run, passed_over):
+        try:
+            return folder, verify(folder), passed_over
+        except Unsound as reason:
+            passed_over.append(f"{folder}: {reason}; skipped")
+    return None, None, passed_over
+
+
+def find(path: Path) -> tuple[Path, Manifest, list[str]]:
+    """The checkpoint that `path` names: itself, or the newest sound one of a run, with what was passed over.
+
+    Raises Mistake where there is none.
+    """
+    if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
+        try:
+            return path, verify(path), []
+        except Unsound as reason:
+            raise Mistake(f"{path}: {reason}") from None
+    if not path.exists():
+        raise Mistake(f"{path}: no such run, checkpoint or model folder")
+    folder, manifest, passed_over = newest_sound(Run.open(path))
+    if folder is None or manifest is None:
+        why = f" ({passed_over[0]})" if passed_over else ""
+        raise Mistake(f"{path}: no checkpoint here{why}")
+    return folder, manifest, passed_over

@@ -1,0 +1,139 @@
+"""Which steps are bad, what is done about them, and what is told.
+
+A step whose loss or gradient is not finite, or whose loss is a spike, changes nothing: its update is left out and
+counted. After some in a row the run goes back to a checkpoint and on with later batches (as PaLM did, arXiv 2204.02311,
+section 5.1). The judgement is made on the device and read one step later, so that the host does not wait for it; it
+depends on what all ranks know, so that all of them judge alike.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmforge.cluster.ranks import Ranks
+from lmforge.data.batch import Metrics
+from lmforge.runs import Run, write_sealed
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A step that was left out: its number from 1, the batch it was given, from 0, and why."""
+
+    step: int
+    batch: int
+    loss: float
+    grad_norm: float
+
+    @property
+    def reason(self) -> str:
+        for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm)):
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+        return f"loss is {self.loss:.4g}, a spike"
+
+
+class Guard:
+    """Judges every step and counts.
+
+    skipped     steps left out so far        in_a_row    those just now, up to the last one heard of
+    left_out    batches passed over by going back; the batch of step k is k + left_out
+    rollbacks   times the run has gone back
+    """
+
+    def __init__(self, ranks: Ranks, *, spike_sigmas: float | None, window_steps: int) -> None:
+        self.skipped, self.in_a_row, self.left_out, self.rollbacks = 0, 0, 0, 0
+        self._ranks = ranks
+        self._sigmas = spike_sigmas
+        # Losses of good steps, the newest last; NaN where there was none yet.
+        self._losses = torch.full((window_steps if spike_sigmas else 0,), torch.nan, dtype=torch.float64, device=ranks.device)
+        self._judged: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def judge(self, step: int, metrics: Sequence[Metrics], gradient_norm: Tensor) -> Tensor:
+        """Whether step `step` (from 1) is bad: bool, on the device. `metrics` are this rank's, of each micro-batch."""
+        told = [torch.stack([part.detach().double() for part in each["loss"]]) for each in metrics if "loss" in each]
+        total = torch.stack(told).sum(0) if told else torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        total, count = self._ranks.sum_(total)
+        loss, norm = total / count.clamp(min=1), gradient_norm.double()
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        if self._sigmas:
+            bad = bad | self._is_spike(loss)
+            self._losses = torch.where(bad, self._losses, torch.cat([self._losses[1:], loss[None]]))
+        values = torch.stack([bad.double(), loss, norm])
+        event = None
+        if values.is_cuda:
+            values = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.current_stream().record_event()
+        self._judged.append((step, step - 1 + self.left_out, values, event))
+        return bad
+
+    def _is_spike(self, loss: Tensor) -> Tensor:
+        assert self._sigmas is not None
+        known = ~self._losses.isnan()
+        count = known.sum()
+        mean = self._losses.nansum() / count.clamp(min=1)
+        deviation = (torch.where(known, self._losses - mean, 0.0).square().sum() / count.clamp(min=1)).sqrt()
+        # Of few losses one does not know how far they usually lie apart.
+        return (count * 2 >= len(self._losses)) & (loss > mean + self._sigmas * deviation)
+
+    def heard(self, of_all: bool) -> list[Bad]:
+        """The bad ones of the steps that were judged before the last, or `of_all`, for which the host waits."""
+        found = []
+        while len(self._judged) > (0 if of_all else 1):
+            step, batch, values, event = self._judged.popleft()
+            if event is not None:
+                event.synchronize()
+            bad, loss, norm = values.tolist()
+            self.in_a_row = self.in_a_row + 1 if bad else 0
+            self.skipped += bool(bad)
+            if bad:
+                found.append(Bad(step, batch, loss, norm))
+        return found
+
+    def go_on_from(self, done: int, batch: int) -> None:
+        """The run went back to `done` steps done, and goes on with this batch."""
+        self.left_out = batch - done
+        self.in_a_row = 0
+        self._judged.clear()
+        self.rollbacks += 1
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, for a run that goes on to judge alike; with all that was heard."""
+        losses = [None if math.isnan(loss) else loss for loss in self._losses.tolist()]
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "rollbacks": self.rollbacks, "losses": losses}
+
+    def restore(self, state: dict[str, Any], left_out: int) -> None:
+        self.skipped, self.in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
+        self.rollbacks, self.left_out = state.get("rollbacks", 0), left_out
+        self.remember(state)
+
+    def remember(self, state: dict[str, Any]) -> None:
+        """Take over the losses of a checkpoint; as many as this run's window has room for."""
+        losses = [math.nan if loss is None else loss for loss in state.get("losses", [])][-len(self._losses) :]
+        if len(self._losses) and losses:
+            self._losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)
+
+
+def write_bad_step(run: Run, bad: Bad, *, rows: int, length: int, seed: int, data: str, plan_hash: str) -> str:
+    """Record which samples a bad step was given, for `lmforge show data` to open. Returns the file's path."""
+    folder = run.path / "bad"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{bad.step:08d}-batch-{bad.batch}.json"
+    record = {
+        "step": bad.step,
+        "reason": bad.reason,
+        "loss": repr(bad.loss),
+        "grad_norm": repr(bad.grad_norm),
+        "samples": [bad.batch * rows, (bad.batch + 1) * rows],
+        "data": data,
+        "length": length,
+        "seed": seed,
+        "plan_hash": plan_hash,
+    }
+    write_sealed(path, json.dumps(record, indent=1) + "\n")
+    return str(path)
