@@ -45,6 +45,11 @@ def write_sealed(path: Path, text: str) -> None:
         raise
 
 
+def sized(count: float) -> str:
+    """A number of bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 def location(text: str) -> Path:
     """A folder as it is written in options: a path, or an address such as s3://bucket/runs. Raises Mistake."""
     if "://" not in text:

@@ -14,9 +14,8 @@ from lmforge.model.shapes import ModelConfig, from_hugging_face, preset, resolve
 from lmforge.options import read_recipe, to_toml, validate
 from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import plan_batches, sharding_of
-from lmforge.runs import MANIFEST, Run
+from lmforge.runs import MANIFEST, Run, sized
 
-GIB = 2**30
 USUAL_LENGTH = 4096
 
 
@@ -87,7 +86,7 @@ def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
     copies = f"{spread.replicas} copies, each" if spread.hybrid else "one copy"
     where = "host memory" if chosen.offload else "its memory"
     held = spread.shards * spread.tensor * spread.pipeline
-    share = _size(training_bytes(shape) / held)
+    share = sized(training_bytes(shape) / held)
     average = ", on average" if chosen.splits_model else ""  # who has the embedding or the head has more
     return [f"sharding   {spread}: {copies} over {held} of {ranks} ranks; each holds {share} in {where} at rest{average}"]
 
@@ -97,13 +96,9 @@ def _cost(shape: ModelConfig, length: int) -> str:
     return (
         f"model      {count.total:,} parameters ({count.multiplied:,} multiply each token),"
         f" {flops_per_token(shape, length):.3g} FLOPs a token at length {length:,}\n"
-        f"memory     {_size(weight_bytes(shape))} of fp32 weights; {_size(training_bytes(shape))} at rest in training"
+        f"memory     {sized(weight_bytes(shape))} of fp32 weights; {sized(training_bytes(shape))} at rest in training"
         " (with AdamW's two moments), over all ranks that shard it"
     )
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def _model(shape: ModelConfig, title: str, length: int | None = None) -> str:
@@ -157,7 +152,7 @@ def _checkpoint(path: Path, table: dict[str, Any]) -> str:
         f"checkpoint {path}\n"
         f"step       {table['step']:,}: {table['samples']:,} rows, {table['samples'] * length:,} tokens\n"
         f"written by {ranks}, engine {world['engine']}, {world['dtype']}\n"
-        f"on disk    {_size(size)} in {len(table['files'])} files\n"
+        f"on disk    {sized(size)} in {len(table['files'])} files\n"
         + _model(shape, f"trained on {table['recipe']['data']['folder']}", length)
     )
 

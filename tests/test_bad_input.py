@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
 from lmforge.model.export import export_folder
 from lmforge.model.shapes import preset, resolve
-from lmforge.runs import MANIFEST, Run, write_sealed
+from lmforge.runs import MANIFEST, PARTIAL, Run, write_sealed
 from tests.conftest import Command
 from tests.distributed.conftest import weights
 
@@ -186,7 +187,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_untouched(
 
 
 def unfinish(newest: Path) -> None:
-    newest.rename(newest.with_name(newest.name + checkpoint.PARTIAL))
+    newest.rename(newest.with_name(newest.name + PARTIAL))
 
 
 def tensors(newest: Path) -> Path:
@@ -221,7 +222,7 @@ def test_a_damaged_checkpoint_is_skipped_and_said_and_the_one_before_it_used(
     assert f"continuing {trained.path} from step 4\n" in told.out
     for name, tensor in weights(Run(tiny_run)).items():
         assert torch.equal(weights(trained)[name], tensor), name
-    assert not list(trained.checkpoints.glob(f"*{checkpoint.PARTIAL}"))
+    assert not list(trained.checkpoints.glob(f"*{PARTIAL}"))
 
 
 def test_a_run_with_no_sound_checkpoint_left_is_not_begun_again_unasked(
@@ -229,10 +230,10 @@ def test_a_run_with_no_sound_checkpoint_left_is_not_begun_again_unasked(
 ) -> None:
     for step in trained.steps():
         flip_a_bit(tensors(trained.checkpoint(step)), 5000)
-    before = contents(trained.path)
-    said = refused(*onwards)
-    assert said.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint(6)}: ")
-    assert contents(trained.path) == before
+    before = contents(trained.checkpoints)
+    said = refused(*onwards, "--train.steps", "8")
+    assert said.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint(2)}: ")
+    assert contents(trained.checkpoints) == before
 
 
 class Malice:
@@ -253,11 +254,11 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     program = pickle.dumps(Malice(mark))
     (folder / ".metadata").write_bytes(program)
     manifest = checkpoint.read_manifest(folder)
-    manifest.files[".metadata"] = {"bytes": len(program), "xxh3": xxhash.xxh3_64_hexdigest(program)}
+    manifest.files[".metadata"] = {"bytes": len(program), "xxh3": [xxhash.xxh3_64_hexdigest(program)]}
     write_sealed(folder / MANIFEST, json.dumps(asdict(manifest)))
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
         said = refused(*words)
-        assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for ")
+        assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), said
     assert not mark.exists()
     pickle.loads(program)
     assert mark.exists()  # it is a working one
@@ -294,21 +295,27 @@ def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, be
     after = contents(left.path)
     kept = [name for name in before if name.startswith("checkpoints/")]
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
-    return only_line(done.stderr)
+    *warnings, last = done.stderr.splitlines(keepends=True)
+    for number, warning in enumerate(warnings, start=1):
+        assert warning.endswith(f"; saves failed in a row: {number}\n"), warning
+    return only_line(last)
 
 
 @pytest.mark.parametrize(
     ("free", "complaint"),
     [
-        (200_000, "disk/tiny/checkpoints: the checkpoint step-00000008 could not be written: the disk is full; "),
+        # Room for the tensors, and not for what goes around them.
+        (670_000, "step 8: could not be saved in 3 tries: disk/tiny/checkpoints: the checkpoint step-00000008 could not be"),
+        (200_000, "disk/tiny/checkpoints: no room for a checkpoint: it takes 0.6 MiB, and 0.2 MiB are free; "),
         (0, "disk/tiny: no room to write (No space left on device); "),
     ],
-    ids=["at a checkpoint", "before the first step"],
+    ids=["at a checkpoint", "before the first step", "before anything"],
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     trained: Run, tiny_options: list[str], tmp_path: Path, free: int, complaint: str
 ) -> None:
     words = ["pretrain", *tiny_options, "--run.folder", "disk", "--run.name", "tiny", "--train.steps", "8"]
+    words += ["--checkpoint.retry_seconds", "0.1"]
     shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("no right to mount a file system here")
@@ -318,16 +325,18 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     if "mount:" in done.stderr:
         pytest.skip("no right to mount a file system here")
     said = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
-    assert said.startswith(f"{complaint}last checkpoint: disk/tiny/checkpoints/step-00000006")
+    assert said.startswith(complaint)
+    assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in said
 
 
 def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained: Run, onwards: list[str]) -> None:
     """What a quota or a file system without large files does, and what can be had without mounting one."""
     before = contents(trained.path)
-    command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8"]
+    command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8", "--checkpoint.retry_seconds", "0.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = assert_failed_and_kept(done, trained, before)
-    assert said.startswith(f"{trained.checkpoints}: the checkpoint step-00000008 could not be written: ")
+    said = said.removeprefix("step 8: could not be saved in 3 tries: ")
+    assert said.startswith(f"{trained.checkpoints}: the checkpoint step-00000008 could not be written: the disk is full")
     assert f"last checkpoint: {trained.checkpoint(6)}" in said
 
 
@@ -409,15 +418,19 @@ def test_a_run_whose_laying_out_met_a_full_disk_is_begun_by_the_same_command_lat
     assert 'resume = "auto"' in Run(tmp_path / "a").recipe.read_text()
 
 
-def test_weights_that_are_not_finite_are_not_saved_over_good_ones(
-    tmp_path: Path, tiny_options: list[str], refused: Refusal
+def test_weights_that_are_not_finite_are_never_saved_and_the_run_ends_after_going_back_in_vain(
+    tmp_path: Path, tiny_options: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "nan", "--validation.every_steps", "none"]
-    words += ["--optimizer.lr", "1e30", "--optimizer.clip_norm", 0, "--log.every_steps", 100, "--checkpoint.every_steps", 1]
-    told = refused(*words, status=1)
-    assert "nothing after the last checkpoint can be used" in told
-    for step in Run(tmp_path / "nan").steps():
-        assert all(tensor.isfinite().all() for tensor in weights(Run(tmp_path / "nan"), step).values()), step
+    spoiled = Run(tmp_path / "nan")
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "nan", "--validation.every_steps", "none"]
+    words += ["--optimizer.lr", "1e30", "--optimizer.clip_norm", "0", "--log.every_steps", "100", "--train.steps", "50"]
+    assert run([*words, "--checkpoint.every_steps", "1", "--faults.bad_steps", "3", "--faults.rollbacks", "2"]) == 1
+    told = capfd.readouterr().err.splitlines()
+    assert re.search(r"step \d+: 3 bad steps in a row, after going back 2 times; a lower optimizer\.lr", told[-1])
+    assert sum("3 bad steps in a row: back to step " in line for line in told) == 2
+    assert spoiled.steps()
+    for step in spoiled.steps():
+        assert all(tensor.isfinite().all() for tensor in weights(spoiled, step).values()), step
 
 
 def test_damaged_checkpoints_of_later_steps_do_not_push_out_sound_ones(trained: Run, onwards: list[str]) -> None:

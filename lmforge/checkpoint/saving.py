@@ -28,10 +28,9 @@ from lmforge.cluster.ranks import Ranks
 from lmforge.data.sealing import NO_ROOM, sync_folder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake, RunFailed
-from lmforge.runs import MANIFEST, PARTIAL, Run, write_sealed
+from lmforge.runs import MANIFEST, PARTIAL, Run, sized, write_sealed
 
 State = dict[str, dict[str, Any]]
-GIB = 2**30
 LEAVING_SECONDS = 60.0
 
 
@@ -191,9 +190,7 @@ class Saver:
         there = os.statvfs(folder)
         free = there.f_bavail * there.f_frsize
         if free < self._bytes:
-            raise RunFailed(
-                f"{folder}: no room for a checkpoint: it takes {self._bytes / GIB:,.2f} GiB, {free / GIB:,.2f} GiB are free"
-            )
+            raise RunFailed(f"{folder}: no room for a checkpoint: it takes {sized(self._bytes)}, and {sized(free)} are free")
 
     def _seal(self, step: int, folder: Path, final: Path, about: dict[str, Any], files: dict[str, Described]) -> None:
         for name in self._tokenizer.texts:

@@ -32,7 +32,7 @@ from lmforge.infer.evaluate import evaluate
 from lmforge.infer.sampling import Sampling
 from lmforge.model import build
 from lmforge.model.attention import backend_name
-from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops, training_bytes
+from lmforge.model.flops import CONVENTION, flops_per_token, parameters, peak_flops
 from lmforge.model.initial import initialise
 from lmforge.model.layers import LanguageModel
 from lmforge.model.shapes import ModelConfig, shape_of
@@ -53,6 +53,7 @@ from lmforge.train.saves import Saves
 
 # What gloo and NCCL say when the other end is gone.
 LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
+NONE_USABLE = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
 MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -159,9 +160,7 @@ def find_entry(run: Run, steps: int, before: int | None = None) -> Entry:
         passed_over.append(f"{folder}: holds the model alone; skipped")
     if run.steps() and passed_over:
         reason = passed_over[0].removesuffix("; skipped")
-        raise Mistake(
-            f"{run.path}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
-        )
+        raise Mistake(NONE_USABLE.format(run=run.path, reason=reason))
     return Entry(None, None, [*passed_over, f"{run.path}: has no checkpoint yet; it begins at step 0"] if run.exists() else [])
 
 
@@ -182,12 +181,11 @@ def load_entry(
                 checkpoint.load(entry.folder, state)
             break
         except Unsound as reason:
-            say(f"{entry.folder}: {reason}; skipped")
-            before = entry.manifest.step
-            entry = ranks.decide(partial(find_entry, run, steps, before))
+            spoiled = f"{entry.folder}: {reason}"
+            say(f"{spoiled}; skipped")
+            entry = ranks.decide(partial(find_entry, run, steps, entry.manifest.step))
             if entry.manifest is None:
-                ways = "restore one, or begin again with --run.overwrite"
-                raise Mistake(f"{run.path}: none of its checkpoints can be used ({reason}); {ways}") from None
+                raise Mistake(NONE_USABLE.format(run=run.path, reason=spoiled)) from None
             for line in entry.lines:
                 say(line)
     trained.loaded(optimizer, state)
@@ -323,7 +321,7 @@ def _pretrain(
         tokenizer=material.tokens.tokenizer,
         say=teller.complain,
         asynchronous=config.checkpoint.asynchronous,
-        expected_bytes=training_bytes(material.shape),
+        expected_bytes=_checkpoint_bytes(config, material.shape),
     )
     with ranks.agreeing():
         saver.check_room()
@@ -424,6 +422,13 @@ def _pretrain(
     if ranks.first:
         teller.say(f"loss curve: {report.loss_curve(run)}")
     return 0
+
+
+def _checkpoint_bytes(config: Config, shape: ModelConfig) -> int:
+    """About what a checkpoint takes: the masters, and what the optimizer keeps of each."""
+    of_state = config.optimizer.state_dtype if config.train.master_dtype == "fp32" else config.train.master_dtype
+    states = 2 if config.optimizer.name == "adamw" else 1
+    return parameters(shape).total * (MASTERS[config.train.master_dtype].itemsize + states * MASTERS[of_state].itemsize)
 
 
 def _finished(run: Run, entry: Entry, steps: int) -> Entry:

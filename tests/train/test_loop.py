@@ -8,22 +8,26 @@ import pytest
 import torch
 
 from lmforge import checkpoint
+from lmforge.checkpoint import Keep, Saver
 from lmforge.cli import run as command
 from lmforge.cluster import ranks as cluster
-from lmforge.config import BatchPlan, OptimizerOptions
+from lmforge.config import BatchPlan, CheckpointOptions, OptimizerOptions
 from lmforge.data.batch import Batch
 from lmforge.data.loader import Loader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import Stream
+from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import spread
 from lmforge.runs import Run
+from lmforge.train.guard import Guard
 from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import Teller
 from lmforge.train.optim import build_optimizer
+from lmforge.train.saves import Saves
 from tests.conftest import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -81,12 +85,24 @@ def trained(
     spreaded = spread(model, objective.loss, ranks=ranks, dtype=torch.float32, compiled=compiled)
     (tmp_path / "health").mkdir()
     heartbeat, teller = Heartbeat(tmp_path / "health", 0), Teller(ranks, steps, None)
+    optimizer = build_optimizer(model, OptimizerOptions())
+    about = {"plan_hash": "", "rows": 2, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
+    tokenizer = train_tokenizer(["some text"], 300)
+    saves = Saves(
+        Saver(Run(tmp_path), ranks, Keep(1), about=about, tokenizer=tokenizer, say=teller.say),
+        CheckpointOptions(),
+        every_steps=1000,
+        steps=steps,
+        first=True,
+        state=lambda kinds: {"model": dict(model.named_parameters())},
+        about=lambda step: {"samples": 2 * step},
+    )
     try:
         train(
             Parts(
                 spread=spreaded,
                 weight=objective.weight,
-                optimizer=build_optimizer(model, OptimizerOptions()),
+                optimizer=optimizer,
                 learning_rate=rate,
                 batches=batches,
                 plan=BatchPlan(2, 16, 1, 2, 1),
@@ -97,10 +113,13 @@ def trained(
                 steps=steps,
                 clip_norm=1.0,
                 log_every=1000,
-                save_every=1000,
                 validate_every=None,
                 sample_every=None,
-                save=lambda step: None,
+                guard=Guard(ranks, spike_sigmas=6.0, window_steps=4),
+                bad_steps=5,
+                tell_bad=lambda bad: None,
+                go_back=lambda before: before,
+                saves=saves,
                 validate=lambda step: {},
                 sample=lambda step: None,
                 flops_per_token=1.0,
