@@ -50,7 +50,9 @@ class ModelOptions(Options):
     """The shape: a preset or a Hugging Face folder, and what to change of it. Names are those of config.json."""
 
     preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
-    source: Path | None = option(None, "a Hugging Face model folder: its config.json and its weights")
+    source: Path | None = option(
+        None, "a Hugging Face model: its folder, or its name on the hub (organisation/model or organisation/model@revision)"
+    )
     implementation: Literal["lmforge", "transformers"] = option(
         "lmforge", "with --model.source: whose code computes it; transformers (an extra) knows any family, lmforge's is quicker"
     )
@@ -371,7 +373,7 @@ class PrepareOptions(Options):
         "stdlib", "stdlib (the Python standard library's source), a text, jsonl(.gz/.zst) or parquet file, or a folder"
     )
     out: Path = argument(Path("data/stdlib"), "folder to write")
-    tokenizer: Path | None = option(None, "a tokenizer.json or a folder that holds one (default: train one)")
+    tokenizer: Path | None = option(None, "a tokenizer.json, a folder with one, or a name on the hub (default: train one)")
     vocab_size: int = option(4096, "vocabulary of a tokenizer that is trained here", gt=300, le=1_000_000)
     text_field: str = option("text", "field of the text in jsonl and parquet")
     held_out: float = option(0.02, "share of the documents held out for validation", gt=0, lt=1)
@@ -384,7 +386,7 @@ class PrepareOptions(Options):
 class EvaluateOptions(Options):
     """lmforge evaluate MODEL: loss and bits per byte on held-out documents."""
 
-    model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
+    model: Path = argument(..., "a run, a checkpoint, a Hugging Face folder or a name on the hub")
     data: Path | None = option(None, "folder of token shards (default: the one the run was trained on)")
     split: Literal["held_out", "train"] = option("held_out", "which documents")
     rows: int | None = option(None, "so many rows, evenly spaced over the split (default: all)", gt=0)
@@ -398,7 +400,7 @@ class EvaluateOptions(Options):
 class GenerateOptions(Options):
     """lmforge generate MODEL PROMPT...: text from a run, a checkpoint or a Hugging Face folder."""
 
-    model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
+    model: Path = argument(..., "a run, a checkpoint, a Hugging Face folder or a name on the hub")
     prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
     max_tokens: int = option(128, "tokens to write after each prompt", gt=0)
     temperature: float = option(0.8, "0 is greedy", ge=0)
@@ -419,10 +421,20 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace OUT if it is a model's folder")
 
 
+class DownloadOptions(Options):
+    """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts that have no network."""
+
+    name: str = argument(..., "a model on the hub: organisation/model, or organisation/model@revision")
+    folder: Path | None = argument(None, "folder to fetch it into (default: the hub's own cache, where its name finds it)")
+    revision: str | None = option(None, "branch, tag or commit (default: main)")
+
+
 class ShowOptions(Options):
     """lmforge show THING: a recipe, a model, a folder of shards, a run or a checkpoint, in a few lines."""
 
-    thing: str = argument(..., "recipe.toml, preset name, Hugging Face folder, shard folder, run, checkpoint, or `presets`")
+    thing: str = argument(
+        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, or `presets`"
+    )
 
 
 class QuickstartOptions(Options):
