@@ -195,6 +195,13 @@ def _export(words: list[str]) -> int:
     return run_export(chosen)
 
 
+def _import(words: list[str]) -> int:
+    chosen = parse(options.ImportOptions, words)
+    from lmforge.infer.convert import run_import
+
+    return run_import(chosen)
+
+
 def _bench(words: list[str]) -> int:
     words = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in words]
     config = _load(options.BenchConfig, words)
@@ -270,6 +277,9 @@ VERBS = {
     ),
     "export": Verb(
         "a checkpoint as a Hugging Face folder, in bounded memory", "MODEL OUT [--option value]", options.ExportOptions, _export
+    ),
+    "import": Verb(
+        "another trainer's checkpoint as a Hugging Face folder", "SOURCE OUT [--option value]", options.ImportOptions, _import
     ),
     "download": Verb(
         "a model of the Hugging Face hub, for hosts without a network",

@@ -421,6 +421,25 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace OUT if it is a model's folder")
 
 
+class ImportOptions(Options):
+    """lmforge import SOURCE OUT: another trainer's checkpoint as a Hugging Face folder."""
+
+    source: Path = argument(..., "nanoGPT's ckpt.pt, a DCP folder of torchtitan, a DCP folder or a .pth of fms-fsdp")
+    out: Path = argument(..., "folder to write")
+    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "whose names it has; auto goes by these")
+    like: str | None = option(None, "a preset, a Hugging Face folder or a name on the hub that has what the next four name")
+    num_attention_heads: int | None = option(None, "query heads (nanogpt tells them itself)", gt=0)
+    rope_theta: float | None = option(None, "base of the rotary frequencies (torchtitan and fms)", gt=0)
+    rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", gt=0)
+    max_position_embeddings: int | None = option(None, "longest row it was trained for (default: 4096)", gt=0)
+    activation: Literal["gelu", "gelu_new"] | None = option(
+        None, "nanogpt: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
+    )
+    tokenizer: Path | None = option(None, "its tokenizer.json, a folder with one, or a name on the hub (default: none)")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "dtype of the weights (default: as they are stored)")
+    overwrite: bool = option(False, "replace OUT if it is a model's folder")
+
+
 class DownloadOptions(Options):
     """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts that have no network."""
 

@@ -274,7 +274,7 @@ def _check_options(config: ModelConfig) -> None:
         raise Mistake(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {way_out}")
     if heads % groups:
         raise Mistake(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
-    activations = ("gelu_new", "gelu_pytorch_tanh") if config.family == "gpt2" else ("silu", "swish")
+    activations = ("gelu_new", "gelu_pytorch_tanh", "gelu") if config.family == "gpt2" else ("silu", "swish")
     if config.hidden_act not in activations:
         raise Mistake(f'hidden_act: "{config.hidden_act}" is not supported in a {kind} model; use "{activations[0]}"')
     if config.family == "llama" and config.head_dim % 2:
