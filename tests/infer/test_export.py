@@ -88,7 +88,7 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
     else:
         sizes = {name: value for name, value in given.items() if name.startswith("--model.")}
         if family == "gpt2":
-            del sizes["--model.num_key_value_heads"]
+            sizes["--model.num_key_value_heads"] = sizes["--model.num_attention_heads"]
         options |= {**sizes, "--model.model_type": family}
     options |= {"--data.folder": str(tmp_path / "tokens"), "--train.steps": "1", "--schedule.warmup_steps": "0"}
     options |= {"--run.folder": str(tmp_path), "--run.name": "run", "--validation.rows": "1"}
