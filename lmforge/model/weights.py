@@ -55,13 +55,11 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
             _take_out(folder, whole, joint.made(read))
     _refuse_differences(folder, whole, files)
     for file in opened:
-        wanted = [(name, stored) for name, (place, stored) in files.items() if place is file and name in here]
+        wanted = [(here[name], stored) for name, (place, stored) in files.items() if place is file and name in here]
+        for _, stored in wanted:
+            _refuse_whole_numbers(file.tensors[stored].dtype, f"{file.path}: {stored}")
         with file.reading():
-            # In the order in which they lie on the disk.
-            for name, stored in sorted(wanted, key=lambda each: file.tensors[each[1]].begin):
-                _refuse_whole_numbers(file.tensors[stored].dtype, f"{file.path}: {stored}")
-                target, part = _own_part(here[name])
-                file.read_into(target, stored, part)
+            file.read_all([(target, stored, part) for each, stored in wanted for target, part in [_own_part(each)]])
     with _reading(places) as read:
         for joint in joints:
             for name, value in joint.made(read).items():
