@@ -321,7 +321,7 @@ def _telling_of_hub(name: str, revision: str, file: str = "") -> Iterator[None]:
         raise Mistake(f"{name}: {_one_line(problem)}{_about(file)}; run it again to go on from there") from None
     except Exception as problem:  # the library raises those of whichever HTTP client it is built on
         raise Mistake(
-            f"{name}: no such folder or not in the cache, and {endpoint} cannot be reached{_about(file)}"
+            f"{name}: no such folder, not in the cache, and {endpoint} cannot be reached{_about(file)}"
             f" ({_one_line(problem)}); see to the network and run it again to go on from there"
         ) from None
 
