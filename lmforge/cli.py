@@ -124,6 +124,13 @@ def _prepare(words: list[str]) -> int:
     return run_prepare(chosen)
 
 
+def _download(words: list[str]) -> int:
+    chosen = parse(options.DownloadOptions, words)
+    from lmforge.data.verbs import run_download
+
+    return run_download(chosen)
+
+
 def _pretrain(words: list[str]) -> int:
     dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
@@ -186,6 +193,13 @@ def _export(words: list[str]) -> int:
     from lmforge.infer.export import run_export
 
     return run_export(chosen)
+
+
+def _import(words: list[str]) -> int:
+    chosen = parse(options.ImportOptions, words)
+    from lmforge.infer.convert import run_import
+
+    return run_import(chosen)
 
 
 def _bench(words: list[str]) -> int:
@@ -263,6 +277,15 @@ VERBS = {
     ),
     "export": Verb(
         "a checkpoint as a Hugging Face folder, in bounded memory", "MODEL OUT [--option value]", options.ExportOptions, _export
+    ),
+    "import": Verb(
+        "another trainer's checkpoint as a Hugging Face folder", "SOURCE OUT [--option value]", options.ImportOptions, _import
+    ),
+    "download": Verb(
+        "a model of the Hugging Face hub, for hosts without a network",
+        "NAME [FOLDER] [--revision REVISION]",
+        options.DownloadOptions,
+        _download,
     ),
     "bench": Verb(
         "what a step of a recipe costs: speed, memory, phases; with --sweep, of many",

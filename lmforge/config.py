@@ -50,7 +50,9 @@ class ModelOptions(Options):
     """The shape: a preset or a Hugging Face folder, and what to change of it. Names are those of config.json."""
 
     preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
-    source: Path | None = option(None, "a Hugging Face model folder: its config.json and its weights")
+    source: Path | None = option(
+        None, "a Hugging Face model: its folder, or its name on the hub (organisation/model or organisation/model@revision)"
+    )
     implementation: Literal["lmforge", "transformers"] = option(
         "lmforge", "with --model.source: whose code computes it; transformers (an extra) knows any family, lmforge's is quicker"
     )
@@ -401,7 +403,7 @@ class PrepareOptions(Options):
         "stdlib", "stdlib (the Python standard library's source), a text, jsonl(.gz/.zst) or parquet file, or a folder"
     )
     out: Path = argument(Path("data/stdlib"), "folder to write")
-    tokenizer: Path | None = option(None, "a tokenizer.json or a folder that holds one (default: train one)")
+    tokenizer: Path | None = option(None, "a tokenizer.json, a folder with one, or a name on the hub (default: train one)")
     vocab_size: int = option(4096, "vocabulary of a tokenizer that is trained here", gt=300, le=1_000_000)
     text_field: str = option("text", "field of the text in jsonl and parquet")
     held_out: float = option(0.02, "share of the documents held out for validation", gt=0, lt=1)
@@ -414,7 +416,7 @@ class PrepareOptions(Options):
 class EvaluateOptions(Options):
     """lmforge evaluate MODEL: loss and bits per byte on held-out documents."""
 
-    model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
+    model: Path = argument(..., "a run, a checkpoint, a Hugging Face folder or a name on the hub")
     data: Path | None = option(None, "folder of token shards (default: the one the run was trained on)")
     split: Literal["held_out", "train"] = option("held_out", "which documents")
     rows: int | None = option(None, "so many rows, evenly spaced over the split (default: all)", gt=0)
@@ -428,7 +430,7 @@ class EvaluateOptions(Options):
 class GenerateOptions(Options):
     """lmforge generate MODEL PROMPT...: text from a run, a checkpoint or a Hugging Face folder."""
 
-    model: Path = argument(..., "a run, a checkpoint or a Hugging Face folder")
+    model: Path = argument(..., "a run, a checkpoint, a Hugging Face folder or a name on the hub")
     prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
     max_tokens: int = option(128, "tokens to write after each prompt", gt=0)
     temperature: float = option(0.8, "0 is greedy", ge=0)
@@ -449,10 +451,39 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace OUT if it is a model's folder")
 
 
+class ImportOptions(Options):
+    """lmforge import SOURCE OUT: another trainer's checkpoint as a Hugging Face folder."""
+
+    source: Path = argument(..., "nanoGPT's ckpt.pt, a DCP folder of torchtitan, a DCP folder or a .pth of fms-fsdp")
+    out: Path = argument(..., "folder to write")
+    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "whose names it has; auto goes by these")
+    like: str | None = option(None, "a preset, a Hugging Face folder or a name on the hub that has what the next four name")
+    num_attention_heads: int | None = option(None, "query heads (nanogpt tells them itself)", gt=0)
+    rope_theta: float | None = option(None, "base of the rotary frequencies (torchtitan and fms)", gt=0)
+    rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", gt=0)
+    max_position_embeddings: int | None = option(None, "longest row it was trained for (default: 4096)", gt=0)
+    activation: Literal["gelu", "gelu_new"] | None = option(
+        None, "nanogpt: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
+    )
+    tokenizer: Path | None = option(None, "its tokenizer.json, a folder with one, or a name on the hub (default: none)")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "dtype of the weights (default: as they are stored)")
+    overwrite: bool = option(False, "replace OUT if it is a model's folder")
+
+
+class DownloadOptions(Options):
+    """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts that have no network."""
+
+    name: str = argument(..., "a model on the hub: organisation/model, or organisation/model@revision")
+    folder: Path | None = argument(None, "folder to fetch it into (default: the hub's own cache, where its name finds it)")
+    revision: str | None = option(None, "branch, tag or commit (default: main)")
+
+
 class ShowOptions(Options):
     """lmforge show THING: a recipe, a model, a folder of shards, a run or a checkpoint, in a few lines."""
 
-    thing: str = argument(..., "recipe.toml, preset name, Hugging Face folder, shard folder, run, checkpoint, or `presets`")
+    thing: str = argument(
+        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, or `presets`"
+    )
 
 
 class QuickstartOptions(Options):

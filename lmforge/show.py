@@ -6,6 +6,7 @@ from typing import Any
 
 from lmforge.cluster.environment import find_place
 from lmforge.config import Config
+from lmforge.data.hub import is_name
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import Mistake
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, training_bytes, weight_bytes
@@ -30,6 +31,8 @@ def show(thing: str) -> str:
     if not path.exists():
         if thing in PRESETS:
             return _model(preset(thing), f"preset {thing}")
+        if is_name(thing):
+            return _model(resolve(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
         raise Mistake(f"{thing}: no such file, folder or preset; `lmforge show presets` lists the presets")
     if (path / "recipe.toml").exists():
         return _run(Run(path))

@@ -12,6 +12,8 @@ from lmforge.data.prepare import prepare
 
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A folder that is not there may be the name of a model: no test but those with a hub of their own asks for it.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 

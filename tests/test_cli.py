@@ -90,7 +90,7 @@ def test_the_installed_command_tells_its_version() -> None:
         ),
         ("prepare --vocab_size 7", "--vocab_size: expected a number above 300, got 7"),
         ("prepare a b c", "unexpected argument 'c'; options begin with --"),
-        ("evaluate", "--model: missing; give a run, a checkpoint or a Hugging Face folder"),
+        ("evaluate", "--model: missing; give a run, a checkpoint, a Hugging Face folder or a name on the hub"),
         ("evaluate x --rows -1", "--rows: expected a number above 0, got -1"),
         ("generate x --top_p 2", "--top_p: expected a number of at most 1.0, got 2.0"),
         ("show nowhere", "nowhere: no such file, folder or preset; `lmforge show presets` lists the presets"),

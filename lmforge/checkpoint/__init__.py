@@ -5,7 +5,7 @@ strategy, or a single process without ranks opens them. `manifest.json`, written
 model shape, recipe, step, position in the data, and the size and checksums of every file. Nothing here unpickles code.
 """
 
-from lmforge.checkpoint.loading import load, stored_tensors
+from lmforge.checkpoint.loading import StoredModel, load
 from lmforge.checkpoint.manifest import (
     Manifest,
     Unsound,
@@ -24,6 +24,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "Saver",
+    "StoredModel",
     "Unsound",
     "candidates",
     "find",
@@ -32,6 +33,5 @@ __all__ = [
     "read_manifest",
     "rng_state",
     "set_rng_state",
-    "stored_tensors",
     "verify",
 ]

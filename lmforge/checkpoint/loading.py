@@ -8,8 +8,9 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,7 @@ from lmforge.checkpoint.blocks import Reading, Unsound
 from lmforge.checkpoint.manifest import read_manifest
 from lmforge.checkpoint.saving import State
 from lmforge.errors import Mistake
+from lmforge.model.stored import MetadataUnpickler
 
 # A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -34,6 +36,10 @@ def load(folder: Path, state: State) -> None:
     """
     reader = _Reader(folder)
     _check_stored(folder, state, reader.read_metadata().state_dict_metadata)
+    _read(state, reader)
+
+
+def _read(state: State, reader: "_Reader") -> None:
     try:
         with torch.no_grad():
             dcp.load(state, storage_reader=reader, no_dist=True)
@@ -45,15 +51,23 @@ def load(folder: Path, state: State) -> None:
         raise
 
 
-def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors in a checkpoint by name, on the meta device: their shapes and dtypes, and nothing read."""
-    stored = _Reader(folder).read_metadata().state_dict_metadata
-    of_model = {name.removeprefix("model."): found for name, found in stored.items() if name.startswith("model.")}
-    return {
-        name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-        for name, found in of_model.items()
-        if isinstance(found, TensorStorageMetadata)
-    }
+class StoredModel:
+    """The model's tensors in a checkpoint, by name: their shapes and dtypes (on the meta device), and each when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        stored = self._reader.read_metadata().state_dict_metadata
+        self.tensors = {
+            name.removeprefix("model."): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+            for name, found in stored.items()
+            if isinstance(found, TensorStorageMetadata) and name.startswith("model.")
+        }
+
+    def read(self, name: str) -> Tensor:
+        """The whole of a tensor, on the CPU. Raises Unsound where it is not what was written."""
+        value = torch.empty_like(self.tensors[name], device="cpu")
+        _read({"model": {name: value}}, self._reader)
+        return value
 
 
 def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None:
@@ -88,11 +102,15 @@ class _Reader(dcp.FileSystemReader):
         self.fs = Reading(read_manifest(folder).files)  # type: ignore[assignment]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
         path = self.path / ".metadata"  # type: ignore[operator]
         with self.fs.create_stream(path, "rb") as file:
             content = file.read()
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+            metadata = MetadataUnpickler(io.BytesIO(content)).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as problem:
             raise Mistake(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
         if any(isinstance(stored, BytesStorageMetadata) for stored in metadata.state_dict_metadata.values()):
@@ -101,30 +119,3 @@ class _Reader(dcp.FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the dataclasses that describe stored tensors, and nothing else."""
-
-    ALLOWED: ClassVar = {
-        "torch.distributed.checkpoint.metadata": {
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
-        "torch.serialization": {"_get_layout"},
-        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-        "collections": {"OrderedDict"},
-        "datetime": {"timedelta"},
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)

@@ -7,6 +7,7 @@ time-out, so that they can never pair with a gradient's collective.
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lmforge.cluster.environment import LAUNCHER, Place, find_place, local_threa
 from lmforge.errors import Mistake, RunFailed
 
 CONTROL_TIMEOUT = timedelta(hours=2)
+LOOK_AGAIN_SECONDS = 5.0
 T = TypeVar("T")
 
 
@@ -112,6 +114,33 @@ class Ranks:
             raised_as = kind[0] if issubclass(kind[0], (Mistake, RunFailed)) else RunFailed
             where = "" if rank == 0 or not issubclass(kind[0], OSError) else f"rank {rank}: "
             raise raised_as(where + kind[1])
+
+    def once_a_host(self, work: Callable[[], object]) -> None:
+        """Carry out `work`, which must not communicate, on one rank of each host while the others wait, however long it takes.
+
+        Waiting is many short collectives instead of one long one, which would time out. What `work` raises on any host is
+        raised on every rank.
+        """
+        problems: list[BaseException] = []
+        ended = threading.Event()
+
+        def carry_out() -> None:
+            try:
+                work()
+            except BaseException as problem:
+                problems.append(problem)
+            finally:
+                ended.set()
+
+        if self.place.local_rank == 0:
+            threading.Thread(target=carry_out, daemon=True).start()
+        else:
+            ended.set()
+        while not all(self.gather(ended.wait(LOOK_AGAIN_SECONDS))):
+            pass
+        with self.agreeing():
+            if problems:
+                raise problems[0]
 
     def decide(self, choose: Callable[[], T]) -> T:
         """What `choose` returns on the first rank, on every rank; what it raises there is raised on every rank."""

@@ -1,11 +1,12 @@
-"""`lmforge prepare`: call the preparation, show how far it is, say what came of it."""
+"""`lmforge prepare` and `lmforge download`: call them, show how far they are, say what came of it."""
 
 import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lmforge.config import PrepareOptions
+from lmforge.config import DownloadOptions, PrepareOptions
+from lmforge.data import hub
 from lmforge.data.prepare import prepare
 
 LINE_EVERY_SECONDS = 5.0
@@ -15,6 +16,8 @@ def run_prepare(options: PrepareOptions) -> int:
     """Prepare a corpus and print a summary. Raises Mistake."""
     began = time.perf_counter()
     chosen = options.model_dump(exclude={"source", "out"})
+    if options.tokenizer is not None:
+        chosen["tokenizer"] = hub.local_folder(options.tokenizer, "tokenizer.json")
     with _Shown() as shown:
         summary = prepare(options.source, options.out, progress=shown.update, **chosen)
     if summary.already_done:
@@ -27,6 +30,18 @@ def run_prepare(options: PrepareOptions) -> int:
         print(f"left out  {summary.empty_documents:,} empty documents")
     if not summary.already_done:
         print(f"{summary.folder}: ready, vocabulary of {summary.vocab_size:,}, in {time.perf_counter() - began:.0f}s")
+    return 0
+
+
+def run_download(options: DownloadOptions) -> int:
+    """Fetch a model of the hub, and say what came. Raises Mistake."""
+    name, revision = hub.split_name(options.name, options.revision)
+    came = hub.download(name, revision, options.folder, say=lambda line: print(line, flush=True))
+    sizes = [sum(file.bytes for file in files) for files in (came.fetched, came.present)]
+    print(
+        f"{came.folder}: {name} at {came.commit}; fetched {len(came.fetched)} files, {sizes[0]:,} bytes;"
+        f" {len(came.present)} were there, {sizes[1]:,} bytes"
+    )
     return 0
 
 

@@ -11,6 +11,7 @@ from lmforge.config import ExportOptions
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
 from lmforge.model.export import export_folder
+from lmforge.model.shapes import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,33 +21,38 @@ def run_export(options: ExportOptions) -> int:
     origin, manifest, passed_over = checkpoint.find(options.model)
     for line in passed_over:
         print(line, file=sys.stderr)
-    tensors, tokenizer = checkpoint.stored_tensors(origin), Tokenizer.open(origin)
+    stored, tokenizer = checkpoint.StoredModel(origin), Tokenizer.open(origin)
 
     def read(name: str) -> Tensor:
-        value = torch.empty_like(tensors[name], device="cpu")
-        checkpoint.load(origin, {"model": {name: value}})
-        if options.dtype == "fp16" and not torch.isfinite(value.half()).all():
-            raise Mistake(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
-        return value
+        return rounded(name, stored.read(name), options.dtype)
 
     export_folder(
-        tensors,
+        stored.tensors,
         manifest.model_config,
         options.out,
         tokenizer_folder=origin,
         dtype=DTYPES[options.dtype],
         overwrite=options.overwrite,
         read=read,
-        more=_companions(tokenizer),
+        more=companions(tokenizer, manifest.model_config),
     )
     print(f"{options.out}: step {manifest.step} of {options.model}, {options.dtype}, as Hugging Face has it")
     return 0
 
 
-def _companions(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+def rounded(name: str, value: Tensor, dtype: str | None) -> Tensor:
+    """A tensor that is about to be written in `dtype`. Raises Mistake where it holds numbers that fp16 does not."""
+    if dtype == "fp16" and not torch.isfinite(value.half()).all():
+        raise Mistake(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
+    return value
+
+
+def companions(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, dict[str, Any]]:
     """What generation and transformers' tokenizer want to know, where the run's own tokenizer came without it."""
     end, begin = tokenizer.separator_id, tokenizer.bos_id
-    ids = {"eos_token_id": end, "pad_token_id": end} | ({} if begin is None else {"bos_token_id": begin})
+    # A model that came with several ends, as chat models do, keeps them.
+    ends = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else end
+    ids = {"eos_token_id": ends, "pad_token_id": end} | ({} if begin is None else {"bos_token_id": begin})
     names = {"eos_token": tokenizer.token_of(end), "clean_up_tokenization_spaces": False}
     return {
         "config.json": ids,

@@ -1,4 +1,4 @@
-"""Opening a trained model by naming it: a run, a checkpoint or a Hugging Face folder, with no other flag."""
+"""Opening a trained model by naming it: a run, a checkpoint, a Hugging Face folder or name, with no other flag."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lmforge import checkpoint
+from lmforge.data.hub import local_folder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
 from lmforge.model import build
@@ -38,7 +39,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, say: Callab
 
     `say` gets a line for each damaged checkpoint that was passed over.
     """
-    manifest = None
+    manifest, path = None, local_folder(path)
     if (path / "config.json").exists():
         origin, config = path, resolve(path, {}, implementation="auto")
     else:

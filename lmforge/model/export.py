@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lmforge.data.hub import INDEX, SINGLE
 from lmforge.errors import Mistake
 from lmforge.model import build
 from lmforge.model.foreign_config import ForeignConfig
 from lmforge.model.foreign_weights import as_stored
+from lmforge.model.safetensors_file import NAMES
 from lmforge.model.shapes import ModelConfig
-from lmforge.model.weights import INDEX, SINGLE
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,8 +30,6 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-# As safetensors calls them.
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def export_folder(
@@ -135,7 +133,7 @@ def _write_file(
     for name, tensor in tensors.items():
         begin, kept = end, dtype or tensor.dtype
         end += tensor.numel() * kept.itemsize
-        header[name] = {"dtype": _DTYPES[kept], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[kept], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     described = json.dumps(header).encode()
     described += b" " * (-len(described) % 8)
     with path.open("wb") as file:
@@ -159,7 +157,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(previous)
         beside.rename(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise Mistake(f"{folder}: could not be written ({error}); free some space or choose another folder") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)

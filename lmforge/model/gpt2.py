@@ -1,4 +1,4 @@
-"""The GPT-2 family by its Hugging Face tensor names: LayerNorm, learned positions, tanh-approximated GELU.
+"""The GPT-2 family by its Hugging Face tensor names: LayerNorm, learned positions, GELU.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. No dropout: it has no place in training on
 data seen once. No loss here: the objective applies the head.
@@ -49,9 +49,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
+        self.approximate = "none" if config.hidden_act == "gelu" else "tanh"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(gelu(self.c_fc(x), approximate=self.approximate))
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.config import ModelOptions
+from lmforge.data.hub import local_folder
 from lmforge.errors import Mistake
 from lmforge.model.config_json import FAMILIES, content_of, fields_of, speaks
 from lmforge.model.presets import PRESETS
@@ -140,7 +141,8 @@ def resolve(
     """The shape that a recipe asks for.
 
     Args:
-        source: name of a preset, or folder with a config.json, or None to take every field from `overrides`.
+        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None to take every field from
+            `overrides`.
         overrides: fields of ModelConfig that replace the source's. What the source leaves to be derived (head_dim from
             hidden_size, say) is derived after that.
         vocab_size: entries of the tokenizer. It sets the vocabulary unless the shape comes from a folder, whose own
@@ -148,6 +150,8 @@ def resolve(
         implementation: who is to compute a folder's model: "lmforge", "transformers" (foreign_config.py), or "auto", which
             is lmforge for the families that it speaks.
     """
+    if source is not None and source not in PRESETS:
+        source = local_folder(Path(source), "config.json")
     folder = Path(source) if source is not None and source not in PRESETS and Path(source).is_dir() else None
     if implementation == "auto" and folder is not None:
         implementation = "lmforge" if speaks(content_of_file(folder / "config.json")) else "transformers"
@@ -270,7 +274,7 @@ def _check_options(config: ModelConfig) -> None:
         raise Mistake(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {way_out}")
     if heads % groups:
         raise Mistake(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
-    activations = ("gelu_new", "gelu_pytorch_tanh") if config.family == "gpt2" else ("silu", "swish")
+    activations = ("gelu_new", "gelu_pytorch_tanh", "gelu") if config.family == "gpt2" else ("silu", "swish")
     if config.hidden_act not in activations:
         raise Mistake(f'hidden_act: "{config.hidden_act}" is not supported in a {kind} model; use "{activations[0]}"')
     if config.family == "llama" and config.head_dim % 2:

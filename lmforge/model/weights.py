@@ -2,28 +2,27 @@
 
 Our tensor names are Hugging Face's, so nothing is converted, but for wrapped models whose files are cut otherwise than
 they compute (foreign_weights.py). Reading is strict in both directions and takes, for a sharded model, only this rank's
-bytes. Nothing is unpickled. Checkpoints of a run in progress are train/'s.
+bytes (safetensors_file.py). Nothing is unpickled. Checkpoints of a run in progress are train/'s.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lmforge.data.hub import INDEX, SINGLE
 from lmforge.errors import Mistake
 from lmforge.model import build
 from lmforge.model.foreign import ForeignModel
 from lmforge.model.foreign_weights import Joint, as_computed
+from lmforge.model.safetensors_file import SafetensorsFile
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+Files = dict[str, tuple[SafetensorsFile, str]]  # by our name of a tensor: where it is, and what it is called there
 # Constants that older versions of transformers stored among the weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -32,18 +31,17 @@ _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 def load_folder(folder: str | Path, model: nn.Module) -> None:
     """Fill a model's parameters, in place and in their own dtype, from the safetensors of a folder.
 
-    The model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its own part. It may
-    lack what other stages of a pipeline have: the folder must hold the whole model, and what is here is filled.
+    The model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in as few
+    and as long reads as there can be, and holds little more than that part. It may lack what other stages of a pipeline
+    have: the folder must hold the whole model, and what is here is filled.
     Raises Mistake when a file is missing or damaged, or when names or shapes differ, naming the first few.
     """
     folder = Path(folder)
     here = dict(model.named_parameters())
     whole_model = model if isinstance(model, ForeignModel) else build(model.config, seed=None, device="meta")  # type: ignore[arg-type]
     expected = dict(whole_model.named_parameters())
-    places: dict[str, Path] = {}
-    for path in _weight_files(folder):
-        with _opened(path) as file:
-            places |= dict.fromkeys(file.keys(), path)
+    opened = [SafetensorsFile(path) for path in _weight_files(folder)]
+    places = {name: file for file in opened for name in file.tensors}
     joints: list[Joint] = []
     if isinstance(model, ForeignModel):
         ours, joints = as_computed(model.config, places)
@@ -56,30 +54,35 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
         for joint in joints:
             _take_out(folder, whole, joint.made(read))
     _refuse_differences(folder, whole, files)
-    by_path: dict[Path, list[tuple[str, str]]] = {}
-    for name, (path, stored) in files.items():
-        by_path.setdefault(path, []).append((name, stored))
-    for path, names in by_path.items():
-        with _opened(path) as file:
-            for name, stored in names:
-                if name in here:
-                    _fill(here[name], file.get_slice(stored), f"{path}: {stored}")
+    for file in opened:
+        wanted = [(here[name], stored) for name, (place, stored) in files.items() if place is file and name in here]
+        for _, stored in wanted:
+            _refuse_whole_numbers(file.tensors[stored].dtype, f"{file.path}: {stored}")
+        with file.reading():
+            file.read_all([(target, stored, part) for each, stored in wanted for target, part in [_own_part(each)]])
     with _reading(places) as read:
         for joint in joints:
             for name, value in joint.made(read).items():
-                _fill(here[name], value, f"{folder}: {name}")
+                _refuse_whole_numbers(value.dtype, f"{folder}: {name}")
+                target, part = _own_part(here[name])
+                if target.numel():
+                    target.copy_(value[part])
 
 
 @contextmanager
-def _reading(places: Mapping[str, Path], shapes_only: bool = False) -> Iterator[Callable[[str], torch.Tensor]]:
+def _reading(places: Mapping[str, SafetensorsFile], shapes_only: bool = False) -> Iterator[Callable[[str], torch.Tensor]]:
     """A function that gives the whole of a stored tensor; with `shapes_only` on the meta device, without reading it."""
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_opened(path)) for path in set(places.values())}
+        if not shapes_only:
+            for file in set(places.values()):
+                stack.enter_context(file.reading())
 
         def read(stored: str) -> torch.Tensor:
-            file = files[places[stored]]
-            shape = file.get_slice(stored).get_shape()
-            return torch.empty(shape, device="meta") if shapes_only else file.get_tensor(stored)
+            tensor = places[stored].tensors[stored]
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta" if shapes_only else "cpu")
+            if not shapes_only:
+                places[stored].read_into(value, stored, tuple(slice(0, size) for size in tensor.shape))
+            return value
 
         yield read
 
@@ -115,15 +118,6 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise Mistake(f"{path}: damaged or not a safetensors file ({error}); copy it again") from None
-
-
 def _our_name(stored: str, expected: Mapping[str, object]) -> str:
     """GPT-2's first releases name their tensors without the leading `transformer.`."""
     longer = f"transformer.{stored}"
@@ -131,7 +125,7 @@ def _our_name(stored: str, expected: Mapping[str, object]) -> str:
     return longer if gpt2 and not stored.startswith(("transformer.", "lm_head.")) else stored
 
 
-def _settle_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], files: dict[str, tuple[Path, str]]) -> None:
+def _settle_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], files: Files) -> None:
     """A tied matrix may be stored under the embedding's name, the head's, or both."""
     if "lm_head.weight" in expected or "lm_head.weight" not in files:
         return
@@ -140,7 +134,7 @@ def _settle_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], fi
     files.setdefault(tied, head)
 
 
-def _refuse_differences(folder: Path, expected: Mapping[str, nn.Parameter], files: Mapping[str, tuple[Path, str]]) -> None:
+def _refuse_differences(folder: Path, expected: Mapping[str, nn.Parameter], files: Files) -> None:
     missing = [name for name in expected if name not in files]
     unexpected = [name for name in files if name not in expected]
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
@@ -150,12 +144,11 @@ def _refuse_differences(folder: Path, expected: Mapping[str, nn.Parameter], file
                 f"{folder}: its weights do not fit its config.json: {kind} {', '.join(names[:3])}{more}; "
                 "use the config.json that belongs to these weights"
             )
-    misshaped = []
-    for path in sorted({path for path, _ in files.values()}):
-        with _opened(path) as file:
-            for name, (place, stored) in files.items():
-                if place == path and (shape := tuple(file.get_slice(stored).get_shape())) != expected[name].shape:
-                    misshaped.append(f"{name} is {list(shape)} and should be {list(expected[name].shape)}")
+    misshaped = [
+        f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
+        for name, (file, stored) in files.items()
+        if (shape := file.tensors[stored].shape) != expected[name].shape
+    ]
     if misshaped:
         more = f" and {len(misshaped) - 3} more" if len(misshaped) > 3 else ""
         raise Mistake(
@@ -164,15 +157,14 @@ def _refuse_differences(folder: Path, expected: Mapping[str, nn.Parameter], file
         )
 
 
-def _fill(parameter: nn.Parameter, stored: Any, where: str) -> None:
-    target: torch.Tensor = parameter
-    part: tuple[slice, ...] = tuple(slice(0, size) for size in parameter.shape)
-    if isinstance(parameter, DTensor):
-        target = parameter.to_local()
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    if target.numel():
-        value = stored[part]
-        if not value.is_floating_point():
-            raise Mistake(f"{where}: is {value.dtype}; quantized weights cannot be trained, use the unquantized model")
-        target.copy_(value)
+def _own_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """What this rank holds of a parameter, and which part of the whole that is."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local().detach(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _refuse_whole_numbers(dtype: torch.dtype, where: str) -> None:
+    if not dtype.is_floating_point:
+        raise Mistake(f"{where}: is {dtype}; quantized weights cannot be trained, use the unquantized model")

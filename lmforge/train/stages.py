@@ -21,6 +21,7 @@ from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
 from lmforge.config import BatchPlan, Config
 from lmforge.data.batch import Batch
+from lmforge.data.hub import local_folder
 from lmforge.data.loader import Loader
 from lmforge.data.sealing import NO_ROOM
 from lmforge.data.shards import TokenFolder
@@ -91,6 +92,8 @@ def pretrain(config: Config) -> int:
             check_tracker(config)
             choose_engine(config.parallel, ranks.count, ranks.device.type)
             sharding_of(config.parallel, ranks.count, ranks.place.local_ranks)
+        ranks.once_a_host(partial(fetch_source, config))
+        with ranks.agreeing():
             material = open_material(config, ranks.count)
             check_continues(entry, config, material)
         attempt = ranks.decide(partial(run.begin, config))
@@ -204,7 +207,7 @@ def open_material(config: Config, ranks: int) -> Material:
     plan = plan_batches(config, ranks)
     tokens = TokenFolder.open(config.data.folder)
     tokenizer = tokens.tokenizer
-    source = config.model.source
+    source = config.model.source and local_folder(config.model.source, "config.json")
     if source and (source / "tokenizer.json").exists() and Tokenizer.open(source).hash != tokenizer.hash:
         raise Mistake(
             f"{config.data.folder}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
@@ -518,11 +521,19 @@ def has_weights(config: Config) -> bool:
     return config.model.source is not None and config.model.load_weights
 
 
+def fetch_source(config: Config) -> None:
+    """Have the model that a recipe begins from on this host. Raises Mistake where it can be neither found nor fetched."""
+    if config.model.source is not None:
+        local_folder(config.model.source, "weights" if has_weights(config) else "config.json")
+
+
 def check_weights(config: Config) -> None:
     """Raise Mistake where the recipe begins from the weights of a folder that has none."""
-    source = config.model.source
+    if not has_weights(config) or config.model.source is None:
+        return
+    source = local_folder(config.model.source)
     # Those in a format that is not opened count: it is refused with a better reason.
-    if has_weights(config) and source and not any(any(source.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*")):
+    if not any(any(source.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*")):
         raise Mistake(f"{source}: no weights here; to begin with random ones use --model.load_weights false")
 
 
@@ -534,7 +545,7 @@ def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> No
     with ranks.agreeing():
         if has_weights(config):
             assert source is not None
-            load_folder(source, model)
+            load_folder(local_folder(source), model)
         else:
             initialise(model, config.train.seed, config.model.embedding_initializer_range)
 

@@ -1,6 +1,7 @@
 """`lmforge export`: what transformers opens is what was trained."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmforge import checkpoint
 from lmforge.cli import run as command
 from lmforge.data.batch import Batch
+from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.infer.opening import open_model
 from lmforge.model.layers import LanguageModel
 from tests.conftest import Command
+from tests.model.foreign import theirs_of
 
 
 def test_an_export_has_the_logits_tokens_and_ends_of_the_run_in_transformers(
@@ -67,6 +70,48 @@ def test_what_is_there_is_not_overwritten_unless_asked(
     assert not (tmp_path / "b").exists()
 
 
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "gemma3_text"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
+    family: str, tiny_tokens: Path, tiny_options: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_tokens, tmp_path / "tokens")
+    (tmp_path / "tokens" / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    given = dict(zip(tiny_options[::2], tiny_options[1::2], strict=True))
+    options = {name: value for name, value in given.items() if not name.startswith("--model.")}
+    if family in ("mixtral", "gemma3_text"):  # as transformers computes them
+        vocabulary = TokenFolder.open(tiny_tokens).tokenizer.vocab_size
+        theirs_of(family, vocab_size=vocabulary).save_pretrained(tmp_path / "source")
+        options |= {"--model.source": str(tmp_path / "source"), "--model.implementation": "transformers"}
+    else:
+        sizes = {name: value for name, value in given.items() if name.startswith("--model.")}
+        if family == "gpt2":
+            sizes["--model.num_key_value_heads"] = sizes["--model.num_attention_heads"]
+        options |= {**sizes, "--model.model_type": family}
+    options |= {"--data.folder": str(tmp_path / "tokens"), "--train.steps": "1", "--schedule.warmup_steps": "0"}
+    options |= {"--run.folder": str(tmp_path), "--run.name": "run", "--validation.rows": "1"}
+    assert command(["pretrain", *(word for pair in options.items() for word in pair)]) == 0
+    assert command(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+
+    ours = open_model(tmp_path / "run", torch.device("cpu"), torch.float32).model
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.randint(0, theirs.config.vocab_size, (2, 23))
+    places, documents = torch.arange(23).expand(2, 23), torch.zeros(2, 23, dtype=torch.int32)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours.lm_head(ours(tokens, places, documents)), atol=1e-5, rtol=1e-5)
+    words = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert words.apply_chat_template([{"role": "user", "content": "hear me"}], tokenize=False) == "hear me!"
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    words.save_pretrained(tmp_path / "theirs")
+    back = open_model(tmp_path / "theirs", torch.device("cpu"), torch.float32).model
+    assert back.state_dict().keys() == ours.state_dict().keys()
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
 def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(tmp_path: Path, lmforge: Command, tiny_tokens: Path) -> None:
     """Matrices of 8 MiB at most, of which there are many."""
     shape = ["--model.hidden_size", "512", "--model.intermediate_size", "4096", "--model.num_hidden_layers", "9"]
@@ -86,7 +131,7 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(tmp_path: Pat
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path / "a", tmp_path / "out"], capture_output=True, text=True, check=True
     )
-    model = sum(tensor.nbytes for tensor in checkpoint.stored_tensors(checkpoint.find(tmp_path / "a")[0]).values())
+    model = sum(tensor.nbytes for tensor in checkpoint.StoredModel(checkpoint.find(tmp_path / "a")[0]).tensors.values())
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > model
     assert model > 250 * 2**20
     assert int(done.stdout.splitlines()[-1]) * 1024 < model / 2

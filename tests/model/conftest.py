@@ -42,6 +42,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     if model_type == "gpt2":
         fields["num_attention_heads"] = draw.choice([1, 2, 3, 6])
         fields["layer_norm_epsilon"] = draw.choice([1e-5, 1e-3])
+        fields["hidden_act"] = draw.choice(["gelu_new", "gelu"])
         return ModelConfig(**fields | fixed)
     fields |= {
         "num_key_value_heads": groups,

@@ -1,11 +1,18 @@
 """Weights of a sharded model, over ranks whose number divides nothing."""
 
+import json
 import random
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from lmforge.model import build
 from lmforge.model.export import export_folder
+from lmforge.model.safetensors_file import BLOCK_BYTES
+from lmforge.model.shapes import ModelConfig
 from tests.model.conftest import built, drawn_config
 
 
@@ -18,3 +25,34 @@ def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.R
     program = [str(Path(__file__).with_name("sharded_ranks.py")), *map(str, folders)]
     done = subprocess.run([sys.executable, *ranks, *program], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model of 34 million parameters, in fp32 (137 MB) and, in several files, in bf16."""
+    sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    config = ModelConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
+    model, folder = build(config, seed=0), tmp_path_factory.mktemp("large")
+    export_folder(model, config, folder / "fp32")
+    export_folder(model, config, folder / "bf16", dtype=torch.bfloat16, shard_bytes=20_000_000)
+    return [folder / "fp32", folder / "bf16"]
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (3, 3), (4, 2)], ids=["2", "3", "2 replicas of 2"])
+def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
+    ranks: int, shards: int, large_folders: list[Path], tmp_path: Path
+) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    program = [Path(__file__).with_name("reading_ranks.py"), shards, tmp_path, *large_folders]
+    command = [sys.executable, *launcher, *map(str, program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for folder in large_folders:
+        told = [json.loads((tmp_path / f"{folder.name}-{rank}.json").read_text()) for rank in range(ranks)]
+        stored = sum(path.stat().st_size for path in folder.iterdir())
+        print(folder.name, stored, told)
+        # Every byte is read once by each replica; beyond that come headers, the index and config.json, a few KB a rank.
+        assert sum(rank["read"] for rank in told) < ranks // shards * stored * 1.01
+        for rank in told:
+            assert rank["read"] < stored / shards * 1.05
+            assert rank["held"] < rank["own"] + 1.5 * BLOCK_BYTES

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from lmforge.errors import Mistake
 from lmforge.model import build
 from lmforge.model.export import export_folder
+from lmforge.model.safetensors_file import SafetensorsFile
 from lmforge.model.shapes import ModelConfig
 from lmforge.model.weights import load_folder
 from tests.model.conftest import built, drawn_config
@@ -199,3 +200,22 @@ def test_the_files_of_the_tokenizer_go_along(draw: random.Random, tmp_path: Path
     (tmp_path / "t" / "notes.txt").write_text("mine")
     export_folder(built(config), config, tmp_path / "a", tokenizer_folder=tmp_path / "t")
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("width", [7, 3000])
+def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, draw: random.Random, tmp_path: Path) -> None:
+    """Columns narrower than a page, and wider, in one's own memory and by way of a block."""
+    stored = {"a": torch.randn(draw.randrange(5, 60), width), "b": torch.randn(9, width).bfloat16(), "c": torch.randn(11)}
+    save_file(stored, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    with file.reading():
+        for _ in range(20):
+            wanted = []
+            for name, whole in stored.items():
+                cuts = [sorted((draw.randint(0, size), draw.randint(0, size))) for size in whole.shape]
+                part = tuple(slice(*cut) for cut in cuts)
+                target = torch.full(whole[part].shape, torch.nan, dtype=draw.choice([torch.float32, whole.dtype]))
+                wanted.append((target, name, part))
+            file.read_all(wanted)
+            for target, name, part in wanted:
+                assert torch.equal(target, stored[name][part].to(target.dtype)), (name, part)

@@ -1,0 +1,60 @@
+"""Several ranks begin from a model by its name: one fetches it, the others wait, and what goes wrong is every rank's."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.model import build
+from lmforge.model.export import export_folder
+from lmforge.model.shapes import resolve
+from tests.conftest import Command
+from tests.data.hub_server import Hub, serving, variables
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def hub(tiny_tokens: Path, tmp_path: Path) -> Iterator[Hub]:
+    """A hub with org/model, whose tokenizer the tiny tokens were prepared with."""
+    tokenizer = tiny_tokens / "tokenizer"
+    config = resolve("nano", SIZES, Tokenizer.open(tokenizer).vocab_size)
+    export_folder(build(config, seed=0), config, tmp_path / "made", tokenizer_folder=tokenizer)
+    with serving({"org/model": {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}}) as hub:
+        yield hub
+
+
+def test_a_run_of_two_ranks_begins_from_a_name_that_one_of_them_fetches(
+    hub: Hub, tiny_options: list[str], lmforge: Command, tmp_path: Path
+) -> None:
+    env = variables(hub, tmp_path / "home")
+    options = [
+        word
+        for name, value in zip(tiny_options[::2], tiny_options[1::2], strict=True)
+        if not name.startswith("--model.")
+        for word in (name, value)
+    ]
+    run = ["--run.folder", tmp_path, "--run.name", "a", "--launch.processes", 2]
+    hub.gated = {"org/model"}
+    refused = lmforge("pretrain", *options, *run, "--model.source", "org/model", **env)
+    assert refused.returncode == 2
+    assert [line for line in refused.stderr.splitlines() if line.startswith("lmforge: ")] == refused.stderr.splitlines()[-1:]
+    assert "org/model: gated: accept its terms" in refused.stderr
+    hub.gated = set()
+    hub.requests.clear()
+    done = lmforge("pretrain", *options, *run, "--model.source", "org/model@main", "--train.steps", 4, **env)
+    assert done.returncode == 0, done.stderr
+    assert hub.sent("model.safetensors") == [None]
+    assert "of org/model@main" in done.stdout
+    assert tomllib.loads((tmp_path / "a" / "recipe.toml").read_text())["model"]["source"] == "org/model@main"
+    # From now on nothing is asked of the hub: it may be gone.
+    env |= {"HF_HUB_OFFLINE": "1"}
+    for words in (
+        ["pretrain", tmp_path / "a" / "recipe.toml", "--run.folder", tmp_path, "--run.name", "a", "--train.steps", 6],
+        ["generate", "org/model", "First", "--max_tokens", 3, "--temperature", 0],
+        ["show", "org/model"],
+    ):
+        done = lmforge(*words, **env)
+        assert done.returncode == 0, done.stderr
