@@ -101,6 +101,8 @@ class Run:
         # The recipe first: a directory with anything else and without one is not ours to touch.
         self.path.mkdir(parents=True, exist_ok=True)
         write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
+        # What ranks of an earlier attempt did last would be taken for what they do.
+        shutil.rmtree(self.health, ignore_errors=True)
         for folder in (self.path, self.health, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]

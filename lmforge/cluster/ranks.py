@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -42,6 +42,8 @@ class Ranks:
     place: Place
     device: torch.device
     control: dist.ProcessGroup | None
+    # What is entered around waiting for the others, where somebody watches.
+    waiting: Callable[[], AbstractContextManager[None]] | None = None
 
     @property
     def first(self) -> bool:
@@ -56,7 +58,8 @@ class Ranks:
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.control)
+        with self._waiting():
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def share(self, value: T) -> T:
@@ -64,8 +67,12 @@ class Ranks:
         if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with self._waiting():
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.waiting() if self.waiting is not None else nullcontext()
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks in place, on the device; the host does not wait."""
@@ -119,6 +126,8 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         return Ranks(place, chosen, None)
     global _store, _starts, _speaks
     shared, rank, count = next(dist.rendezvous("env://"))
+    # The last few collectives of each rank, for the report of a stall: 5 µs a collective. Read when the first group is made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64" if chosen.type == "cpu" else "2000")
     # A second start in the same processes finds the first one's keys in the store: each has its own names.
     _starts, _speaks = _starts + 1, None
     _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
@@ -130,7 +139,7 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
         world_size=count,
         device_id=chosen if chosen.type == "cuda" else None,
     )
-    return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+    return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control"))
 
 
 def _follow_launcher() -> None:

@@ -17,9 +17,10 @@ from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.precision import compiled_graphs
-from lmforge.train.health import Heartbeat, StopRequest
+from lmforge.train.health import StopRequest
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
 from lmforge.train.optim import set_learning_rate
+from lmforge.train.watch import Watch
 
 # After so many steps whatever is compiled has been.
 SETTLED_STEPS = 3
@@ -44,7 +45,7 @@ class Parts:
     batches: Batches
     plan: BatchPlan
     ranks: Ranks
-    heartbeat: Heartbeat
+    watch: Watch
     teller: Teller
     metrics: MetricsFile | None
     steps: int
@@ -76,10 +77,12 @@ def train_step(
     counted across micro-batches and ranks before the first backward. Returns the gradient's norm before clipping and
     the metrics of each micro-batch, on the device: the host does not wait for it.
     """
+    mark("reduce")
     counted = spread.ranks.sum_(torch.stack([weigh(batch) for batch in micro_batches]).sum())
     metrics = spread.accumulate(micro_batches, (counted / spread.batch_copies).clamp(min=1.0), mark)
-    mark("optimizer")
+    mark("reduce")
     gradient_norm = spread.clip(clip_norm)
+    mark("optimizer")
     set_learning_rate(optimizer, lr)
     optimizer.step()
     spread.zero_gradients(optimizer)
@@ -101,7 +104,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
     since = _Since(parts, start)
     try:
         for step in range(start, parts.steps):
-            parts.heartbeat.phase("data", step)
+            parts.watch.mark("data", step)
             micro_batches = parts.batches.batches(step)
             lr, graphs = parts.learning_rate(step), compiled_graphs()
             gradient_norm, metrics = train_step(
@@ -111,7 +114,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 parts.weight,
                 lr=lr,
                 clip_norm=parts.clip_norm,
-                mark=partial(parts.heartbeat.phase, step=step),
+                mark=partial(parts.watch.mark, step=step),
             )
             for told in metrics:
                 meter.add(told)
@@ -121,6 +124,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 parts.teller.say(f"step {done}: compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why")
             last = done == parts.steps
             parts.teller.advance(done)
+            parts.watch.mark("barrier", step)
             signal = stop.agreed()
             record: dict[str, Any] = {}
             saving = bool(last or signal or done % parts.save_every == 0)
@@ -129,18 +133,21 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
                 _require_finite(record, done)
                 gc.collect()
+                for line in parts.watch.log_step(done, record["step_seconds"], parts.spread.part):
+                    parts.teller.say(line)
             if last or _due(parts.validate_every, done):
-                parts.heartbeat.phase("validation", done)
+                parts.watch.mark("evaluate", done)
                 record |= since.pausing(partial(parts.validate, done))
             if record:
+                parts.watch.mark("save", done)
                 _write(parts, {"step": done, "tokens": done * parts.plan.tokens, **record})
             if saving:
-                parts.heartbeat.phase("checkpoint", done)
+                parts.watch.mark("save", done)
                 since.pausing(partial(parts.save, done))
             if signal:
                 return done, signal
             if _due(parts.sample_every, done):
-                parts.heartbeat.phase("sample", done)
+                parts.watch.mark("sample", done)
                 since.pausing(partial(parts.sample, done))
         return parts.steps, 0
     finally:

@@ -42,10 +42,11 @@ from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import data_place, plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
-from lmforge.train.health import Heartbeat
+from lmforge.train.disk import DiskWatch
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
+from lmforge.train.watch import Watch
 
 # What gloo and NCCL say when the other end is gone.
 LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
@@ -92,16 +93,24 @@ def pretrain(config: Config) -> int:
         log = run.log(attempt, ranks.place.rank)
         if not ranks.first:
             sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
-        heartbeat, teller = Heartbeat(run.health, ranks.place.rank), Teller(ranks, config.train.steps, log)
+        watch = Watch(
+            ranks,
+            run.health,
+            log,
+            stall_seconds=config.watch.stall_seconds,
+            give_up_seconds=config.watch.give_up_seconds,
+            disk=DiskWatch(run.checkpoints, partial(next_bytes, run)),
+        )
+        teller = Teller(ranks, config.train.steps, log)
         phase = "failed"
         try:
-            status = _pretrain(config, run, entry, material, ranks, heartbeat, teller)
+            status = _pretrain(config, run, entry, material, ranks, watch, teller)
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
             raise RunFailed(f"{failed}; {_kept(run)}; log: {log}") from failed
         finally:
-            heartbeat.stop(phase)
+            watch.stop(phase)
             teller.close()
     except Exception as problem:
         # Peers that lose their groups fail too: whoever knows the cause asks for the word while it still has them.
@@ -115,6 +124,17 @@ def pretrain(config: Config) -> int:
     finally:
         cluster.stop()
         run.unlock()
+
+
+def next_bytes(run: Run) -> int:
+    """What the next checkpoint is going to take: as much as the newest; 0 where there is none yet."""
+    steps = run.steps()
+    if not steps:
+        return 0
+    try:
+        return sum(described["bytes"] for described in checkpoint.read_manifest(run.checkpoint(steps[-1])).files.values())
+    except (Mistake, OSError):
+        return 0  # it is being written, or deleted
 
 
 def _kept(run: Run) -> str:
@@ -215,23 +235,21 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
         raise Mistake(f"{entry.folder}: trained on other data, or with another data.length or train.seed; {ways}")
 
 
-def _pretrain(
-    config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, heartbeat: Heartbeat, teller: Teller
-) -> int:
+def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, watch: Watch, teller: Teller) -> int:
     for line in [*entry.lines, *_changes(entry, config)]:
         teller.say(line)
     start = entry.manifest.step if entry.manifest else 0
     if start >= config.train.steps:
         teller.say(f"{run.path}: trained to step {start} already; give a larger --train.steps to go on")
         return 0
-    heartbeat.phase("building", start)
+    watch.mark("building", start)
     dtype, dtype_why = choose_dtype(config.train.dtype, ranks.device)
     with ranks.agreeing():
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
     objective = NextToken()
     trained, optimizer = prepare_model(config, material.shape, objective, ranks, dtype, compiled, fresh=entry.folder is None)
     if entry.folder is not None and entry.manifest is not None:
-        heartbeat.phase("loading", start)
+        watch.mark("loading", start)
         state = trained.state(optimizer, state_by_name)
         checkpoint.load(entry.folder, state, ranks)
         trained.loaded(optimizer, state)
@@ -285,7 +303,7 @@ def _pretrain(
                 batches=loader,
                 plan=material.plan,
                 ranks=ranks,
-                heartbeat=heartbeat,
+                watch=watch,
                 teller=teller,
                 metrics=metrics,
                 steps=config.train.steps,
@@ -295,7 +313,7 @@ def _pretrain(
                 validate_every=config.validation.every_steps,
                 sample_every=config.sample.every_steps,
                 save=save,
-                validate=_validator(config, material, trained),
+                validate=_validator(config, material, trained, watch),
                 sample=_sampler(config, material, trained, teller),
                 flops_per_token=flops_per_token(material.shape, config.data.length),
                 peak_flops=peak,
@@ -430,15 +448,16 @@ def _peak_words(peak: float | None, device: torch.device) -> str:
     return f"{peak / 1e9:,.0f} GFLOP/s a rank ({source})"
 
 
-def _validator(config: Config, material: Material, trained: Spread) -> Any:
+def _validator(config: Config, material: Material, trained: Spread, watch: Watch) -> Any:
     token_bytes = torch.from_numpy(material.tokens.tokenizer.token_bytes()).to(trained.ranks.device)
     place = data_place(config.parallel, trained.ranks.place.rank, trained.ranks.count)
 
-    def score(batch: Batch) -> torch.Tensor:
-        with torch.no_grad():
-            return trained.score(batch, instead=partial(score_text, token_bytes=token_bytes))
-
     def validate(step: int) -> dict[str, float]:
+        def score(batch: Batch) -> torch.Tensor:
+            watch.mark("evaluate", step)  # each batch is progress, however many there are
+            with torch.no_grad():
+                return trained.score(batch, instead=partial(score_text, token_bytes=token_bytes))
+
         measured = evaluate(
             score,
             material.held_out,
