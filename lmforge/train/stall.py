@@ -239,16 +239,9 @@ def _hosts(peers: Sequence[Peer]) -> str:
 
 
 def _since(peers: Sequence[Peer]) -> str:
-    """For how long the ranks have been where they are; of silent ones, for how long they have been silent."""
-    longest = max(
-        (
-            peer.silent_seconds if peer.state == "silent" else peer.beat["written"] - peer.beat["since"]
-            for peer in peers
-            if peer.beat
-        ),
-        default=0.0,
-    )
-    return f"{_seconds(longest)}" if longest > 0 else ""
+    """For how long the ranks have been where they are."""
+    known = [peer.beat["written"] - peer.beat["since"] + peer.silent_seconds for peer in peers if peer.beat]
+    return _seconds(max(known)) if known else ""
 
 
 def _diverged(waiting: Sequence[Peer]) -> list[str]:

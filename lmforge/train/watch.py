@@ -140,7 +140,7 @@ class Watch:
             found.evident = True
             self._show()
         if age >= found.next_told:
-            found.next_told, found.evident = 2 * (found.next_told + self._beat) - self._beat, False
+            found.next_told, found.evident = 2 * age, False
             self._tell(found, age)
         if self._give_up_seconds is not None and self._ranks.count > 1:
             self._consider_giving_up(found, age, self._give_up_seconds)
