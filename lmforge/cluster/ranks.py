@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lmforge.cluster.environment import LAUNCHER, Place, find_place, local_threads
+from lmforge.cluster.joining import joining
 from lmforge.errors import Mistake, RunFailed
 
 CONTROL_TIMEOUT = timedelta(hours=2)
@@ -125,20 +126,21 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
     if place.ranks == 1:
         return Ranks(place, chosen, None)
     global _store, _starts, _speaks
-    shared, rank, count = next(dist.rendezvous("env://"))
     # The last few collectives of each rank, for the report of a stall: 5 µs a collective. Read when the first group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64" if chosen.type == "cpu" else "2000")
     # A second start in the same processes finds the first one's keys in the store: each has its own names.
     _starts, _speaks = _starts + 1, None
-    _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
-    dist.init_process_group(
-        # gloo too, for what is kept in host memory.
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        store=_store,
-        rank=rank,
-        world_size=count,
-        device_id=chosen if chosen.type == "cuda" else None,
-    )
+    with joining(place.rank, place.ranks, _starts):
+        shared, rank, count = next(dist.rendezvous("env://"))
+        _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
+        dist.init_process_group(
+            # gloo too, for what is kept in host memory.
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=_store,
+            rank=rank,
+            world_size=count,
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
     return Ranks(place, chosen, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control"))
 
 
