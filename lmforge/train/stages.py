@@ -377,7 +377,7 @@ def _changes(entry: Entry, config: Config) -> list[str]:
         f"{section}.{name} {then.get(section, {}).get(name)} → {value}"
         for section, options in now.items()
         for name, value in options.items()
-        if section not in ("run", "launch") and then.get(section, {}).get(name) != value
+        if section not in ("run", "launch", "watch") and then.get(section, {}).get(name) != value
     ]
     return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
 
