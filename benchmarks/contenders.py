@@ -28,10 +28,10 @@ from lmforge.model import build
 from lmforge.model.flops import flops_per_token
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
-from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, peak_memory_gib
 from lmforge.train.stages import MASTERS, prepare_model
+from lmforge.train.watch import Watch
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -140,7 +140,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     trained, optimizer = prepare_model(recipe, contest.shape, objective, ranks, dtype, compiled, fresh=True)
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     loader = Loader(contest.stream(), global_batch_rows=plan.rows, micro_batch_rows=plan.micro_batch_rows, device=ranks.device)
-    heartbeat, teller = Heartbeat(folder, rank=0), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
+    watch, teller = Watch(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
     metrics = MetricsFile(folder / "metrics.jsonl")
     parts = Parts(
         spread=trained,
@@ -150,7 +150,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         batches=loader,
         plan=plan,
         ranks=ranks,
-        heartbeat=heartbeat,
+        watch=watch,
         teller=teller,
         metrics=metrics,
         steps=ENDLESS_STEPS,
@@ -172,7 +172,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
             first_losses.append(json.loads(file.readline())["loss"])
         raise
     finally:
-        heartbeat.stop("done")
+        watch.stop("done")
         loader.close()
         metrics.close()
 

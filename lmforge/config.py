@@ -280,6 +280,26 @@ class LogOptions(Options):
     tensorboard: bool = option(False, "write TensorBoard events too (extra: tensorboard)")
 
 
+class WatchOptions(Options):
+    """What is told when ranks do not go on, and when a rank that cannot go on ends itself."""
+
+    stall_seconds: float = option(
+        30.0, "without progress for so long (or 3 times what the phase is known to take): tell which rank is where", ge=0.5
+    )
+    give_up_seconds: float | None = option(
+        1800.0, "with no rank going on for so long, end with status 1, so that a launcher can restart; none for never", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _told_before_the_end(self) -> "WatchOptions":
+        if self.give_up_seconds is not None and self.give_up_seconds < 2 * self.stall_seconds:
+            raise ValueError(
+                f"watch.give_up_seconds = {self.give_up_seconds:g}: at least twice watch.stall_seconds"
+                f" = {self.stall_seconds:g}, so that stacks are told before the end; raise it or lower the other"
+            )
+        return self
+
+
 class LaunchOptions(Options):
     """How processes are started."""
 
@@ -302,6 +322,7 @@ class Config(Options):
     checkpoint: CheckpointOptions = section(CheckpointOptions, "what is kept")
     faults: FaultOptions = section(FaultOptions, "steps that go wrong")
     log: LogOptions = section(LogOptions, "what is told")
+    watch: WatchOptions = section(WatchOptions, "what is told of ranks that do not go on")
     launch: LaunchOptions = section(LaunchOptions, "how processes are started")
 
     @model_validator(mode="after")

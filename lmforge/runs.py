@@ -20,7 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 from lmforge.config import Config
 from lmforge.errors import Mistake
@@ -58,7 +58,7 @@ def location(text: str) -> Path:
         from upath import UPath
 
         # What others wrote since is to be seen.
-        return UPath(text, use_listings_cache=False)
+        return cast(Path, UPath(text, use_listings_cache=False))
     except ImportError as problem:
         raise Mistake(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
     except ValueError as problem:
@@ -139,6 +139,8 @@ class Run:
         # The recipe first: a directory with anything else and without one is not ours to touch.
         self.path.mkdir(parents=True, exist_ok=True)
         write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
+        # What ranks of an earlier attempt did last would be taken for what they do.
+        shutil.rmtree(self.health, ignore_errors=True)
         for folder in (self.path, self.health, *([] if self.kept_elsewhere else [self.checkpoints])):
             folder.mkdir(parents=True, exist_ok=True)
         attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]

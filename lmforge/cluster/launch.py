@@ -46,7 +46,7 @@ def launch_local(processes: int, arguments: list[str]) -> int:
         if interrupted:
             return interrupted[0]
         killed = {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
-        if killed and len(killed) == len(statuses):
+        if killed:  # who was left can only say that a peer is gone
             rank, number = next(iter(killed.items()))
             print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr)
         return 1

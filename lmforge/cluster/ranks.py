@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lmforge.cluster.environment import LAUNCHER, Place, find_place, local_threads
+from lmforge.cluster.joining import joining
 from lmforge.errors import Mistake, RunFailed
 
 CONTROL_TIMEOUT = timedelta(hours=2)
@@ -46,6 +47,8 @@ class Ranks:
     control: dist.ProcessGroup | None
     # For what is written beside the training, in a thread of its own.
     saving: dist.ProcessGroup | None = None
+    # What is entered around waiting for the others, where somebody watches.
+    waiting: Callable[[], AbstractContextManager[None]] | None = None
 
     @property
     def first(self) -> bool:
@@ -60,7 +63,8 @@ class Ranks:
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.control)
+        with self._waiting():
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def collect(self, value: T) -> list[T] | None:
@@ -68,7 +72,8 @@ class Ranks:
         if self.control is None:
             return [value]
         values: list[Any] | None = [None] * self.count if self.first else None
-        dist.gather_object(value, values, dst=0, group=self.control)
+        with self._waiting():
+            dist.gather_object(value, values, dst=0, group=self.control)
         return values
 
     def deal(self, values: list[T] | None) -> T:
@@ -77,7 +82,8 @@ class Ranks:
             assert values is not None
             return values[0]
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, values, src=0, group=self.control)
+        with self._waiting():
+            dist.scatter_object_list(mine, values, src=0, group=self.control)
         return mine[0]
 
     def share(self, value: T) -> T:
@@ -85,8 +91,12 @@ class Ranks:
         if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with self._waiting():
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.waiting() if self.waiting is not None else nullcontext()
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks in place, on the device; the host does not wait."""
@@ -166,19 +176,24 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
     if place.ranks == 1:
         return Ranks(place, chosen, None)
     global _store, _starts, _speaks
-    shared, rank, count = next(dist.rendezvous("env://"))
+    # The last few collectives of each rank, for the report of a stall: 5 µs a collective. Read when the first group is made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64" if chosen.type == "cpu" else "2000")
     # A second start in the same processes finds the first one's keys in the store: each has its own names.
     _starts, _speaks = _starts + 1, None
-    _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
-    dist.init_process_group(
-        # gloo too, for what is kept in host memory.
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        store=_store,
-        rank=rank,
-        world_size=count,
-        device_id=chosen if chosen.type == "cuda" else None,
+    with joining(place.rank, place.ranks, _starts):
+        shared, rank, count = next(dist.rendezvous("env://"))
+        _store = dist.PrefixStore(f"lmforge-{_starts}", shared)
+        dist.init_process_group(
+            # gloo too, for what is kept in host memory.
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=_store,
+            rank=rank,
+            world_size=count,
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+    control, saving = (
+        dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc=purpose) for purpose in ("control", "saving")
     )
-    control, saving = (dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) for _ in range(2))
     return Ranks(place, chosen, control, saving)
 
 

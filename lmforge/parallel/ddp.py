@@ -1,14 +1,16 @@
 """Distributed data parallel: every rank holds the whole model, and gradients are summed as they appear."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.cluster.ranks import Ranks
+from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.engine import Spread
 
@@ -24,15 +26,22 @@ class Replicated(Spread):
             device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
-        wrapped.register_comm_hook(None, _sum)
+        self._mark: Callable[[str], None] = lambda phase: None
+        wrapped.register_comm_hook(self, _sum)
         super().__init__(wrapped, model, ranks, autocast_dtype)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         assert isinstance(self.scored, DistributedDataParallel)
         return nullcontext() if last else self.scored.no_sync()
 
+    def accumulate(self, micro_batches: Sequence[Batch], weight: Tensor, mark: Callable[[str], None]) -> list[Metrics]:
+        self._mark = mark
+        return super().accumulate(micro_batches, weight, mark)
 
-def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+
+def _sum(engine: Replicated, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if bucket.is_last():  # this rank's backward is done: the rest is waiting for the others' gradients
+        engine._mark("reduce")
     # DDP's own hook divides by the number of ranks; the loss here is already divided by the weight of the global batch.
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

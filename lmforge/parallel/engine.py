@@ -47,6 +47,8 @@ class Spread:
     loss_scale = 1.0
     # How many ranks are given the same rows, because they share out the work on them.
     batch_copies = 1
+    # Ranks of the same part of the model have the same work to do.
+    part = 0
 
     def __init__(self, scored: nn.Module, model: LanguageModel, ranks: Ranks, autocast_dtype: torch.dtype | None) -> None:
         """`autocast_dtype` for the engines that do not bring mixed precision of their own, else None."""

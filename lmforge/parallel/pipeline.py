@@ -90,6 +90,7 @@ class Pipelined(FullySharded):
         _drop_others(model, stages)
         super().__init__(nn.ModuleList(stages), model, **about)
         self.batch_copies *= ranks
+        self.part = here
         self._stages = stages
         self._schedule: Any = None  # torch's two kinds of schedule have no type in common that can be called
         self._scale = torch.ones(())

@@ -1,59 +1,12 @@
-"""What a rank does when, for others to see: its phase, its heartbeat, and signals that ask it to stop.
+"""Signals that ask a run to stop, heard by all ranks at the same step."""
 
-The training thread says its step and phase; a thread of its own writes them to `health/rank-R.json` every second, so
-that a hang (old phase, fresh heartbeat) and a death (old heartbeat) look different from outside.
-"""
-
-import json
-import os
-import platform
 import signal
-import threading
-import time
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lmforge.cluster.ranks import Ranks
-
-HEARTBEAT_SECONDS = 1.0
-
-
-class Heartbeat:
-    """`health/rank-R.json`: {rank, host, process, step, phase, since, written}; times in seconds since the epoch."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"rank-{rank}.json"
-        self._about = {"rank": rank, "host": platform.node(), "process": os.getpid()}
-        self._now: dict[str, Any] = {"step": None, "phase": "starting", "since": time.time()}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def phase(self, phase: str, step: int) -> None:
-        """Say what this rank does from now on."""
-        self._now = {"step": step, "phase": phase, "since": time.time()}
-
-    def stop(self, phase: str) -> None:
-        """Write the last word and end."""
-        self._now = {**self._now, "phase": phase, "since": time.time()}
-        self._stopped.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while True:
-            last = self._stopped.wait(HEARTBEAT_SECONDS)
-            beside = self._path.with_suffix(".partial")
-            try:
-                beside.write_text(json.dumps({**self._about, **self._now, "written": time.time()}), encoding="utf-8")
-                os.replace(beside, self._path)
-            except OSError:
-                pass  # a heartbeat that cannot be written must not stop the training it tells of
-            if last:
-                return
 
 
 class Wishes:

@@ -17,10 +17,11 @@ from lmforge.errors import RunFailed
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.precision import compiled_graphs
 from lmforge.train.guard import Bad, Guard
-from lmforge.train.health import Heartbeat, Wishes
+from lmforge.train.health import Wishes
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
 from lmforge.train.optim import set_learning_rate, step_unless
 from lmforge.train.saves import GIVE_UP, PERMANENT, Saves
+from lmforge.train.watch import Watch
 
 # After so many steps whatever is compiled has been.
 SETTLED_STEPS = 3
@@ -45,7 +46,7 @@ class Parts:
     batches: Batches
     plan: BatchPlan
     ranks: Ranks
-    heartbeat: Heartbeat
+    watch: Watch
     teller: Teller
     metrics: MetricsFile | None
     steps: int
@@ -83,10 +84,12 @@ def train_step(
     counted across micro-batches and ranks before the first backward. Returns the gradient's norm before clipping and
     the metrics of each micro-batch, on the device: the host does not wait for it.
     """
+    mark("reduce")
     counted = spread.ranks.sum_(torch.stack([weigh(batch) for batch in micro_batches]).sum())
     metrics = spread.accumulate(micro_batches, (counted / spread.batch_copies).clamp(min=1.0), mark)
-    mark("optimizer")
+    mark("reduce")
     gradient_norm = spread.clip(clip_norm)
+    mark("optimizer")
     set_learning_rate(optimizer, lr)
     if judge is None:
         optimizer.step()
@@ -114,7 +117,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
     try:
         while done < parts.steps:
             step = done
-            parts.heartbeat.phase("data", step)
+            parts.watch.mark("data", step)
             micro_batches = parts.batches.batches(step + guard.left_out)
             lr, graphs = parts.learning_rate(step), compiled_graphs()
             gradient_norm, _ = train_step(
@@ -132,6 +135,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 parts.teller.say(f"step {done}: compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why")
             last = done == parts.steps
             parts.teller.advance(done)
+            parts.watch.mark("barrier", step)
             signal, wish = wishes.agreed(saves.wish())
             if wish == GIVE_UP:
                 raise RunFailed(f"step {done}: {saves.saver.failures} saves in a row have failed: {saves.saver.problem}")
@@ -152,18 +156,21 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
                 record |= {"skipped_steps": guard.skipped} if guard.skipped else {}
                 gc.collect()
+                for line in parts.watch.log_step(done, record["step_seconds"], parts.spread.part):
+                    parts.teller.say(line)
             if last or _due(parts.validate_every, done) or (wish and saves.validate):
-                parts.heartbeat.phase("validation", done)
+                parts.watch.mark("evaluate", done)
                 record |= since.pausing(partial(parts.validate, done))
             if record:
+                parts.watch.mark("save", done)
                 _write(parts, {"step": done, "tokens": done * parts.plan.tokens, **record})
             if wish:
-                parts.heartbeat.phase("checkpoint", done)
+                parts.watch.mark("save", done)
                 since.pausing(partial(saves.save, done, record, wish == PERMANENT, stopping))
             if signal:
                 return done, signal
             if _due(parts.sample_every, done):
-                parts.heartbeat.phase("sample", done)
+                parts.watch.mark("sample", done)
                 since.pausing(partial(parts.sample, done))
         return parts.steps, 0
     finally:
@@ -175,7 +182,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
 def _mark(parts: Parts, phase: str, step: int) -> None:
     if phase == "optimizer":
         parts.saves.saver.before_update()
-    parts.heartbeat.phase(phase, step)
+    parts.watch.mark(phase, step)
 
 
 def _judge(guard: Guard, meter: Meter, step: int, metrics: list[Metrics], gradient_norm: Tensor) -> Tensor:

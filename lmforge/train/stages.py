@@ -16,6 +16,7 @@ import torch
 
 from lmforge import checkpoint, report
 from lmforge.checkpoint import Keep, Manifest, Saver, Unsound
+from lmforge.checkpoint.blocks import is_local
 from lmforge.checkpoint.retention import remove
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
@@ -45,12 +46,13 @@ from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import data_place, plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
+from lmforge.train.disk import DiskWatch
 from lmforge.train.guard import Bad, Guard, write_bad_step
-from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
 from lmforge.train.saves import Saves
+from lmforge.train.watch import Watch
 
 # What gloo and NCCL say when the other end is gone.
 LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
@@ -100,16 +102,24 @@ def pretrain(config: Config) -> int:
         log = run.log(attempt, ranks.place.rank)
         if not ranks.first:
             sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
-        heartbeat, teller = Heartbeat(run.health, ranks.place.rank), Teller(ranks, config.train.steps, log)
+        watch = Watch(
+            ranks,
+            run.health,
+            log,
+            stall_seconds=config.watch.stall_seconds,
+            give_up_seconds=config.watch.give_up_seconds,
+            disk=DiskWatch(run.checkpoints, partial(next_bytes, run)) if is_local(run.checkpoints) else None,
+        )
+        teller = Teller(ranks, config.train.steps, log)
         phase = "failed"
         try:
-            status = _pretrain(config, run, entry, material, ranks, heartbeat, teller)
+            status = _pretrain(config, run, entry, material, ranks, watch, teller)
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
             raise RunFailed(f"{failed}; {_kept(run)}; log: {log}") from failed
         finally:
-            heartbeat.stop(phase)
+            watch.stop(phase)
             teller.close()
     except Exception as problem:
         # Peers that lose their groups fail too: whoever knows the cause asks for the word while it still has them.
@@ -123,6 +133,17 @@ def pretrain(config: Config) -> int:
     finally:
         cluster.stop()
         run.unlock()
+
+
+def next_bytes(run: Run) -> int:
+    """What the next checkpoint is going to take: as much as the newest; 0 where there is none yet."""
+    steps = run.steps()
+    if not steps:
+        return 0
+    try:
+        return sum(described["bytes"] for described in checkpoint.read_manifest(run.checkpoint(steps[-1])).files.values())
+    except (Mistake, OSError):
+        return 0  # it is being written, or deleted
 
 
 def _kept(run: Run) -> str:
@@ -261,9 +282,7 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
         raise Mistake(f"{entry.folder}: trained on other data, or with another data.length or train.seed; {ways}")
 
 
-def _pretrain(
-    config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, heartbeat: Heartbeat, teller: Teller
-) -> int:
+def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, watch: Watch, teller: Teller) -> int:
     if entry.folder is not None and entry.manifest is not None and entry.manifest.step >= config.train.steps:
         entry = ranks.decide(partial(_finished, run, entry, config.train.steps))
     for line in [*entry.lines, *_changes(entry, config)]:
@@ -272,7 +291,7 @@ def _pretrain(
     if start >= config.train.steps:
         teller.say(f"{run.path}: trained to step {start} already; give a larger --train.steps to go on")
         return 0
-    heartbeat.phase("building", start)
+    watch.mark("building", start)
     dtype, dtype_why = choose_dtype(config.train.dtype, ranks.device)
     with ranks.agreeing():
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
@@ -280,7 +299,7 @@ def _pretrain(
     trained, optimizer = prepare_model(config, material.shape, objective, ranks, dtype, compiled, fresh=entry.folder is None)
     guard = Guard(ranks, spike_sigmas=config.faults.spike_sigmas, window_steps=config.faults.spike_window_steps)
     if entry.folder is not None:
-        heartbeat.phase("loading", start)
+        watch.mark("loading", start)
         entry = load_entry(run, entry, config.train.steps, trained, optimizer, teller.say)
         assert entry.manifest is not None
         start = entry.manifest.step
@@ -380,7 +399,7 @@ def _pretrain(
                 batches=loader,
                 plan=material.plan,
                 ranks=ranks,
-                heartbeat=heartbeat,
+                watch=watch,
                 teller=teller,
                 metrics=metrics,
                 steps=config.train.steps,
@@ -401,7 +420,7 @@ def _pretrain(
                     state=state,
                     about=about_step,
                 ),
-                validate=_validator(config, material, trained),
+                validate=_validator(config, material, trained, watch),
                 sample=_sampler(config, material, trained, teller),
                 flops_per_token=flops_per_token(material.shape, config.data.length),
                 peak_flops=peak,
@@ -485,7 +504,7 @@ def _changes(entry: Entry, config: Config) -> list[str]:
         f"{section}.{name} {then.get(section, {}).get(name)} → {value}"
         for section, options in now.items()
         for name, value in options.items()
-        if section not in ("run", "launch") and then.get(section, {}).get(name) != value
+        if section not in ("run", "launch", "watch") and then.get(section, {}).get(name) != value
     ]
     return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
 
@@ -564,15 +583,16 @@ def _peak_words(peak: float | None, device: torch.device) -> str:
     return f"{peak / 1e9:,.0f} GFLOP/s a rank ({source})"
 
 
-def _validator(config: Config, material: Material, trained: Spread) -> Any:
+def _validator(config: Config, material: Material, trained: Spread, watch: Watch) -> Any:
     token_bytes = torch.from_numpy(material.tokens.tokenizer.token_bytes()).to(trained.ranks.device)
     place = data_place(config.parallel, trained.ranks.place.rank, trained.ranks.count)
 
-    def score(batch: Batch) -> torch.Tensor:
-        with torch.no_grad():
-            return trained.score(batch, instead=partial(score_text, token_bytes=token_bytes))
-
     def validate(step: int) -> dict[str, float]:
+        def score(batch: Batch) -> torch.Tensor:
+            watch.mark("evaluate", step)  # each batch is progress, however many there are
+            with torch.no_grad():
+                return trained.score(batch, instead=partial(score_text, token_bytes=token_bytes))
+
         measured = evaluate(
             score,
             material.held_out,

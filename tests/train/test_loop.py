@@ -23,11 +23,11 @@ from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import spread
 from lmforge.runs import Run
 from lmforge.train.guard import Guard
-from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import Teller
 from lmforge.train.optim import build_optimizer
 from lmforge.train.saves import Saves
+from lmforge.train.watch import Watch
 from tests.conftest import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -84,7 +84,7 @@ def trained(
     )
     spreaded = spread(model, objective.loss, ranks=ranks, dtype=torch.float32, compiled=compiled)
     (tmp_path / "health").mkdir()
-    heartbeat, teller = Heartbeat(tmp_path / "health", 0), Teller(ranks, steps, None)
+    watch, teller = Watch(ranks, tmp_path / "health"), Teller(ranks, steps, None)
     optimizer = build_optimizer(model, OptimizerOptions())
     about = {"plan_hash": "", "rows": 2, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
     tokenizer = train_tokenizer(["some text"], 300)
@@ -107,7 +107,7 @@ def trained(
                 batches=batches,
                 plan=BatchPlan(2, 16, 1, 2, 1),
                 ranks=ranks,
-                heartbeat=heartbeat,
+                watch=watch,
                 teller=teller,
                 metrics=None,
                 steps=steps,
@@ -128,7 +128,7 @@ def trained(
             0,
         )
     finally:
-        heartbeat.stop("done")
+        watch.stop("done")
         teller.close()
 
 

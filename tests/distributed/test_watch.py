@@ -1,0 +1,115 @@
+"""Law 6, seen from outside: a rank that hangs, is stopped, goes another way or is slow is named while it happens."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lmforge.runs import Run
+from tests.distributed.conftest import Recipe
+from tests.distributed.test_resume import kill_tree, reach
+
+FAULTS = Path(__file__).parent / "faults"
+ROOT = Path(__file__).parents[2]
+ENDLESS = ["--train.steps", "100000", "--checkpoint.every_steps", "100000", "--watch.stall_seconds", "2"]
+
+
+class Going:
+    """A run on two ranks that goes on while it is looked at."""
+
+    def __init__(self, process: subprocess.Popen[str], run: Run, told: Path) -> None:
+        self.process, self.run, self._told = process, run, told
+
+    def said(self) -> str:
+        return self._told.read_text()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """What the run prints that matches, as soon as it does."""
+        deadline = time.monotonic() + 120
+        while not (found := re.search(pattern, self.said(), re.M)):
+            assert time.monotonic() < deadline, f"{pattern} was not said in\n{self.said()}"
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.said()}"
+            time.sleep(0.05)
+        return found
+
+    def heartbeat(self, rank: int) -> dict[str, object]:
+        return json.loads((self.run.health / f"rank-{rank}.json").read_text())
+
+
+@contextmanager
+def going(recipe: Recipe, folder: Path, *more: str, **fault: str) -> Iterator[Going]:
+    told = folder / "told.txt"
+    words = ["pretrain", *recipe(folder, "watched", *ENDLESS, "--launch.processes", "2", *more)]
+    path = os.pathsep.join([str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with open(told, "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lmforge", *words],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, **fault},
+        )
+        try:
+            yield Going(process, Run(folder / "watched"), told)
+        finally:
+            kill_tree(process)
+
+
+def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_waits(recipe: Recipe, tmp_path: Path) -> None:
+    with going(recipe, tmp_path, FAULT="data", FAULTY_RANK="1", SLEEP="12") as run:
+        run.wait_for(r"^lmforge: STALL: no progress for .* at step 7 .*: rank 1 is late, rank 0 waits for it")
+        run.wait_for(r"all stacks: ")
+        assert max(record["step"] for record in run.run.read_metrics()) == 7, "it was told after the rank woke"
+        said = run.said()
+        assert re.search(r"^  rank 1 .* data .* late +sitecustomize.py:\d+ batches", said, re.M), said
+        assert re.search(r"^  rank 0 .* reduce .* waits +all_reduce \d+ of default_pg, from ranks.py:\d+ sum_", said, re.M), (
+            said
+        )
+        assert re.search(r"^    sitecustomize.py:\d+ batches: time.sleep\(SLEEP\)", said, re.M), said
+        assert "time.sleep(SLEEP)" in (run.run.log(1, 1).with_suffix(".stack.txt")).read_text()
+        assert "rank 1 is late" in run.run.log(1, 0).read_text()
+        run.wait_for(r"^lmforge: going on after \d+ s in reduce \(rank 1 in data had been late\)")
+
+
+def test_a_stopped_rank_is_told_from_a_late_one_and_its_peers_end_when_nobody_goes_on(recipe: Recipe, tmp_path: Path) -> None:
+    with going(recipe, tmp_path, "--watch.give_up_seconds", "8") as run:
+        reach(run.run, 3, run.process)
+        stopped = int(str(run.heartbeat(0)["process"]))
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            run.wait_for(rf"^  rank 0 .* late +process {stopped} is stopped \(SIGSTOP\)")
+            run.wait_for(r"^lmforge: no rank has gone on for .* this run ends itself, with status 1")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert run.process.wait(timeout=150) == 1
+        assert run.heartbeat(1)["phase"] == "failed"
+
+
+def test_ranks_in_different_collectives_are_told_as_such(recipe: Recipe, tmp_path: Path) -> None:
+    with going(recipe, tmp_path, FAULT="skip", FAULTY_RANK="1") as run:
+        run.wait_for(r"^lmforge: STALL: .* the ranks wait for each other, each in another collective")
+        run.wait_for(r"all stacks: ")
+        said = run.said()
+        number = re.search(r"^  rank 0 .* waits +all_reduce (\d+) of default_pg, from ranks.py", said, re.M)
+        assert number, said
+        assert re.search(rf"^  rank 1 .* waits +barrier {number[1]} of default_pg, from sitecustomize.py", said, re.M), said
+        assert f"last in common: {int(number[1]) - 1} of default_pg" in said
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is_not(
+    recipe: Recipe, tmp_path: Path, engine: str
+) -> None:
+    with going(recipe, tmp_path, "--parallel.engine", engine, FAULT="forward", FAULTY_RANK="1", SLEEP="0.3") as run:
+        run.wait_for(r"^rank 1: forward takes .* \(.* s against .* s a step\); the others wait for it")
+        reach(run.run, max(record["step"] for record in run.run.read_metrics()) + 10, run.process)
+        assert not re.search(r"^rank 0: ", run.said(), re.M), run.said()
+        assert "STALL" not in run.said()

@@ -1,0 +1,140 @@
+"""Who is late is judged from what ranks wrote about themselves: written by hand here, as each kind of stall leaves it."""
+
+import json
+import os
+import platform
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.train.heartbeat import BYTES, Heartbeat
+from lmforge.train.stall import Peer, judge, look, report, stall_file
+
+STACK = [["/site-packages/torch/x.py", 3, "wait", "work.wait()"], ["/home/me/train.py", 88, "main", "save()"]]
+
+
+def write(folder: Path, rank: int, step: int, number: int, phase: str, **changed: Any) -> None:
+    """A rank's heartbeat; `operation` and `sequence` for a collective that it waits in, after the one before."""
+    written = time.time()
+    beat = {"rank": rank, "host": platform.node(), "process": os.getpid(), "step": step, "number": number, "phase": phase}
+    beat |= {"since": written - 28, "written": written, "bytes": 0, "noticed": True, "reported": False}
+    operation, sequence = changed.pop("operation", None), changed.pop("sequence", 41)
+    silent = changed.pop("silent", 0.0)
+    path = folder / f"rank-{rank}.json"
+    path.write_text(json.dumps(beat | changed))
+    os.utime(path, (written - silent, written - silent))
+    entries = [("all_reduce", sequence - 1, False)] + ([(operation, sequence, True)] if operation else [])
+    collectives = [{"group": "default_pg", "operation": o, "sequence": s, "pending": p} for o, s, p in entries]
+    told = {"progress": [step, number], "stack": STACK, "collectives": collectives}
+    stall_file(folder, rank).write_text(json.dumps(told))
+
+
+def seen(folder: Path, ranks: int) -> list[Peer]:
+    return [look(folder, rank, time.time(), patience=10.0) for rank in range(ranks)]
+
+
+def told(folder: Path, ranks: int) -> str:
+    return "\n".join(report(seen(folder, ranks), 28.0, 0.8, "logs/rank-*.stack.txt"))
+
+
+def test_the_rank_without_a_collective_is_late_and_who_has_one_waits(tmp_path: Path) -> None:
+    """Whatever phase each says it is in: of the same phase, one may wait and another sleep."""
+    write(tmp_path, 0, 3, 4, "forward", operation="all_gather")
+    write(tmp_path, 1, 3, 4, "forward")
+    write(tmp_path, 2, 3, 4, "forward", operation="all_gather")
+    assert judge(seen(tmp_path, 3)) == {0: "waits", 1: "late", 2: "waits"}
+    lines = told(tmp_path, 3).splitlines()
+    assert lines[0] == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is late, ranks 0, 2 wait for it"
+    assert lines[1].split() == ["rank", "1", platform.node(), "forward", "28", "s", "late", "train.py:88", "main"]
+    assert "waits  all_gather 41 of default_pg, from train.py:88 main" in lines[2]
+    assert "stack of rank 1" in lines[3]
+
+
+def test_without_collectives_to_go_by_the_least_far_is_late(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3, 4, "backward")
+    write(tmp_path, 1, 3, 1, "data")
+    assert judge(seen(tmp_path, 2)) == {0: "waits", 1: "late"}
+
+
+def test_all_in_the_same_place_nobody_is_late(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, 3, 0, "data")
+    assert set(judge(seen(tmp_path, 3)).values()) == {""}
+    assert "all 3 ranks are in data" in told(tmp_path, 3)
+
+
+def test_another_operation_of_the_same_number_is_a_divergence(tmp_path: Path) -> None:
+    write(tmp_path, 0, 4, 1, "reduce", operation="all_reduce")
+    write(tmp_path, 1, 3, 9, "save", operation="barrier")
+    assert judge(seen(tmp_path, 2)) == {0: "waits", 1: "waits"}
+    text = told(tmp_path, 2)
+    assert "the ranks wait for each other, each in another collective" in text
+    assert "last in common: 40 of default_pg, all_reduce." in text
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"process": 2**22 + 1}, "is gone: killed, or the host ran out of memory"),
+        ({"host": "elsewhere", "silent": 95.0}, "has no heartbeat: it or its host is dead"),
+        ({"phase": "failed"}, "its run ended: failed"),
+        (None, "never joined this run: it has no heartbeat"),
+    ],
+    ids=["gone", "silent", "ended", "missing"],
+)
+def test_a_rank_that_cannot_go_on_is_late_however_far_it_came(
+    tmp_path: Path, broken: dict[str, Any] | None, words: str
+) -> None:
+    write(tmp_path, 0, 3, 1, "data")
+    write(tmp_path, 1, 3, 2, "reduce", operation="all_reduce")
+    if broken is not None:
+        write(tmp_path, 2, 3, 8, **{"phase": "optimizer", **broken})
+    assert judge(seen(tmp_path, 3)) == {0: "waits", 1: "waits", 2: "late"}
+    assert words in told(tmp_path, 3)
+
+
+def test_evidence_of_an_earlier_stall_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3, 4, "forward", operation="all_gather")
+    beat = json.loads((tmp_path / "rank-0.json").read_text())
+    (tmp_path / "rank-0.json").write_text(json.dumps({**beat, "number": 5}))
+    [peer] = seen(tmp_path, 1)
+    assert not peer.stack
+    assert peer.pending is None
+
+
+def test_ranks_in_the_same_place_share_a_line(tmp_path: Path) -> None:
+    for rank in range(200):
+        write(tmp_path, rank, 3, 4, "forward", operation="all_gather", host=f"host{rank // 8}")
+    write(tmp_path, 77, 3, 4, "forward", host="host9")
+    text = told(tmp_path, 200)
+    assert "rank 77 is late, ranks 0-76, 78-199 wait for it" in text
+    assert len(text.splitlines()) < 10
+
+
+def test_marks_are_counted_within_a_step_and_a_heartbeat_is_one_short_line(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path, 3)
+    heart.mark("data", 5)
+    heart.mark("forward", 5)
+    with heart.barrier():
+        assert heart.now.phase == "barrier"
+    assert (heart.now.phase, heart.now.number) == ("forward", 3)
+    heart.write()
+    content = (tmp_path / "rank-3.json").read_bytes()
+    assert len(content) == BYTES
+    beat = json.loads(content)
+    assert (beat["rank"], beat["step"], beat["phase"]) == (3, 5, "forward")
+
+
+def test_what_happened_once_does_not_make_a_phase_patient(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path, 0)
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    seconds = [random.Random(seed).uniform(0.0, 1.0) for _ in range(20)]
+    for number, took in enumerate([*seconds, 500.0]):
+        heart.mark("data", number)
+        heart.now = heart.now._replace(began=heart.now.began - took)
+    heart.mark("forward", 30)
+    assert heart.usual("data") == pytest.approx(max(seconds), abs=0.1)
