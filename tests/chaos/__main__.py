@@ -25,7 +25,11 @@ def main() -> int:
     if IN_A_NAMESPACE not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         # With mounts of its own, where that is allowed: a disk that fills is a real one.
-        may = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0 if shutil.which("unshare") else False
+        may = (
+            subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
+            if shutil.which("unshare")
+            else False
+        )
         os.environ[IN_A_NAMESPACE] = "yes" if may else "no"
         command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:]]
         os.execvp("unshare" if may else command[0], ["unshare", "-rm", *command] if may else command)
@@ -33,7 +37,7 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     from tests.chaos.lanes import lead_lanes, report
 
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         began = time.monotonic()
         until = began + 60 * chosen.minutes if chosen.minutes else float("inf")
         figures = lead_lanes(Path(folder), seed, chosen.faults, chosen.lanes, until, os.environ[IN_A_NAMESPACE] == "yes")

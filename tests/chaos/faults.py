@@ -101,9 +101,7 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
-def _until(
-    condition: Callable[[], bool], attempt: Attempt, seconds: float, hangs: bool = False, every: float = 0.002
-) -> bool:
+def _until(condition: Callable[[], bool], attempt: Attempt, seconds: float, hangs: bool = False, every: float = 0.002) -> bool:
     deadline = time.monotonic() + seconds
     looked = 0.0
     while not condition():

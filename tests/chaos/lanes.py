@@ -9,10 +9,6 @@ import traceback
 from pathlib import Path
 
 # Imported once, for all ranks that are forked from here.
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.nn.parallel
-
 import lmforge.parallel.ddp
 import lmforge.parallel.fsdp1
 import lmforge.parallel.fsdp2

@@ -135,15 +135,15 @@ class Life:
     def _attempted(self, fault: Fault | None) -> bool:
         """One attempt at the run, with a fault. Whether the run has come to its end."""
         figures, topology = self.figures, self._topology
-        if fault and fault.kind in ("rank sleeps", "kill the launcher") and topology.ranks == 1:
+        if fault and fault.kind in ("rank sleeps", *BY_COMMAND) and topology.ranks == 1:
             topology = Topology(2, "ddp")
-            if self._stays:
-                fault = None
         words = recipe(self._data, self.run.path.parent, self.run.path.name, topology)
         tracks, expected = Tracks(self.run), self._newest()
         figures.attempts += 1
-        limit = fault.chance.randrange(60_000, 150_000) if fault and fault.kind == "file limit" else None
-        if fault and fault.kind in BY_COMMAND and topology.ranks > 1:
+        # Where no disk can be mounted that fills, no file may grow.
+        limited = ("file limit",) if self._disk else ("file limit", "full disk")
+        limit = fault.chance.randrange(60_000, 150_000) if fault and fault.kind in limited else None
+        if fault and fault.kind in BY_COMMAND:
             attempt = launched(words, topology.ranks, self._folder)
         else:
             attempt = forked(words, topology.ranks, self._folder, limit)
@@ -167,7 +167,7 @@ class Life:
     def _hurt(self, fault: Fault, attempt: Attempt, tracks: Tracks, ranks: int) -> bool:
         """Do the harm and wait for what comes of it. Whether it was done."""
         victim = fault.chance.randrange(ranks)
-        if fault.kind == "file limit":
+        if fault.kind == "file limit" or (fault.kind == "full disk" and self._disk is None):
             if not attempt.wait(4 * HANG_SECONDS):
                 raise Hung("under a limit of files it neither trained nor ended")
             self._count(fault)
@@ -178,7 +178,7 @@ class Life:
         if fault.kind == "rank sleeps":
             return self._sleep(victim, attempt, tracks)
         if fault.kind == "full disk":
-            return self._fill(fault, attempt, tracks)
+            return self._fill(fault, attempt)
         under_way = tracks.under_way(ranks)
         if attempt.launched:
             self._hurt_launched(fault, attempt, tracks, victim)
@@ -222,9 +222,9 @@ class Life:
                     _kill(pid)
                 raise Hung(f"launcher or ranks did not end after: {fault.kind}")
             time.sleep(0.02)
-        if process in ranks and fault.kind == "kill a launched rank" and attempt.ended[-1] != 0:
-            if f"rank {victim} was killed by SIGKILL" not in attempt.said():
-                self._find("a killed rank was not named", attempt.said())
+        named = f"rank {victim} was killed by SIGKILL" in attempt.said()
+        if process in ranks and fault.kind == "kill a launched rank" and attempt.ended[-1] and not named:
+            self._find("a killed rank was not named", attempt.said())
 
     def _sleep(self, victim: int, attempt: Attempt, tracks: Tracks) -> bool:
         """Stop a rank until its peers have named it; the run then goes on, to its end or the next fault."""
@@ -232,10 +232,15 @@ class Life:
         named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* late +process {pid} is stopped", re.M)
         ended_before = not attempt.look()
         stop_for(pid, lambda: bool(named.search(attempt.said())) or not attempt.look(), NAMED_SECONDS)
-        if not named.search(attempt.said()) and not ended_before and tracks.heartbeats().get(victim, {}).get("phase") not in (
-            "done",
-            "failed",
-            "interrupted",
+        if (
+            not named.search(attempt.said())
+            and not ended_before
+            and tracks.heartbeats().get(victim, {}).get("phase")
+            not in (
+                "done",
+                "failed",
+                "interrupted",
+            )
         ):
             self.figures.unnamed_hangs += 1
             self._find(f"rank {victim} (process {pid}) slept and was not named", attempt.said()[said:])
@@ -250,7 +255,7 @@ class Life:
         attempt.wait(ENDING_SECONDS)
         return True
 
-    def _fill(self, fault: Fault, attempt: Attempt, tracks: Tracks) -> bool:
+    def _fill(self, fault: Fault, attempt: Attempt) -> bool:
         """Fill the disk; where the fault is `patient` until it has been told, and then make room again."""
         assert self._disk is not None
         ballast = Ballast(self._disk, int(fault.delay**2 * 900_000))
@@ -274,9 +279,7 @@ class Life:
 
     # --- after an attempt --------------------------------------------------------------------------------------------
 
-    def _look_over(
-        self, fault: Fault | None, attempt: Attempt, tracks: Tracks, topology: Topology, expected: int
-    ) -> bool:
+    def _look_over(self, fault: Fault | None, attempt: Attempt, tracks: Tracks, topology: Topology, expected: int) -> bool:
         """Judge what an attempt said and left. Whether the run is at its end."""
         figures, said, trained = self.figures, attempt.said(), tracks.trained()
         figures.steps_trained += len(trained)
