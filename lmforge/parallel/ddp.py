@@ -28,6 +28,7 @@ class Replicated(Spread):
         )
         self._mark: Callable[[str], None] = lambda phase: None
         wrapped.register_comm_hook(self, _sum)
+        _settle(wrapped)
         super().__init__(wrapped, model, ranks, autocast_dtype)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -37,6 +38,23 @@ class Replicated(Spread):
     def accumulate(self, micro_batches: Sequence[Batch], weight: Tensor, mark: Callable[[str], None]) -> list[Metrics]:
         self._mark = mark
         return super().accumulate(micro_batches, weight, mark)
+
+
+def _settle(wrapped: DistributedDataParallel) -> None:
+    """Have DDP arrange its buckets before the first step as it will keep them.
+
+    After one backward it arranges them anew, and where a gradient lies in a bucket decides in which order three or more
+    ranks are summed: a run that is continued, whose first step is another one, would differ in the last bits. So it gets
+    a backward of zeros, in the order that it has assumed: the last parameters first.
+    """
+    total = torch.zeros(())
+    for parameter in wrapped.module.parameters():  # what was used last is walked back to first
+        if parameter.requires_grad:
+            total = total.to(parameter.device) + 0.0 * parameter.reshape(-1)[:1].sum()
+    wrapped.reducer.prepare_for_backward([])
+    total.backward()
+    wrapped.reducer._rebuild_buckets()
+    wrapped.zero_grad(set_to_none=True)
 
 
 def _sum(engine: Replicated, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
