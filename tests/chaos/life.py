@@ -271,7 +271,8 @@ class Life:
                 self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
             if lost:
                 self._find(f"{lost} steps were lost though it was asked to stop", said)
-        if fault and fault.kind == "kill a rank" and trained and 1 in statuses and not re.search(r"^lmforge: ", said, re.M):
+        left_alone = statuses <= {1, -signal.SIGKILL} and 1 in statuses  # a launcher's SIGTERM may end who was about to speak
+        if fault and fault.kind == "kill a rank" and trained and left_alone and not re.search(r"^lmforge: ", said, re.M):
             self._find(f"nobody said why it ended with {attempt.ended}", said)
         self._lose(lost, by_disk=fault is not None and fault.kind in ("full disk", "file limit"))
         self._position = min(self._position, newest)
@@ -347,7 +348,8 @@ class Life:
             self._damaged.append(done)
             if len(sound) == 1:
                 self._refused(done)
-                done.undo()
+                if done.there:
+                    done.undo()
                 self._damaged.remove(done)
                 return
             before, after = sound[-1], sound[-2]
@@ -364,6 +366,7 @@ class Life:
         said = attempt.said()
         if attempt.ended != {0: 2} or "none of its checkpoints can be used" not in said:
             self._telling = f"life {self._number}: every checkpoint damaged, the last: {done.what}"
+            self.figures.corrupt_loaded += 0 in attempt.ended.values()
             self._find(f"ended with {attempt.ended}", said)
 
     def _compare_weights(self) -> None:
