@@ -500,10 +500,14 @@ class DownloadOptions(Options):
 
 
 class ShowOptions(Options):
-    """lmforge show THING: a recipe, a model, a folder of shards, a run or a checkpoint, in a few lines."""
+    """lmforge show THING: what it is, in a few lines; lmforge show data OF: the text of samples, as training reads them."""
 
     thing: str = argument(
-        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, or `presets`"
+        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
+    )
+    of: Path | None = argument(None, "with `data`: a run, or the file of a bad step")
+    samples: str | None = option(
+        None, "with `data`: sample numbers, FIRST:AFTER_LAST (default: the first 3, or those of the file)"
     )
 
 

@@ -110,6 +110,11 @@ class Run:
     def exists(self) -> bool:
         return self.recipe.exists()
 
+    @property
+    def begun_at(self) -> int | None:
+        """When it was last begun or continued, in nanoseconds of the file system's clock."""
+        return self.recipe.stat().st_mtime_ns if self.exists() else None
+
     def config(self) -> Config:
         """The recipe that the run was started with."""
         return validate(Config, read_recipe(self.recipe), str(self.recipe))

@@ -28,7 +28,7 @@ from lmforge.data.sealing import NO_ROOM
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import Stream
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake, RunFailed
+from lmforge.errors import Mistake, PeerLost, RunFailed
 from lmforge.infer.engine import generate
 from lmforge.infer.evaluate import evaluate
 from lmforge.infer.sampling import Sampling
@@ -55,7 +55,9 @@ from lmforge.train.saves import Saves
 from lmforge.train.watch import Watch
 
 # What gloo and NCCL say when the other end is gone.
-LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
+LOST_PEER = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
+)
 NONE_USABLE = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
 MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -117,16 +119,15 @@ def pretrain(config: Config) -> int:
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
-            raise RunFailed(f"{failed}; {_kept(run)}; log: {log}") from failed
+            raise type(failed)(f"{failed}; {_kept(run)}; log: {log}") from failed
         finally:
             watch.stop(phase)
             teller.close()
     except Exception as problem:
         # Peers that lose their groups fail too: whoever knows the cause asks for the word while it still has them.
         cluster.speaks_for_all()
-        if isinstance(problem, RuntimeError) and LOST_PEER.search(str(problem)):
-            first = str(problem).strip().splitlines()[0]
-            raise RunFailed(f"{run.path}: another rank was lost ({first}); {_kept(run)}") from problem
+        if isinstance(problem, RuntimeError) and (found := LOST_PEER.search(str(problem))):
+            raise PeerLost(f"{run.path}: another rank was lost ({found[0].lower()}); {_kept(run)}") from problem
         if isinstance(problem, OSError) and problem.errno in NO_ROOM:
             raise RunFailed(f"{run.path}: no room to write ({problem.strerror}); {_kept(run)}") from problem
         raise
