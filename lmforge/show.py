@@ -37,7 +37,7 @@ def show(thing: str) -> str:
             return _model(resolve(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
         raise Mistake(f"{thing}: no such file, folder or preset; `lmforge show presets` lists the presets")
     if (path / "recipe.toml").exists():
-        return _run(Run(path))
+        return _run(Run.open(path))
     if (path / MANIFEST).exists():
         table = _manifest(path)
         return _checkpoint(path, table) if "samples" in table else _tokens(path)
