@@ -155,6 +155,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
             if wish or done % parts.log_every == 0:
                 record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
                 record |= {"skipped_steps": guard.skipped} if guard.skipped else {}
+                record |= {"save_stall_seconds": saves.saver.seconds_held} if saves.saver.seconds_held else {}
                 gc.collect()
                 for line in parts.watch.log_step(done, record["step_seconds"], parts.spread.part):
                     parts.teller.say(line)
