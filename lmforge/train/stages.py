@@ -42,6 +42,7 @@ from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import data_place, plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
+from lmforge.train.determinism import be_deterministic, refusal
 from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
@@ -78,6 +79,7 @@ def pretrain(config: Config) -> int:
     Every rank calls it. Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
     Mistake before anything of the run is touched, and RunFailed after that.
     """
+    be_deterministic(config.train.deterministic)
     ranks = cluster.start(config.train.device, config.train.threads)
     run = Run(config.run.folder / config.run.name)
     try:
@@ -109,6 +111,8 @@ def pretrain(config: Config) -> int:
         if isinstance(problem, RuntimeError) and LOST_PEER.search(str(problem)):
             first = str(problem).strip().splitlines()[0]
             raise RunFailed(f"{run.path}: another rank was lost ({first}); {_kept(run)}") from problem
+        if nondeterministic := refusal(problem):
+            raise RunFailed(f"{run.path}: {nondeterministic}; {_kept(run)}") from problem
         if isinstance(problem, OSError) and problem.errno in NO_ROOM:
             raise RunFailed(f"{run.path}: no room to write ({problem.strerror}); {_kept(run)}") from problem
         raise
@@ -235,6 +239,8 @@ def _pretrain(
         state = trained.state(optimizer, state_by_name)
         checkpoint.load(entry.folder, state, ranks)
         trained.loaded(optimizer, state)
+        # Nothing here draws from torch's generators: weights, rows, dropout and samples are functions of seeds and numbers,
+        # and no rank has a random state of its own. What is kept is for what else may run in the process.
         checkpoint.set_rng_state(entry.manifest.rng)
     peak = peak_of(ranks.device, dtype)
     _introduce(config, material, trained, teller, fresh=entry.folder is None)
@@ -243,6 +249,8 @@ def _pretrain(
         f"compute    {_name(dtype)} ({dtype_why}){_float8(config)}, masters {config.train.master_dtype},"
         f" attention {attention}, compile {_on(compiled)} ({compile_why})"
     )
+    if config.train.deterministic:
+        teller.say("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 
     place, places = data_place(config.parallel, ranks.place.rank, ranks.count)
@@ -253,6 +261,7 @@ def _pretrain(
         rank=place,
         ranks=places,
         device=ranks.device,
+        noise_seed=noise_seed(config),
     )
     metrics = MetricsFile(run.metrics, run.path / "tensorboard" if config.log.tensorboard else None) if ranks.first else None
     about = {
@@ -377,8 +386,10 @@ def prepare_model(
 
     Raises Mistake, on every rank, where the recipe does not fit them.
     """
+    model = build(shape, seed=None, device="meta").to(MASTERS[config.train.master_dtype])
+    model.dropout = config.model.dropout
     trained = spread(
-        build(shape, seed=None, device="meta").to(MASTERS[config.train.master_dtype]),
+        model,
         objective.loss,
         ranks=ranks,
         dtype=dtype,
@@ -388,6 +399,11 @@ def prepare_model(
         fill=partial(_fill, config, ranks, fresh=fresh),
     )
     return trained, build_optimizer(trained.model, config.optimizer, trained.shapes())
+
+
+def noise_seed(config: Config) -> int | None:
+    """What the keys of tokens are made from; None where nothing is drawn from them."""
+    return config.train.seed if config.model.dropout else None
 
 
 def has_weights(config: Config) -> bool:
