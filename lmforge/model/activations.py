@@ -7,6 +7,7 @@ is measured by train/memory.py.
 
 from lmforge.model.shapes import ModelConfig
 
+KEY = 8  # bytes of a token's key
 WIDE = 4  # norms, angles, logarithms of sums and the head's gradient are in fp32 whatever is computed in
 
 
@@ -19,6 +20,7 @@ def saved_bytes(
     recompute: str = "none",
     every: int = 2,
     dense_mask: bool = True,
+    dropout: bool = False,
 ) -> int:
     """Bytes of one micro-batch's activations on a rank between its forward and its backward pass.
 
@@ -27,6 +29,7 @@ def saved_bytes(
         number_bytes: of the compute dtype: 4 for fp32, 2 for bf16.
         recompute, every: as in `parallel.recompute` and `parallel.recompute_every`.
         dense_mask: attention is given a mask of all scores, as on a CPU; FlexAttention's blocks weigh next to nothing.
+        dropout: whether there is any: its masks are a byte a number, and what is recomputed holds the keys they are made of.
 
     While the backward pass recomputes, one block's `block_bytes` come on top. Raises ValueError for another family.
     """
@@ -42,6 +45,8 @@ def saved_bytes(
     total += (layers - again) * block_bytes(config, rows, length, number_bytes=number_bytes, dense_mask=dense_mask)
     # In place of the last norm's output the head leaves the gradient of it, and its own weight's.
     total += tokens * _norm_bytes(width, number_bytes) + WIDE * config.vocab_size * width
+    if dropout:
+        total += tokens * (width + (layers - again) * 2 * width + again * KEY)
     if dense_mask:  # a byte a score, held to recompute with
         total += len(set(windows_again)) * tokens * length
     return total

@@ -37,6 +37,11 @@ class Heartbeat:
         """Say what this rank does from now on."""
         self._now = {"step": step, "phase": phase, "since": time.time()}
 
+    @property
+    def where(self) -> str:
+        """Step and phase, in words."""
+        return f"step {self._now['step']}, {self._now['phase']}"
+
     def stop(self, phase: str) -> None:
         """Write the last word and end."""
         self._now = {**self._now, "phase": phase, "since": time.time()}

@@ -47,6 +47,7 @@ from lmforge.train.health import Heartbeat
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
+from lmforge.train.room import Need, within_memory
 
 # What gloo and NCCL say when the other end is gone.
 LOST_PEER = re.compile(r"onnection (closed|reset|refused)|roken pipe|remote process exited|NCCL communicator was aborted")
@@ -97,7 +98,10 @@ def pretrain(config: Config) -> int:
         heartbeat, teller = Heartbeat(run.health, ranks.place.rank), Teller(ranks, config.train.steps, log)
         phase = "failed"
         try:
-            status = _pretrain(config, run, entry, material, ranks, heartbeat, teller)
+            number_bytes = choose_dtype(config.train.dtype, ranks.device)[0].itemsize
+            need = Need(config, material.shape, material.plan, number_bytes, ranks.device.type == "cuda")
+            with within_memory(need, ranks, lambda: heartbeat.where):
+                status = _pretrain(config, run, entry, material, ranks, heartbeat, teller)
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
