@@ -59,7 +59,7 @@ def room(device: torch.device, local_ranks: int) -> Room | None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return Room(total - free - idle, free + idle, f"this GPU's {total / GIB:.1f} GiB")
+        return Room(total - free - idle, free + idle, f"this GPU's {_size(total)}")
     status = _numbers(Path("/proc/self/status"))
     if not status:
         return None
@@ -71,7 +71,7 @@ def room(device: torch.device, local_ranks: int) -> Room | None:
     ):
         limit, _ = resource.getrlimit(which)
         if limit != resource.RLIM_INFINITY:
-            bounds.append(Room(used, max(0, limit - used), f"{limit / GIB:.2f} GiB of {words}"))
+            bounds.append(Room(used, max(0, limit - used), f"{_size(limit)} of {words}"))
     for folder, limit_name, used_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -80,8 +80,12 @@ def room(device: torch.device, local_ranks: int) -> Room | None:
             limit, used = (int(Path(folder, name).read_text()) for name in (limit_name, used_name))
         except (OSError, ValueError):  # "max"
             continue
-        bounds.append(Room(resident, max(0, limit - used) // local_ranks, f"{limit / GIB:.1f} GiB of this container"))
+        bounds.append(Room(resident, max(0, limit - used) // local_ranks, f"{_size(limit)} of this container"))
     return min(bounds, key=lambda bound: bound.free)
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -212,12 +216,12 @@ def what_fits(need: Need, now: Setting, ranks: int, available: int) -> str:
         if found := largest(setting, now.rows):
             return f"by estimate would fit: {_words(now, found)}"
     smallest = min((replace(each, rows=1) for each in least), key=needed)
-    short = (needed(smallest) + (0 if need.on_gpu else THREADS_BYTES)) / GIB
+    short = _size(needed(smallest) + (0 if need.on_gpu else THREADS_BYTES))
     more = [ranks * times for times in range(2, need.plan.rows + 1) if need.plan.rows % (need.plan.ranks * times) == 0]
     share = [replace(smallest, engine="fsdp2", shards=count, keep_gathered=False) for count in more]
     enough = _first(lambda each: needed(each) <= available, share)
     on_more = f"; on {enough.shards} ranks under parallel.engine = fsdp2 that would fit" if enough else ""
-    return f"by estimate nothing fits: {_words(now, smallest) or 'this'} needs at least {short:.2f} GiB a rank{on_more}"
+    return f"by estimate nothing fits: {_words(now, smallest) or 'this'} needs at least {short} a rank{on_more}"
 
 
 def _first(fits: Callable[[Setting], bool], settings: list[Setting]) -> Setting | None:
@@ -256,8 +260,8 @@ def within_memory(need: Need, ranks: Ranks, where: Callable[[], str]) -> Iterato
         # What the frames of the failed step hold could leave no room to tell of it.
         traceback.clear_frames(problem.__traceback__)
         asked = _ASKED.search(str(problem))
-        told = f"{float(asked[1]) * _UNITS[asked[2]] / GIB:.2f} GiB were asked for" if asked else "a request was refused"
+        told = f"{_size(float(asked[1]) * _UNITS[asked[2]])} were asked for" if asked else "a request was refused"
         if then is not None:
-            told += f", with {then.used / GIB:.2f} GiB in use and {then.free / GIB:.2f} GiB left of {then.bound}"
+            told += f", with {_size(then.used)} in use and {_size(then.free)} left of {then.bound}"
         way = what_fits(need, need.setting(ranks), ranks.count, before.free) if before else "how much there was is not known"
         raise RunFailed(f"rank {ranks.place.rank}, {where()}: out of memory: {told}; {way}") from problem

@@ -105,7 +105,7 @@ def test_what_is_said_to_fit_does_under_the_same_limit(tiny_tokens: Path, tmp_pa
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (said,) = failed.stderr.splitlines()
     print(said)
-    assert re.match(r"lmforge: rank [01], step 0, (forward|backward): out of memory: \d+\.\d\d GiB were asked for, with ", said)
+    assert re.match(r"lmforge: rank [01], step 0, (forward|backward): out of memory: \d+ MiB were asked for, with ", said)
     assert "GiB of address space (ulimit -v)" in said
     ways = suggestions(said)
     assert ["--train.micro_batch_rows", "32"] in ways or ["--train.micro_batch_rows", "64"] in ways
