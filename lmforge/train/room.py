@@ -198,45 +198,47 @@ def what_fits(need: Need, now: Setting, ranks: int, available: int) -> str:
         sizes = [size for size in range(1, min(rows, below) + 1) if rows % size == 0]
         return _first(lambda each: needed(each) <= available, [replace(setting, rows=size) for size in reversed(sizes)])
 
-    ways = [_words(now, found)] if (found := largest(now, now.rows - 1)) else []
+    ways = [_words(need, now, found)] if (found := largest(now, now.rows - 1)) else []
     # One thing at a time, the cheapest of each kind first.
-    full = replace(now, engine="fsdp2", shards=ranks // need.config.parallel.tensor_ranks, keep_gathered=False)
+    engine = now.engine if now.engine.startswith("fsdp") else "fsdp2"
+    full = replace(now, engine=engine, shards=ranks // need.config.parallel.tensor_ranks, keep_gathered=False)
     alone = ranks == 1
     kinds = [
         [replace(now, recompute=how) for how in ("operators", "full")] if now.recompute != "full" else [],
         [replace(now, keep_gathered=False), full] if not alone else [],
-        [replace(now if "fsdp" in now.engine else full, offload=True)] if need.on_gpu else [],
+        [replace(now if now.engine == engine else full, offload=True)] if need.on_gpu else [],
     ]
     candidates = [[each for each in kind if each != now and needed(each) < needed(now)] for kind in kinds]
-    ways += [_words(now, found) for kind in candidates if (found := _first(lambda each: needed(each) <= available, kind))]
+    ways += [_words(need, now, found) for kind in candidates if (found := _first(lambda each: needed(each) <= available, kind))]
     if ways:
         return f"by estimate would fit: {', or '.join(ways)}"
     least = [replace(each, recompute="full") for each in (now, *chain(*candidates))]
     for setting in least:
         if found := largest(setting, now.rows):
-            return f"by estimate would fit: {_words(now, found)}"
+            return f"by estimate would fit: {_words(need, now, found)}"
     smallest = min((replace(each, rows=1) for each in least), key=needed)
     short = _size(needed(smallest) + (0 if need.on_gpu else THREADS_BYTES))
     more = [ranks * times for times in range(2, need.plan.rows + 1) if need.plan.rows % (need.plan.ranks * times) == 0]
     share = [replace(smallest, engine="fsdp2", shards=count, keep_gathered=False) for count in more]
     enough = _first(lambda each: needed(each) <= available, share)
     on_more = f"; on {enough.shards} ranks under parallel.engine = fsdp2 that would fit" if enough else ""
-    return f"by estimate nothing fits: {_words(now, smallest) or 'this'} needs at least {short} a rank{on_more}"
+    return f"by estimate nothing fits: {_words(need, now, smallest) or 'this'} needs at least {short} a rank{on_more}"
 
 
 def _first(fits: Callable[[Setting], bool], settings: list[Setting]) -> Setting | None:
     return next(filter(fits, settings), None)
 
 
-def _words(now: Setting, then: Setting) -> str:
+def _words(need: Need, now: Setting, then: Setting) -> str:
     """How to get from one setting to the other, in options."""
     words = []
     if then.rows != now.rows:
         words.append(f"train.micro_batch_rows = {then.rows} (it was {now.rows})")
     if then.engine != now.engine:
         words.append(f"parallel.engine = {then.engine}")
-    if (then.shards, then.keep_gathered) != (now.shards, now.keep_gathered) and then.engine == now.engine:
-        words.append("parallel.sharding = full-shard")
+    said = need.config.parallel
+    if (then.shards, then.keep_gathered) != (now.shards, now.keep_gathered) and (then.engine == now.engine or said.sharding):
+        words.append("parallel.sharding = full-shard" + (" (and no hybrid_ranks)" if said.hybrid_ranks else ""))
     if then.recompute != now.recompute:
         words.append(f"parallel.recompute = {then.recompute}")
     if then.offload != now.offload:
