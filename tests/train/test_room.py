@@ -18,7 +18,7 @@ from lmforge.cli import load_config
 from lmforge.config import Config
 from lmforge.model.shapes import shape_of
 from lmforge.parallel.mesh import plan_batches
-from lmforge.train.room import MARGIN, THREADS_BYTES, Need, Setting, out_of_memory, what_fits
+from lmforge.train.room import GPU_MARGIN, HOST_BYTES, Need, Setting, out_of_memory, what_fits
 
 STEPS = 2
 # Much memory for little work: narrow layers, and all rows in one micro-batch.
@@ -100,7 +100,7 @@ def test_what_is_said_to_fit_does_under_the_same_limit(tiny_tokens: Path, tmp_pa
     launch = ["--launch.processes", str(ranks)]
     config = load_config(options(tiny_tokens, tmp_path, "a"))
     setting = Setting(128, "alone", 1, False, "none", False)
-    limit = mapped + THREADS_BYTES + int(0.5 * need_of(config).step_bytes(setting))
+    limit = mapped + HOST_BYTES + int(0.8 * need_of(config).step_bytes(setting))
     failed = under(limit, *options(tiny_tokens, tmp_path, "failed", *launch))
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (said,) = failed.stderr.splitlines()
@@ -155,8 +155,7 @@ def test_only_what_fits_by_the_estimate_is_proposed_and_nothing_that_fits_is_cal
         rows, shards = need.plan.micro_batch_rows, ranks if engine == "fsdp2" else 1
         keeps, how = draw.random() < 0.3, draw.choice(["none", "operators", "full"])
         now = Setting(rows, engine, shards, keeps, how, False)
-        threads = 0 if on_gpu else THREADS_BYTES
-        available = int(need.step_bytes(now) * draw.uniform(0.01, 1.05)) + threads
+        available = int(need.step_bytes(now) * draw.uniform(0.01, 1.05)) + need.beside
         said = what_fits(need, now, ranks, available)
         for way in suggestions(said):
             proposed += 1
@@ -171,10 +170,10 @@ def test_only_what_fits_by_the_estimate_is_proposed_and_nothing_that_fits_is_cal
                 recompute=chosen.get("--parallel.recompute", how),
                 offload="--parallel.offload" in chosen,
             )
-            assert MARGIN * need.step_bytes(then) <= available - threads, said
+            assert need.margin * need.step_bytes(then) <= available - need.beside, said
         if "nothing fits" in said:
             refused += 1
-            assert MARGIN * need.step_bytes(replace(now, rows=1, recompute="full")) > available - threads, said
+            assert need.margin * need.step_bytes(replace(now, rows=1, recompute="full")) > available - need.beside, said
     assert proposed > 50
     assert refused > 10
 
@@ -187,7 +186,7 @@ def test_a_failure_counts_as_a_measurement() -> None:
     available = 2 * need.step_bytes(now)
     said = what_fits(need, now, 1, available)
     (rows,) = (int(way[1]) for way in suggestions(said) if way[0] == "--train.micro_batch_rows")
-    assert need.step_bytes(replace(now, rows=rows)) < need.step_bytes(now) / MARGIN
+    assert need.step_bytes(replace(now, rows=rows)) < need.step_bytes(now) / GPU_MARGIN
 
 
 def test_refused_memory_is_told_from_other_errors() -> None:
