@@ -172,7 +172,8 @@ def load_config(words: list[str]) -> options.Config:
 def _load(tree: type[Recipe], words: list[str]) -> Recipe:
     recipe, rest = (Path(words[0]), words[1:]) if words and not words[0].startswith("-") else (None, words)
     table = read_recipe(recipe) if recipe else {}
-    config = parse(tree, _with_resume(rest), table, str(recipe or ""))
+    rest = [re.sub(r"^--deterministic(?==|$)", "--train.deterministic", word) for word in _with_resume(rest)]
+    config = parse(tree, rest, table, str(recipe or ""))
     return config.with_name(recipe.stem if recipe else "run")
 
 
@@ -267,6 +268,7 @@ class Verb:
 PRETRAIN_NOTES = """\
   --dry-run           print the resolved recipe and the batch arithmetic, and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
+  --deterministic     the same as --train.deterministic
 """
 VERBS = {
     "quickstart": Verb(

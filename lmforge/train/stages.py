@@ -46,11 +46,13 @@ from lmforge.parallel.fits import check_fits, choose_engine
 from lmforge.parallel.mesh import data_place, plan_batches, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run
+from lmforge.train.determinism import be_deterministic, refusal
 from lmforge.train.disk import DiskWatch
 from lmforge.train.guard import Bad, Guard, write_bad_step
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, clock, measured_peak_flops
 from lmforge.train.optim import build_optimizer, choose_groups, learning_rate, state_by_name
+from lmforge.train.room import Need, within_memory
 from lmforge.train.saves import Saves
 from lmforge.train.watch import Watch
 
@@ -88,6 +90,7 @@ def pretrain(config: Config) -> int:
     Every rank calls it. Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
     Mistake before anything of the run is touched, and RunFailed after that.
     """
+    be_deterministic(config.train.deterministic)
     ranks = cluster.start(config.train.device, config.train.threads)
     run = Run.of(config)
     try:
@@ -115,7 +118,10 @@ def pretrain(config: Config) -> int:
         teller = Teller(ranks, config.train.steps, log)
         phase = "failed"
         try:
-            status = _pretrain(config, run, entry, material, ranks, watch, teller)
+            number_bytes = choose_dtype(config.train.dtype, ranks.device)[0].itemsize
+            need = Need(config, material.shape, material.plan, number_bytes, ranks.device.type == "cuda")
+            with within_memory(need, ranks, watch.where):
+                status = _pretrain(config, run, entry, material, ranks, watch, teller)
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
@@ -128,6 +134,8 @@ def pretrain(config: Config) -> int:
         cluster.speaks_for_all()
         if isinstance(problem, RuntimeError) and (found := LOST_PEER.search(str(problem))):
             raise PeerLost(f"{run.path}: another rank was lost ({found[0].lower()}); {_kept(run)}") from problem
+        if nondeterministic := refusal(problem):
+            raise RunFailed(f"{run.path}: {nondeterministic}; {_kept(run)}") from problem
         if isinstance(problem, OSError) and problem.errno in NO_ROOM:
             raise RunFailed(f"{run.path}: no room to write ({problem.strerror}); {_kept(run)}") from problem
         raise
@@ -214,6 +222,8 @@ def load_entry(
             for line in entry.lines:
                 say(line)
     trained.loaded(optimizer, state)
+    # Nothing here draws from torch's generators: weights, rows, dropout and samples are functions of seeds and numbers, and
+    # no rank has a random state of its own. What is kept is for what else may run in the process.
     checkpoint.set_rng_state(entry.manifest.rng)
     return entry
 
@@ -312,6 +322,8 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
         f"compute    {_name(dtype)} ({dtype_why}){_float8(config)}, masters {config.train.master_dtype},"
         f" attention {attention}, compile {_on(compiled)} ({compile_why})"
     )
+    if config.train.deterministic:
+        teller.say("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
     teller.say(f"MFU is of  {_peak_words(peak, ranks.device)}: {CONVENTION}")
 
     place, places = data_place(config.parallel, ranks.place.rank, ranks.count)
@@ -322,6 +334,7 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
         rank=place,
         ranks=places,
         device=ranks.device,
+        noise_seed=noise_seed(config),
     )
     metrics = MetricsFile(run.metrics, run.path / "tensorboard" if config.log.tensorboard else None) if ranks.first else None
     saver = Saver(
@@ -523,8 +536,10 @@ def prepare_model(
 
     Raises Mistake, on every rank, where the recipe does not fit them.
     """
+    model = build(shape, seed=None, device="meta").to(MASTERS[config.train.master_dtype])
+    model.dropout = config.model.dropout
     trained = spread(
-        build(shape, seed=None, device="meta").to(MASTERS[config.train.master_dtype]),
+        model,
         objective.loss,
         ranks=ranks,
         dtype=dtype,
@@ -534,6 +549,11 @@ def prepare_model(
         fill=partial(_fill, config, ranks, fresh=fresh),
     )
     return trained, build_optimizer(trained.model, config.optimizer, trained.shapes())
+
+
+def noise_seed(config: Config) -> int | None:
+    """What the keys of tokens are made from; None where nothing is drawn from them."""
+    return config.train.seed if config.model.dropout else None
 
 
 def has_weights(config: Config) -> bool:

@@ -85,6 +85,10 @@ class Watch:
         """Say what this rank does from now on; phases are those of heartbeat.PHASES."""
         self._heartbeat.mark(phase, step)
 
+    def where(self) -> str:
+        """Step and phase, in words."""
+        return f"step {self._heartbeat.now.step}, {self._heartbeat.now.phase}"
+
     def barrier(self) -> AbstractContextManager[None]:
         """Around waiting for other ranks: the phase is `barrier` inside. Changes nothing in other threads."""
         return self._heartbeat.barrier()
