@@ -377,7 +377,7 @@ def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_op
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.train.stages.find_spec", lambda name: None)
+    monkeypatch.setattr("lmforge.train.material.find_spec", lambda name: None)
     told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
     assert told == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
     assert not (tmp_path / "a" / "recipe.toml").exists()

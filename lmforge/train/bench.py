@@ -35,10 +35,10 @@ from lmforge.parallel.fits import check_fits
 from lmforge.parallel.mesh import data_place, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import MANIFEST
+from lmforge.train.building import noise_seed, peak_of, prepare_model
 from lmforge.train.determinism import be_deterministic
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
-from lmforge.train.stages import noise_seed, peak_of, prepare_model
 
 PHASE_STEPS = 3
 PHASES = ("data", "forward", "backward", "optimizer")
