@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 
-.PHONY: help quickstart install install-dev test test-gpu lint format bench bench-gpu clean
+.PHONY: help quickstart install install-dev test test-gpu chaos lint format bench bench-gpu clean
 
 help:
 	@echo "make quickstart   set up, then train a small language model on this machine (a few minutes)"
 	@echo "make test         set up, then run the tests            make test-gpu   those that need a GPU"
 	@echo "make lint         style, types, floors                  make bench      speed, side by side with others"
+	@echo "make chaos        200 faults over runs, and their cost"
 	@echo "                                                        make bench-gpu  the same on one GPU"
 
 $(BIN)/python:
@@ -40,6 +41,9 @@ test: $(STAMP_DEV)
 
 test-gpu: $(STAMP_DEV)
 	$(BIN)/python -m pytest -m gpu
+
+chaos: $(STAMP_DEV)
+	$(BIN)/python -m tests.chaos --faults 200
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check .

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -190,6 +189,14 @@ def unfinish(newest: Path) -> None:
     newest.rename(newest.with_name(newest.name + PARTIAL))
 
 
+def change_a_number(manifest: Path) -> None:
+    """As a flipped bit does: the text stays JSON, and tells of other samples."""
+    text = manifest.read_text()
+    changed = re.sub(r'"samples": (\d)', lambda found: f'"samples": {int(found[1]) ^ 1}', text)
+    assert changed != text
+    manifest.write_text(changed)
+
+
 def tensors(newest: Path) -> Path:
     return next(newest.glob("*.distcp"))
 
@@ -200,11 +207,12 @@ def tensors(newest: Path) -> Path:
         (unfinish, "half-written, skipped"),
         (lambda newest: (newest / MANIFEST).unlink(), "it has no manifest, so it was never finished; skipped"),
         (lambda newest: (newest / MANIFEST).write_text("{"), "its manifest cannot be read; skipped"),
+        (lambda newest: change_a_number(newest / MANIFEST), "manifest.json does not hold what was written"),
         (lambda newest: os.truncate(tensors(newest), 5000), "has 5,000 bytes instead of"),
         (lambda newest: flip_a_bit(tensors(newest), 5000), "does not hold what was written (its checksum differs); skipped"),
         (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
     ],
-    ids=["partial", "no manifest", "broken manifest", "truncated", "flipped bit", "missing file"],
+    ids=["partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"],
 )
 def test_a_damaged_checkpoint_is_skipped_and_said_and_the_one_before_it_used(
     trained: Run,
@@ -255,7 +263,7 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     (folder / ".metadata").write_bytes(program)
     manifest = checkpoint.read_manifest(folder)
     manifest.files[".metadata"] = {"bytes": len(program), "xxh3": [xxhash.xxh3_64_hexdigest(program)]}
-    write_sealed(folder / MANIFEST, json.dumps(asdict(manifest)))
+    write_sealed(folder / MANIFEST, manifest.text)
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
         said = refused(*words)
         assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), said

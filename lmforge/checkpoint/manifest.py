@@ -4,11 +4,12 @@ import base64
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from lmforge.checkpoint.blocks import Described, Unsound, describe
 from lmforge.errors import Mistake
@@ -52,9 +53,19 @@ class Manifest:
         return from_hugging_face(self.model, "the checkpoint's manifest", implementation)
 
     @property
+    def text(self) -> str:
+        """What is written: the fields, and a digest of them. A flipped bit in a number would be believed."""
+        table = asdict(self)
+        return json.dumps({**table, "xxh3": _digest(table)}, indent=1) + "\n"
+
+    @property
     def skipped_batches(self) -> int:
         """How many batches were left out before this step, by going back and on with later ones."""
         return self.samples // self.rows - self.step
+
+
+def _digest(table: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(table, sort_keys=True).encode())
 
 
 def rng_state() -> str:
@@ -72,6 +83,8 @@ def read_manifest(folder: Path) -> Manifest:
         table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if table.get("format") != FORMAT:
             raise Unsound(f"its format is {table.get('format')}, this version of lmforge reads {FORMAT}")
+        if table.pop("xxh3", None) != _digest(table):
+            raise Unsound(f"{MANIFEST} does not hold what was written (its checksum differs)")
         return Manifest(**table)
     except FileNotFoundError:
         raise Unsound("it has no manifest, so it was never finished") from None

@@ -4,13 +4,12 @@ The thread speaks to those of other ranks over a process group of its own, so th
 the training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
 """
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,7 @@ class Saver:
     def _seal(self, step: int, folder: Path, final: Path, about: dict[str, Any], files: dict[str, Described]) -> None:
         for name in self._tokenizer.texts:
             files[name] = describe(folder / name)
-        text = json.dumps(asdict(Manifest(files=dict(sorted(files.items())), **about)), indent=1) + "\n"
+        text = Manifest(files=dict(sorted(files.items())), **about).text
         if is_local(folder):
             write_sealed(folder / MANIFEST, text)
             sync_folder(folder)

@@ -1,0 +1,460 @@
+"""One run from its first step to its last, through whatever happens to it, compared with a run that nobody disturbed."""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from lmforge import checkpoint
+from lmforge.checkpoint import Unsound
+from lmforge.runs import Run
+from tests.chaos import plan
+from tests.chaos.faults import HANG_SECONDS, Ballast, Damage, Hung, Tracks, await_moment, damage
+from tests.chaos.plan import BY_COMMAND, Fault, Topology
+from tests.chaos.processes import Attempt, descendants, forked, gone, in_a_child, launched, stop_for
+
+STEPS, EVERY = 60, 5
+STALL_SECONDS = 2.0
+# fp32 sums in another order: the house's bounds for losses, and for weights as a share of the largest of their tensor.
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-6, 5e-6
+ENDING_SECONDS = 30.0
+# A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with either.
+NAMED_SECONDS = STALL_SECONDS + 15.0
+RECIPE = {
+    "data.length": 48,
+    "model.hidden_size": 36,
+    "model.intermediate_size": 52,
+    "model.num_hidden_layers": 3,
+    "model.num_attention_heads": 6,
+    "model.num_key_value_heads": 2,
+    "train.steps": STEPS,
+    "train.global_batch_rows": 12,
+    "train.dtype": "fp32",
+    "train.compile": "off",
+    "train.seed": 3,
+    "train.device": "cpu",
+    "train.threads": 1,
+    "schedule.warmup_steps": 3,
+    "optimizer.lr": "3e-3",
+    # AdamW's step then follows the size of a gradient, and one that is zero but for rounding stays small.
+    "optimizer.eps": "1e-3",
+    "log.every_steps": 1,
+    "validation.every_steps": 12,
+    "validation.rows": 5,
+    "checkpoint.every_steps": EVERY,
+    "checkpoint.keep_last": 3,
+    "checkpoint.retry_seconds": 0.2,
+    "checkpoint.max_failures": 3,
+    "watch.stall_seconds": STALL_SECONDS,
+    "watch.give_up_seconds": 45,
+    "launch.restarts": 0,
+}
+
+
+def recipe(data: Path, folder: Path, name: str, topology: Topology) -> list[str]:
+    """The command line of a run."""
+    chosen = {"data.folder": data, "run.folder": folder, "run.name": name, **RECIPE}
+    return ["pretrain", *(word for option, value in chosen.items() for word in (f"--{option}", str(value))), *topology.words]
+
+
+@dataclass
+class Figures:
+    """What came of it. `findings` are what should not have been, each with what was said."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    moments: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
+    lives: int = 0
+    compared_bit_for_bit: int = 0
+    steps_trained: int = 0
+    lost_steps: int = 0
+    most_lost_at_once: int = 0
+    lost_to_damage_or_full_disk: int = 0
+    most_lost_to_damage_or_full_disk: int = 0
+    passed_over_and_named: int = 0
+    wrong_losses: int = 0
+    wrong_weights: int = 0
+    unnamed_hangs: int = 0
+    hangs: int = 0
+    corrupt_loaded: int = 0
+    unsound_under_final_names: int = 0
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, other: "Figures") -> None:
+        for name, value in vars(other).items():
+            if name.startswith("most_"):
+                setattr(self, name, max(getattr(self, name), value))
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+class Life:
+    """A run under `folder`, on a disk of its own if `disk` says so. `stays` keeps it on one topology from first to last."""
+
+    def __init__(self, data: Path, folder: Path, references: Path, seed: int, number: int, disk: Path | None) -> None:
+        self._data, self._folder, self._references, self._disk = data, folder, references, disk
+        self._seed, self._number = seed, number
+        self._chance = Random(f"{seed} {number}")
+        self._stays = self._chance.random() < 0.5
+        self._topology = plan.topology(self._chance, least=2)
+        self._history: list[Topology] = []
+        self._position = 0
+        self._damaged: list[Damage] = []
+        self._telling = ""
+        self._attempt: Attempt | None = None
+        self.figures = Figures(lives=1)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run = Run(folder / "run")
+        shutil.rmtree(self.run.path, ignore_errors=True)
+
+    def lead(self, goes_on: Callable[[Figures], bool]) -> Figures:
+        """Disturb the run while `goes_on` and it is not at its end; then let it end, and compare."""
+        number = 0
+        while True:
+            if not self._stays and number and self._chance.random() < 0.4:
+                self._topology = plan.topology(self._chance)
+            fault = plan.fault(self._seed, self._number, number) if goes_on(self.figures) else None
+            number += 1
+            if self._attempted(fault):
+                break
+            if number > 400:
+                self._find("a run that does not come to its end", "")
+                break
+        self._compare_weights()
+        return self.figures
+
+    def _attempted(self, fault: Fault | None) -> bool:
+        """One attempt at the run, with a fault. Whether the run has come to its end."""
+        figures, topology = self.figures, self._topology
+        if fault and fault.kind in ("rank sleeps", *BY_COMMAND) and topology.ranks == 1:
+            topology = Topology(2, "ddp")
+        words = recipe(self._data, self.run.path.parent, self.run.path.name, topology)
+        tracks, expected = Tracks(self.run), self._newest()
+        figures.attempts += 1
+        # Where no disk can be mounted that fills, no file may grow.
+        limited = ("file limit",) if self._disk else ("file limit", "full disk")
+        limit = fault.chance.randrange(60_000, 150_000) if fault and fault.kind in limited else None
+        if fault and fault.kind in BY_COMMAND:
+            attempt = launched(words, topology.ranks, self._folder)
+        else:
+            attempt = forked(words, topology.ranks, self._folder, limit)
+        self._attempt = attempt
+        self._telling = f"life {self._number}, attempt {figures.attempts}: {topology}, {fault and fault.kind} at"
+        self._telling += f" {fault and fault.moment}, from step {expected}"
+        hurt = False
+        try:
+            hurt = self._hurt(fault, attempt, tracks, topology.ranks) if fault else False
+            if not hurt and not attempt.wait(10 * HANG_SECONDS):
+                raise Hung("it did not come to its end")
+        except Hung as problem:
+            self._hung(attempt, str(problem))
+        finally:
+            attempt.send(signal.SIGKILL)
+            attempt.wait(ENDING_SECONDS)
+        return self._look_over(fault if hurt else None, attempt, tracks, topology, expected)
+
+    # --- during an attempt -------------------------------------------------------------------------------------------
+
+    def _hurt(self, fault: Fault, attempt: Attempt, tracks: Tracks, ranks: int) -> bool:
+        """Do the harm and wait for what comes of it. Whether it was done."""
+        victim = fault.chance.randrange(ranks)
+        if fault.kind == "file limit" or (fault.kind == "full disk" and self._disk is None):
+            if not attempt.wait(4 * HANG_SECONDS):
+                raise Hung("under a limit of files it neither trained nor ended")
+            self._count(fault)
+            return True
+        if not await_moment(fault, attempt, tracks, victim):
+            return False
+        self._count(fault)
+        if fault.kind == "rank sleeps":
+            return self._sleep(victim, attempt, tracks)
+        if fault.kind == "full disk":
+            return self._fill(fault, attempt)
+        under_way = tracks.under_way(ranks)
+        if attempt.launched:
+            self._hurt_launched(fault, attempt, tracks, victim)
+            return True
+        if fault.kind == "ask to stop":
+            attempt.send(signal.Signals[fault.signal], [victim])
+            if not under_way:
+                self._as_a_launcher(attempt)
+        elif fault.kind == "kill all ranks":
+            attempt.send(signal.SIGKILL)
+        else:
+            attempt.send(signal.SIGKILL, [victim] if fault.kind == "kill a rank" else [0])
+            if not (fault.patient and under_way):
+                self._as_a_launcher(attempt)
+        if not attempt.wait(ENDING_SECONDS):
+            raise Hung(f"it did not end after: {fault.kind}")
+        return True
+
+    @staticmethod
+    def _as_a_launcher(attempt: Attempt) -> None:
+        """End all ranks when one has ended, as launchers do."""
+        deadline = time.monotonic() + 1.0
+        while attempt.look() and not attempt.ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+        attempt.send(signal.SIGTERM)
+
+    def _hurt_launched(self, fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> None:
+        ranks = descendants(attempt.pids[-1])
+        process = tracks.heartbeats().get(victim, {}).get("process")
+        if fault.kind == "kill a launched rank":
+            attempt_pid = process if process in ranks else fault.chance.choice(ranks) if ranks else attempt.pids[-1]
+            _kill(attempt_pid)
+        elif fault.kind == "kill the launcher":
+            attempt.send(signal.SIGKILL)
+        else:
+            attempt.send(signal.Signals[fault.signal])
+        deadline = time.monotonic() + 2 * ENDING_SECONDS
+        while not (attempt.wait(0.01) and all(map(gone, ranks))):
+            if time.monotonic() > deadline:
+                for pid in ranks:
+                    _kill(pid)
+                raise Hung(f"launcher or ranks did not end after: {fault.kind}")
+            time.sleep(0.02)
+        named = f"rank {victim} was killed by SIGKILL" in attempt.said()
+        if process in ranks and fault.kind == "kill a launched rank" and attempt.ended[-1] and not named:
+            self._find("a killed rank was not named", attempt.said())
+
+    def _sleep(self, victim: int, attempt: Attempt, tracks: Tracks) -> bool:
+        """Stop a rank until its peers have named it; the run then goes on, to its end or the next fault."""
+        pid, said = attempt.pids[victim], len(attempt.said())
+        named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* late +process {pid} is stopped", re.M)
+        ended_before = not attempt.look()
+        stop_for(pid, lambda: bool(named.search(attempt.said())) or not attempt.look(), NAMED_SECONDS)
+        if (
+            not named.search(attempt.said())
+            and not ended_before
+            and tracks.heartbeats().get(victim, {}).get("phase")
+            not in (
+                "done",
+                "failed",
+                "interrupted",
+            )
+        ):
+            self.figures.unnamed_hangs += 1
+            self._find(f"rank {victim} (process {pid}) slept and was not named", attempt.said()[said:])
+        # And on: what follows is the fault of another attempt.
+        steps = len(tracks.trained()) + 2
+        deadline = time.monotonic() + HANG_SECONDS
+        while attempt.look() and len(tracks.trained()) < steps:
+            if time.monotonic() > deadline:
+                raise Hung("it did not go on after a rank had slept")
+            time.sleep(0.01)
+        attempt.send(signal.SIGKILL)
+        attempt.wait(ENDING_SECONDS)
+        return True
+
+    def _fill(self, fault: Fault, attempt: Attempt) -> bool:
+        """Fill the disk; where the fault is `patient` until it has been told, and then make room again."""
+        assert self._disk is not None
+        ballast = Ballast(self._disk, int(fault.delay**2 * 900_000))
+        try:
+            if fault.patient:
+                deadline = time.monotonic() + 3.0
+                while attempt.look() and time.monotonic() < deadline and "saves failed in a row" not in attempt.said():
+                    time.sleep(0.01)
+                ballast.drop()
+            if not attempt.wait(4 * HANG_SECONDS):
+                raise Hung("on a full disk it neither trained nor ended")
+        finally:
+            ballast.drop()
+        return True
+
+    def _hung(self, attempt: Attempt, problem: str) -> None:
+        self.figures.hangs += 1
+        named = "STALL" in attempt.said()
+        self.figures.unnamed_hangs += not named
+        self._find(f"hang ({'named' if named else 'not named'}): {problem}", attempt.said())
+
+    # --- after an attempt --------------------------------------------------------------------------------------------
+
+    def _look_over(self, fault: Fault | None, attempt: Attempt, tracks: Tracks, topology: Topology, expected: int) -> bool:
+        """Judge what an attempt said and left. Whether the run is at its end."""
+        figures, said, trained = self.figures, attempt.said(), tracks.trained()
+        figures.steps_trained += len(trained)
+        statuses = set(attempt.ended.values())
+        if "Traceback" in said:
+            self._find("a traceback", said)
+        if fault is None and statuses != {0}:
+            self._find(f"statuses {attempt.ended} where nothing was done to it", said)
+        if trained:
+            self._history.append(topology)
+            self._check_start(attempt.out(), trained, expected)
+            self._check_losses()
+            self._position = trained[-1]
+        self._damaged = [each for each in self._damaged if each.there]
+        self._check_final_names()
+        newest = self._newest()
+        lost = max(0, self._position - newest)
+        stopped = fault is not None and fault.kind in ("ask to stop", "kill the launcher", "ask the launcher")
+        if fault and fault.kind == "ask to stop" and trained and statuses != {128 + signal.Signals[fault.signal]}:
+            self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
+        if stopped and trained and lost and statuses != {0}:
+            self._find(f"{lost} steps were lost though it was asked to stop", said)
+        self._lose(lost, by_disk=fault is not None and fault.kind in ("full disk", "file limit"))
+        self._position = min(self._position, newest)
+        if fault is None or statuses == {0}:
+            return statuses == {0} and newest == STEPS
+        self._spoil(fault)
+        return False
+
+    def _lose(self, lost: int, by_disk: bool) -> None:
+        figures = self.figures
+        if by_disk:
+            figures.lost_to_damage_or_full_disk += lost
+            figures.most_lost_to_damage_or_full_disk = max(figures.most_lost_to_damage_or_full_disk, lost)
+            return
+        figures.lost_steps += lost
+        figures.most_lost_at_once = max(figures.most_lost_at_once, lost)
+        # A save is in flight beside at most the steps up to the next one.
+        if lost > 2 * EVERY:
+            self._find(f"{lost} steps were lost", self._attempt.said() if self._attempt else "")
+
+    def _newest(self) -> int:
+        """The step that the run has to go on from: its newest checkpoint that was not damaged here."""
+        damaged = {each.folder for each in self._damaged if each.there}
+        return max((step for step in self.run.steps() if self.run.checkpoint(step) not in damaged), default=0)
+
+    def _check_start(self, out: str, trained: list[int], expected: int) -> None:
+        """It went on from the newest sound checkpoint and said so, and what it passed over."""
+        told = re.findall(r"^continuing .* from step (\d+)$", out, re.M)
+        begun = int(told[-1]) if told else 0
+        if begun != expected or trained[0] != begun + 1:
+            self._find(f"it went on from step {begun} (first trained {trained[0]}) and not from {expected}", out)
+            self.figures.corrupt_loaded += any(self.run.checkpoint(begun) == each.folder for each in self._damaged)
+        for each in self._damaged:
+            if int(each.folder.name.removeprefix("step-")) > begun:
+                if re.search(rf"{each.folder.name}: .+; skipped$", out, re.M):
+                    self.figures.passed_over_and_named += 1
+                else:
+                    self._find(f"{each.folder.name} ({each.what}) was passed over without a word", out)
+
+    def _check_losses(self) -> None:
+        same = len(set(self._history)) == 1
+        theirs = self._reference(self._history[0] if same else Topology(1, "alone"))
+        for record in self.run.read_metrics():
+            for name in ("loss", "val/loss"):
+                if name in record:
+                    mine, right = record[name], theirs[f"{name} {record['step']}"]
+                    if mine != right if same else abs(mine - right) > LOSS_TOLERANCE * abs(right):
+                        self.figures.wrong_losses += 1
+                        self._find(f"{name} of step {record['step']} is {mine!r} and not {right!r}", "")
+                        return
+
+    def _check_final_names(self) -> None:
+        """What has a checkpoint's name is one, unless it was damaged here."""
+        damaged = {each.folder for each in self._damaged}
+        for step in self.run.steps():
+            folder = self.run.checkpoint(step)
+            try:
+                if folder not in damaged:
+                    checkpoint.verify(folder)
+            except Unsound as problem:
+                self.figures.unsound_under_final_names += 1
+                self._find(f"{folder.name}: {problem}", "")
+
+    def _spoil(self, fault: Fault) -> None:
+        """Damage the newest checkpoints. Where none is left the run must refuse, and the damage is undone."""
+        for kind in fault.damage:
+            damaged = {each.folder for each in self._damaged}
+            sound = [step for step in self.run.steps() if self.run.checkpoint(step) not in damaged]
+            if not sound:
+                return
+            done = damage(kind, self.run.checkpoint(sound[-1]), fault.chance)
+            self.figures.faults[f"damage: {kind}"] += 1
+            self._damaged.append(done)
+            if len(sound) == 1:
+                self._refused(done)
+                done.undo()
+                self._damaged.remove(done)
+                return
+            before, after = sound[-1], sound[-2]
+            self._lose(before - after, by_disk=True)
+            self._position = min(self._position, after)
+
+    def _refused(self, done: Damage) -> None:
+        """With no sound checkpoint a run does not begin again by itself."""
+        alone = Topology(1, "alone")
+        attempt = forked(recipe(self._data, self.run.path.parent, self.run.path.name, alone), 1, self._folder)
+        if not attempt.wait(HANG_SECONDS):
+            attempt.send(signal.SIGKILL)
+            attempt.wait(ENDING_SECONDS)
+        said = attempt.said()
+        if attempt.ended != {0: 2} or "none of its checkpoints can be used" not in said:
+            self._telling = f"life {self._number}: every checkpoint damaged, the last: {done.what}"
+            self._find(f"ended with {attempt.ended}", said)
+
+    def _compare_weights(self) -> None:
+        figures = self.figures
+        same = len(set(self._history)) == 1
+        topology = self._history[0] if same else Topology(1, "alone")
+        self._reference(topology)
+        figures.compared_bit_for_bit += same
+        worst = in_a_child(_distance, str(self.run.path), str(self._references / str(topology)))
+        if worst > (0.0 if same else WEIGHT_TOLERANCE):
+            figures.wrong_weights += 1
+            self._find(f"weights are {worst} from those of {topology}", "")
+
+    def _reference(self, topology: Topology) -> dict[str, float]:
+        """Losses by name and step of an undisturbed run; trained once, whoever asks first."""
+        if topology not in _references:
+            self._references.mkdir(parents=True, exist_ok=True)
+            with open(self._references / f"{topology}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                run = Run(self._references / str(topology))
+                if not run.checkpoint(STEPS).exists():
+                    folder = self._references / f"said by {topology}"
+                    folder.mkdir(exist_ok=True)
+                    words = recipe(self._data, self._references, str(topology), topology)
+                    attempt = forked(words, topology.ranks, folder)
+                    if not attempt.wait(5 * HANG_SECONDS) or set(attempt.ended.values()) != {0}:
+                        raise RuntimeError(f"the reference {topology} failed: {attempt.said()}")
+            _references[topology] = {
+                f"{name} {record['step']}": record[name]
+                for record in run.read_metrics()
+                for name in ("loss", "val/loss")
+                if name in record
+            }
+        return _references[topology]
+
+    def _find(self, what: str, said: str) -> None:
+        self.figures.findings.append({"what": what, "where": self._telling, "said": said[-6000:]})
+        print(f"FOUND {what} · {self._telling}", flush=True)
+
+    def _count(self, fault: Fault) -> None:
+        self.figures.faults[fault.kind] += 1
+        self.figures.moments[fault.moment if fault.moment != "phase" else f"phase {fault.phase}"] += 1
+
+
+_references: dict[Topology, dict[str, float]] = {}
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _distance(run: str, reference: str) -> float:
+    """The largest difference of two runs' last weights, as a share of the largest weight of its tensor; 0.0 is equal bits."""
+    import torch
+
+    from tests.distributed.conftest import weights
+
+    ours, theirs = weights(Run(Path(run)), STEPS), weights(Run(Path(reference)), STEPS)
+    distances = [
+        0.0 if torch.equal(ours[name], tensor) else float((ours[name] - tensor).abs().max() / tensor.abs().max())
+        for name, tensor in theirs.items()
+    ]
+    assert len(ours) == len(theirs)
+    return max(distances)

@@ -1,0 +1,171 @@
+"""Real ranks: processes with a rendezvous, gloo and files of their own, forked from one that has imported torch already.
+
+Importing torch takes longer than a life of these small runs. A share of the attempts goes through the command instead.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmforge import cli
+
+COMMAND = [sys.executable, "-m", "lmforge"]
+
+
+class Attempt:
+    """The processes of one attempt at a run. `ended` has exit statuses by rank, negative for a signal; the launcher is -1."""
+
+    def __init__(self, pids: dict[int, int], told: dict[int, Path]) -> None:
+        self.pids = pids
+        self.told = told
+        self.began = time.monotonic()
+        self.ended: dict[int, int] = {}
+        self.launched = -1 in pids
+
+    def look(self) -> bool:
+        """Whether any process is left."""
+        for rank, pid in self.pids.items():
+            if rank not in self.ended:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self.ended[rank] = os.waitstatus_to_exitcode(status)
+        return len(self.ended) < len(self.pids)
+
+    def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """A signal to those of the ranks (default: all) that are still there."""
+        self.look()
+        for rank in self.pids if ranks is None else ranks:
+            if rank not in self.ended:
+                os.kill(self.pids[rank], number)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all ended within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self.look():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def said(self) -> str:
+        """All that all of them said, in order of ranks."""
+        return "\n".join(path.read_text(errors="replace") for path in self.told.values())
+
+    def out(self) -> str:
+        """What the first rank said, which speaks for the run."""
+        return self.told[min(self.told)].read_text(errors="replace")
+
+
+def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None = None) -> Attempt:
+    """A command line of lmforge on so many ranks, with what they say in FOLDER/said-R.txt."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    sys.stdout.flush()
+    pids, told = {}, {rank: folder / f"said-{rank}.txt" for rank in range(ranks)}
+    for rank, path in told.items():
+        place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        path.unlink(missing_ok=True)
+        path.touch()
+        pids[rank] = os.fork()
+        if pids[rank] == 0:
+            _be_rank(words, {name: str(value) for name, value in place.items()} if ranks > 1 else {}, path, largest_file)
+    return Attempt(pids, told)
+
+
+def _be_rank(words: list[str], place: dict[str, str], told: Path, largest_file: int | None) -> None:
+    """What a forked rank does, as `python -m lmforge` would."""
+    status = 1
+    try:
+        os.environ.update(place)
+        file = os.open(told, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        status = cli.run(words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def launched(words: list[str], ranks: int, folder: Path) -> Attempt:
+    """The same through the command, which starts its ranks itself: only the launcher is a child of ours."""
+    told = folder / "said-0.txt"
+    for path in folder.glob("said-*.txt"):
+        path.unlink()
+    with open(told, "w") as file:
+        words = [*words, "--launch.processes", str(ranks)]
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen([*COMMAND, *words], stdout=file, stderr=subprocess.STDOUT, env=variables)
+    process.returncode = 0  # it is waited for here, by its number
+    return Attempt({-1: process.pid}, {-1: told})
+
+
+def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns, as JSON can say it, from a process of its own: threads that it starts are not here at a fork."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as out:
+                json.dump(work(*arguments), out)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError(f"{work.__name__} failed with status {os.waitstatus_to_exitcode(status)}")
+    return json.loads(text)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and theirs."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, buried by its parent or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def stop_for(pid: int, seconds: Callable[[], bool], at_most: float) -> None:
+    """SIGSTOP until a condition holds, `at_most` so many seconds, then SIGCONT."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + at_most
+    try:
+        while not seconds() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,25 @@
+"""Law 5, at random: some faults of `python -m tests.chaos`, which does hundreds (`make chaos`)."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FAULTS = 10
+
+
+def test_runs_that_are_killed_stopped_filled_up_and_damaged_end_as_if_nothing_had_been(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"to repeat: python -m tests.chaos --faults {FAULTS} --seed {seed}")
+    output = tmp_path / "chaos.json"
+    command = [sys.executable, "-m", "tests.chaos", "--faults", str(FAULTS), "--seed", str(seed), "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    told = json.loads(output.read_text())
+    assert told["faults"] >= FAULTS
+    for nothing in ("wrong_losses", "wrong_weights", "unnamed_hangs", "corrupt_loaded", "unsound_under_final_names"):
+        assert told[nothing] == 0, done.stdout
+    assert told["lives"] >= 1
+    assert told["steps_trained"] >= 60
