@@ -18,7 +18,7 @@ from lmforge.cli import load_config
 from lmforge.config import Config
 from lmforge.model.shapes import shape_of
 from lmforge.parallel.mesh import plan_batches
-from lmforge.train.room import GPU_MARGIN, HOST_BYTES, Need, Setting, out_of_memory, what_fits
+from lmforge.train.room import HOST_BYTES, Need, Setting, out_of_memory, what_fits
 
 STEPS = 2
 # Much memory for little work: narrow layers, and all rows in one micro-batch.
@@ -100,16 +100,15 @@ def test_what_is_said_to_fit_does_under_the_same_limit(tiny_tokens: Path, tmp_pa
     launch = ["--launch.processes", str(ranks)]
     config = load_config(options(tiny_tokens, tmp_path, "a"))
     setting = Setting(128, "alone", 1, False, "none", False)
-    limit = mapped + HOST_BYTES + int(0.8 * need_of(config).step_bytes(setting))
+    limit = mapped + HOST_BYTES + int(0.45 * need_of(config).cautious_bytes(setting))
     failed = under(limit, *options(tiny_tokens, tmp_path, "failed", *launch))
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (said,) = failed.stderr.splitlines()
     print(said)
-    assert re.match(r"lmforge: rank [01], step 0, (forward|backward): out of memory: \d+ MiB were asked for, with ", said)
+    assert re.match(r"lmforge: rank [01], step [01], (forward|backward): out of memory: \d+ MiB were asked for, with ", said)
     assert "GiB of address space (ulimit -v)" in said
     ways = suggestions(said)
     assert ["--train.micro_batch_rows", "32"] in ways or ["--train.micro_batch_rows", "64"] in ways
-    assert any("--parallel.recompute" in way for way in ways)
     for number, way in enumerate(ways if ranks == 1 else ways[-1:]):
         done = under(limit, *options(tiny_tokens, tmp_path, f"way-{number}", *launch, *way))
         assert done.returncode == 0, (way, done.stderr)
@@ -123,7 +122,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_at_least(tiny_tokens: Path
     (said,) = done.stderr.splitlines()
     print(said)
     assert "rank 0, step 0, building: out of memory: " in said
-    least = re.search(r"by estimate nothing fits: parallel.recompute = full needs at least (\d+\.\d\d) GiB a rank", said)
+    least = re.search(r"by estimate nothing fits: [^;]*? needs at least (\d+\.\d\d) GiB a rank", said)
     assert least
     assert float(least[1]) > 16 * 8 * (4 * 4096**2 + 3 * 4096 * 8192) / 2**30  # weights, gradients, moments
     assert "no checkpoint had been saved; log: " in said
@@ -155,7 +154,7 @@ def test_only_what_fits_by_the_estimate_is_proposed_and_nothing_that_fits_is_cal
         rows, shards = need.plan.micro_batch_rows, ranks if engine == "fsdp2" else 1
         keeps, how = draw.random() < 0.3, draw.choice(["none", "operators", "full"])
         now = Setting(rows, engine, shards, keeps, how, False)
-        available = int(need.step_bytes(now) * draw.uniform(0.01, 1.05)) + need.beside
+        available = int(need.cautious_bytes(now) * draw.uniform(0.01, 1.05)) + need.beside
         said = what_fits(need, now, ranks, available)
         for way in suggestions(said):
             proposed += 1
@@ -170,10 +169,11 @@ def test_only_what_fits_by_the_estimate_is_proposed_and_nothing_that_fits_is_cal
                 recompute=chosen.get("--parallel.recompute", how),
                 offload="--parallel.offload" in chosen,
             )
-            assert need.margin * need.step_bytes(then) <= available - need.beside, said
+            assert need.cautious_bytes(then) <= available - need.beside, said
         if "nothing fits" in said:
             refused += 1
-            assert need.margin * need.step_bytes(replace(now, rows=1, recompute="full")) > available - need.beside, said
+            for least in (replace(now, rows=1), replace(now, rows=1, recompute="full")):
+                assert need.cautious_bytes(least) > available - need.beside, said
     assert proposed > 50
     assert refused > 10
 
@@ -183,10 +183,7 @@ def test_a_failure_counts_as_a_measurement() -> None:
     config = load_config(["--train.global_batch_rows", "64", "--train.micro_batch_rows", "64"])
     need = Need(config, shape_of(config.model, 512), plan_batches(config, 1), 4, True)
     now = Setting(64, "alone", 1, False, "none", False)
-    available = 2 * need.step_bytes(now)
-    said = what_fits(need, now, 1, available)
-    (rows,) = (int(way[1]) for way in suggestions(said) if way[0] == "--train.micro_batch_rows")
-    assert need.step_bytes(replace(now, rows=rows)) < need.step_bytes(now) / GPU_MARGIN
+    assert what_fits(need, now, 1, 10 * need.cautious_bytes(now)) == what_fits(need, now, 1, need.cautious_bytes(now))
 
 
 def test_refused_memory_is_told_from_other_errors() -> None:
