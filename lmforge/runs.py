@@ -115,6 +115,13 @@ class Run:
         """When it was last begun or continued, in nanoseconds of the file system's clock."""
         return self.recipe.stat().st_mtime_ns if self.exists() else None
 
+    def foreign(self) -> bool:
+        """Whether something is there that is no run; what a start leaves that was cut off before its recipe is nothing."""
+        if self.exists() or not self.path.exists():
+            return False
+        names = [entry.name for entry in self.path.iterdir()]
+        return not all(name == ".lock" or name.startswith(f".{self.recipe.name}.") for name in names)
+
     def config(self) -> Config:
         """The recipe that the run was started with."""
         return validate(Config, read_recipe(self.recipe), str(self.recipe))
@@ -186,9 +193,10 @@ class Run:
 
     def delete(self) -> None:
         """Remove the run. Refuses a directory that is not one."""
-        if self.path.exists() and not self.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
+        if self.foreign():
             raise Mistake(f"{self.path}: not a run of lmforge (it has no recipe.toml), so it is not deleted")
-        for entry in self.path.iterdir() if self.path.exists() else ():
+        # The recipe last: what a deletion leaves that is cut off is still a run, and can be deleted.
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry == self.recipe) if self.path.exists() else ():
             if entry.name == ".lock":
                 continue
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

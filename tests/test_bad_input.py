@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -373,6 +374,42 @@ def test_a_folder_that_is_no_run_is_neither_trained_into_nor_overwritten(
         assert said.startswith(f"{thesis.parent}: not empty and not a run of lmforge")
     assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
     assert thesis.read_text() == "years of it"
+
+
+# Kills a start, or an overwriting, in the midst of writing the recipe.
+KILLED_BEFORE_THE_RECIPE = """
+import os, signal
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from lmforge.cli import main
+main()
+"""
+# Kills an overwriting when it has deleted the recipe, without which a directory is no run.
+KILLED_WHILE_DELETING = """
+import os, pathlib, signal
+before = pathlib.Path.unlink
+def and_end(path, *arguments, **more):
+    before(path, *arguments, **more)
+    if path.name == "recipe.toml":
+        os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.unlink = and_end
+from lmforge.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("script", [KILLED_BEFORE_THE_RECIPE, KILLED_WHILE_DELETING], ids=["writing", "deleting"])
+def test_a_run_killed_at_its_very_beginning_begins_by_the_same_command(
+    tmp_path: Path, tiny_run: Path, tiny_options: list[str], script: str
+) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "1"]
+    words += ["--schedule.warmup_steps", "0"]
+    if script == KILLED_WHILE_DELETING:
+        shutil.copytree(tiny_run, tmp_path / "a")
+        words += ["--run.overwrite", "true"]
+    killed = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert run(words) == 0
+    assert Run(tmp_path / "a").steps() == [1]
 
 
 def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:

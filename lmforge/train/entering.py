@@ -32,7 +32,7 @@ def enter(run: Run, config: Config) -> Entry:
     """Decide what becomes of a run directory: begun, continued or refused (Mistake). Changes nothing but the lock."""
     if run.path.exists() and not run.path.is_dir():
         raise Mistake(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
-    if run.path.exists() and not run.exists() and any(entry.name != ".lock" for entry in run.path.iterdir()):
+    if run.foreign():
         raise Mistake(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
     if not run.exists() and config.run.resume == "required":
         raise Mistake(f"{run.path}: there is no such run to resume")

@@ -1,6 +1,5 @@
 """One run from its first step to its last, through whatever happens to it, compared with a run that nobody disturbed."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -21,49 +20,16 @@ from tests.chaos import plan
 from tests.chaos.faults import HANG_SECONDS, Ballast, Damage, Hung, Tracks, await_moment, damage
 from tests.chaos.plan import BY_COMMAND, Fault, Topology
 from tests.chaos.processes import Attempt, descendants, forked, gone, in_a_child, launched, stop_for
+from tests.chaos.undisturbed import EVERY, STALL_SECONDS, STEPS, distance, recipe, undisturbed
 
-STEPS, EVERY = 60, 5
-STALL_SECONDS = 2.0
 # fp32 sums in another order: the house's bounds for losses, and for weights as a share of the largest of their tensor.
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-6, 5e-6
 ENDING_SECONDS = 30.0
+ASKING = ("ask to stop", "kill the launcher", "ask the launcher")
+# What is sent here. A rank that ends by another signal has crashed.
+SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with either.
 NAMED_SECONDS = STALL_SECONDS + 15.0
-RECIPE = {
-    "data.length": 48,
-    "model.hidden_size": 36,
-    "model.intermediate_size": 52,
-    "model.num_hidden_layers": 3,
-    "model.num_attention_heads": 6,
-    "model.num_key_value_heads": 2,
-    "train.steps": STEPS,
-    "train.global_batch_rows": 12,
-    "train.dtype": "fp32",
-    "train.compile": "off",
-    "train.seed": 3,
-    "train.device": "cpu",
-    "train.threads": 1,
-    "schedule.warmup_steps": 3,
-    "optimizer.lr": "3e-3",
-    # AdamW's step then follows the size of a gradient, and one that is zero but for rounding stays small.
-    "optimizer.eps": "1e-3",
-    "log.every_steps": 1,
-    "validation.every_steps": 12,
-    "validation.rows": 5,
-    "checkpoint.every_steps": EVERY,
-    "checkpoint.keep_last": 3,
-    "checkpoint.retry_seconds": 0.2,
-    "checkpoint.max_failures": 3,
-    "watch.stall_seconds": STALL_SECONDS,
-    "watch.give_up_seconds": 45,
-    "launch.restarts": 0,
-}
-
-
-def recipe(data: Path, folder: Path, name: str, topology: Topology) -> list[str]:
-    """The command line of a run."""
-    chosen = {"data.folder": data, "run.folder": folder, "run.name": name, **RECIPE}
-    return ["pretrain", *(word for option, value in chosen.items() for word in (f"--{option}", str(value))), *topology.words]
 
 
 @dataclass
@@ -297,11 +263,16 @@ class Life:
         self._check_final_names()
         newest = self._newest()
         lost = max(0, self._position - newest)
-        stopped = fault is not None and fault.kind in ("ask to stop", "kill the launcher", "ask the launcher")
-        if fault and fault.kind == "ask to stop" and trained and statuses != {128 + signal.Signals[fault.signal]}:
-            self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
-        if stopped and trained and lost and statuses != {0}:
-            self._find(f"{lost} steps were lost though it was asked to stop", said)
+        if any(status < 0 and -status not in SENT for status in statuses):
+            self._find(f"a rank crashed: {attempt.ended}", said)
+        # Asked when the last step is done there is nothing left to stop.
+        if fault and fault.kind in ASKING and trained and trained[-1] < STEPS:
+            if fault.kind == "ask to stop" and statuses != {128 + signal.Signals[fault.signal]}:
+                self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
+            if lost:
+                self._find(f"{lost} steps were lost though it was asked to stop", said)
+        if fault and fault.kind == "kill a rank" and trained and 1 in statuses and not re.search(r"^lmforge: ", said, re.M):
+            self._find(f"nobody said why it ended with {attempt.ended}", said)
         self._lose(lost, by_disk=fault is not None and fault.kind in ("full disk", "file limit"))
         self._position = min(self._position, newest)
         if fault is None or statuses == {0}:
@@ -342,7 +313,7 @@ class Life:
 
     def _check_losses(self) -> None:
         same = len(set(self._history)) == 1
-        theirs = self._reference(self._history[0] if same else Topology(1, "alone"))
+        theirs = undisturbed(self._data, self._references, self._history[0] if same else Topology(1, "alone"))
         for record in self.run.read_metrics():
             for name in ("loss", "val/loss"):
                 if name in record:
@@ -399,34 +370,12 @@ class Life:
         figures = self.figures
         same = len(set(self._history)) == 1
         topology = self._history[0] if same else Topology(1, "alone")
-        self._reference(topology)
+        undisturbed(self._data, self._references, topology)
         figures.compared_bit_for_bit += same
-        worst = in_a_child(_distance, str(self.run.path), str(self._references / str(topology)))
+        worst = in_a_child(distance, str(self.run.path), str(self._references / str(topology)))
         if worst > (0.0 if same else WEIGHT_TOLERANCE):
             figures.wrong_weights += 1
             self._find(f"weights are {worst} from those of {topology}", "")
-
-    def _reference(self, topology: Topology) -> dict[str, float]:
-        """Losses by name and step of an undisturbed run; trained once, whoever asks first."""
-        if topology not in _references:
-            self._references.mkdir(parents=True, exist_ok=True)
-            with open(self._references / f"{topology}.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                run = Run(self._references / str(topology))
-                if not run.checkpoint(STEPS).exists():
-                    folder = self._references / f"said by {topology}"
-                    folder.mkdir(exist_ok=True)
-                    words = recipe(self._data, self._references, str(topology), topology)
-                    attempt = forked(words, topology.ranks, folder)
-                    if not attempt.wait(5 * HANG_SECONDS) or set(attempt.ended.values()) != {0}:
-                        raise RuntimeError(f"the reference {topology} failed: {attempt.said()}")
-            _references[topology] = {
-                f"{name} {record['step']}": record[name]
-                for record in run.read_metrics()
-                for name in ("loss", "val/loss")
-                if name in record
-            }
-        return _references[topology]
 
     def _find(self, what: str, said: str) -> None:
         self.figures.findings.append({"what": what, "where": self._telling, "said": said[-6000:]})
@@ -437,24 +386,6 @@ class Life:
         self.figures.moments[fault.moment if fault.moment != "phase" else f"phase {fault.phase}"] += 1
 
 
-_references: dict[Topology, dict[str, float]] = {}
-
-
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _distance(run: str, reference: str) -> float:
-    """The largest difference of two runs' last weights, as a share of the largest weight of its tensor; 0.0 is equal bits."""
-    import torch
-
-    from tests.distributed.conftest import weights
-
-    ours, theirs = weights(Run(Path(run)), STEPS), weights(Run(Path(reference)), STEPS)
-    distances = [
-        0.0 if torch.equal(ours[name], tensor) else float((ours[name] - tensor).abs().max() / tensor.abs().max())
-        for name, tensor in theirs.items()
-    ]
-    assert len(ours) == len(theirs)
-    return max(distances)

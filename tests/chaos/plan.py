@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "kill a rank": (26, ANY_MOMENT),
     "kill all ranks": (9, ANY_MOMENT),
     "ask to stop": (15, ANY_MOMENT),
-    "full disk": (9, ("step", "writing")),
+    "full disk": (9, ("start", "step", "writing")),
     "file limit": (4, ("start",)),
     "rank sleeps": (12, RUNNING),
     "kill the launcher": (5, RUNNING),
