@@ -28,9 +28,9 @@ from lmforge.model import build
 from lmforge.model.flops import flops_per_token
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
+from lmforge.train.building import MASTERS, prepare_model
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, peak_memory_gib
-from lmforge.train.stages import MASTERS, prepare_model
 from lmforge.train.watch import Watch
 
 WARM_UP_STEPS = 10

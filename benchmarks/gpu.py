@@ -25,7 +25,7 @@ from lmforge.model.flops import CONVENTION, flops_per_token, parameters
 from lmforge.model.shapes import ModelConfig
 from lmforge.parallel.precision import has_fast_bf16
 from lmforge.train.bench import OUT_OF_MEMORY, ran_out_of_memory
-from lmforge.train.stages import peak_of
+from lmforge.train.building import peak_of
 
 LENGTHS = (2048, 8192)
 GIB = 2**30

@@ -14,7 +14,7 @@ from typing import TypeVar
 from lmforge import __version__
 from lmforge import config as options
 from lmforge.cluster.environment import find_place
-from lmforge.errors import Mistake, RunFailed
+from lmforge.errors import LOST, Mistake, PeerLost, RunFailed
 from lmforge.options import Options, describe, parse, read_recipe
 
 Recipe = TypeVar("Recipe", bound=options.Config)
@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Carry out a command line. Returns its exit status: 0, 1 for a failed run, 2 for bad input, 128 + signal."""
+    """Carry out a command line. Returns its exit status: 0, 1 for a failed run, 2 for bad input, 75 for a lost rank,
+    128 + signal."""
     if "--debug" in arguments:
         os.environ[DEBUG] = "1"
     debug = DEBUG in os.environ
@@ -41,6 +42,8 @@ def run(arguments: list[str]) -> int:
         if debug:
             raise
         _tell(str(problem))
+        if isinstance(problem, PeerLost):
+            return LOST
         return 2 if isinstance(problem, Mistake) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -143,10 +146,19 @@ def _pretrain(words: list[str]) -> int:
     if not find_place().launched and config.launch.processes > 1:
         from lmforge.cluster.launch import launch_local
         from lmforge.parallel.mesh import plan_batches
+        from lmforge.runs import Run
 
         plan_batches(config, config.launch.processes)
-
-        return launch_local(config.launch.processes, ["pretrain", *words])
+        run = Run.of(config)
+        before = run.begun_at
+        return launch_local(
+            config.launch.processes,
+            ["pretrain", *words],
+            restarts=config.launch.restarts,
+            # What was to be deleted has been.
+            again=["--run.overwrite", "false", "--run.resume", "auto"],
+            begun=lambda: run.begun_at != before,
+        )
     from lmforge.train.stages import pretrain
 
     return pretrain(config)
@@ -160,7 +172,8 @@ def load_config(words: list[str]) -> options.Config:
 def _load(tree: type[Recipe], words: list[str]) -> Recipe:
     recipe, rest = (Path(words[0]), words[1:]) if words and not words[0].startswith("-") else (None, words)
     table = read_recipe(recipe) if recipe else {}
-    config = parse(tree, _with_resume(rest), table, str(recipe or ""))
+    rest = [re.sub(r"^--deterministic(?==|$)", "--train.deterministic", word) for word in _with_resume(rest)]
+    config = parse(tree, rest, table, str(recipe or ""))
     return config.with_name(recipe.stem if recipe else "run")
 
 
@@ -230,8 +243,13 @@ def _doctor(words: list[str]) -> int:
 
 def _show(words: list[str]) -> int:
     chosen = parse(options.ShowOptions, words)
-    from lmforge.show import show
+    from lmforge.show import show, show_samples
 
+    if chosen.thing == "data" and chosen.of is not None:
+        print(show_samples(chosen.of, chosen.samples))
+        return 0
+    if chosen.of is not None or chosen.samples is not None:
+        raise Mistake("show: a second THING and --samples are for `lmforge show data RUN` alone")
     print(show(chosen.thing))
     return 0
 
@@ -250,6 +268,7 @@ class Verb:
 PRETRAIN_NOTES = """\
   --dry-run           print the resolved recipe and the batch arithmetic, and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
+  --deterministic     the same as --train.deterministic
 """
 VERBS = {
     "quickstart": Verb(

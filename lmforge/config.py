@@ -73,6 +73,9 @@ class ModelOptions(Options):
     sliding_window: int | None = _of_shape("attend to this many last tokens only", gt=0)
     initializer_range: float | None = _of_shape("standard deviation of random weights", gt=0)
     embedding_initializer_range: float | None = option(None, "the same for an untied input embedding", gt=0)
+    dropout: float = option(
+        0.0, "in training, the share zeroed of the embeddings and of what attention and feed-forward add to them", ge=0, lt=1
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelOptions":
@@ -82,11 +85,14 @@ class ModelOptions(Options):
             raise ValueError("model.implementation = transformers: wraps a Hugging Face folder; name it with model.source")
         if self.implementation != "lmforge" and self.model_type:
             raise ValueError("model.model_type: with model.implementation = transformers the folder says it; leave it out")
+        if self.implementation != "lmforge" and self.dropout:
+            raise ValueError("model.dropout: not with model.implementation = transformers, which has none here; leave it out")
         return self
 
     def overrides(self) -> dict[str, object]:
         """The shape options that were given, by their Hugging Face names."""
-        chosen = self.model_dump(exclude={"preset", "source", "implementation", "load_weights", "embedding_initializer_range"})
+        about = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
+        chosen = self.model_dump(exclude=about)
         return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -142,7 +148,7 @@ class TrainOptions(Options):
     micro_batch_rows: int | None = option(
         None, f"rows in one forward pass of a rank (default: what fits {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", gt=0
     )
-    seed: int = option(0, "seed of the initial weights and the order of the data", ge=0, le=LARGEST_SEED)
+    seed: int = option(0, "seed of the initial weights, the order of the data and dropout", ge=0, le=LARGEST_SEED)
     dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware multiplies it")
     master_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "dtype of parameters and optimizer states at rest; bf16 halves them, and small updates are lost"
@@ -153,6 +159,10 @@ class TrainOptions(Options):
     )
     device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option("auto", "compile each block; auto is on where a compiler is found")
+    deterministic: bool = option(
+        False,
+        "the same bits from run to run on the same ranks, on a GPU too; slower, and what has no such form is refused",
+    )
     threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)
 
     @model_validator(mode="after")
@@ -500,10 +510,14 @@ class DownloadOptions(Options):
 
 
 class ShowOptions(Options):
-    """lmforge show THING: a recipe, a model, a folder of shards, a run or a checkpoint, in a few lines."""
+    """lmforge show THING: what it is, in a few lines; lmforge show data OF: the text of samples, as training reads them."""
 
     thing: str = argument(
-        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, or `presets`"
+        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
+    )
+    of: Path | None = argument(None, "with `data`: a run, or the file of a bad step")
+    samples: str | None = option(
+        None, "with `data`: sample numbers, FIRST:AFTER_LAST (default: the first 3, or those of the file)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The two ways a command ends badly.
+"""The ways a command ends badly.
 
 Everything else that escapes is a defect of ours and keeps its traceback.
 """
@@ -10,3 +10,11 @@ class Mistake(Exception):
 
 class RunFailed(Exception):
     """A run that had started could not go on; the line says where its log and last good checkpoint are. Exit status 1."""
+
+
+class PeerLost(RunFailed):
+    """A run that could not go on because another rank or its host was lost: started again it may. Exit status LOST."""
+
+
+# EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
+LOST = 75

@@ -110,6 +110,11 @@ class Run:
     def exists(self) -> bool:
         return self.recipe.exists()
 
+    @property
+    def begun_at(self) -> int | None:
+        """When it was last begun or continued, in nanoseconds of the file system's clock."""
+        return self.recipe.stat().st_mtime_ns if self.exists() else None
+
     def foreign(self) -> bool:
         """Whether something is there that is no run; what a start leaves that was cut off before its recipe is nothing."""
         if self.exists() or not self.path.exists():

@@ -1,6 +1,7 @@
 """`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from lmforge.cluster.environment import find_place
 from lmforge.config import Config
 from lmforge.data.hub import is_name
 from lmforge.data.shards import TokenFolder
+from lmforge.data.stream import Stream
 from lmforge.errors import Mistake
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, training_bytes, weight_bytes
 from lmforge.model.presets import PRESETS
@@ -35,7 +37,7 @@ def show(thing: str) -> str:
             return _model(resolve(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
         raise Mistake(f"{thing}: no such file, folder or preset; `lmforge show presets` lists the presets")
     if (path / "recipe.toml").exists():
-        return _run(Run(path))
+        return _run(Run.open(path))
     if (path / MANIFEST).exists():
         table = _manifest(path)
         return _checkpoint(path, table) if "samples" in table else _tokens(path)
@@ -172,3 +174,48 @@ def _run(run: Run) -> str:
     if steps and (run.checkpoint(steps[-1]) / MANIFEST).exists():
         lines.append(_checkpoint(run.checkpoint(steps[-1]), _manifest(run.checkpoint(steps[-1]))))
     return "\n".join(lines)
+
+
+def show_samples(of: Path, samples: str | None) -> str:
+    """The text of samples of a run, or of the batch that a bad step's file names, as the model is given them.
+
+    `samples` is FIRST:AFTER_LAST. Raises Mistake where the data is not what was trained on.
+    """
+    if of.is_file():
+        record = _bad_step(of)
+        data, length, seed = Path(record["data"]), record["length"], record["seed"]
+        (first, after), title = record["samples"], f"step {record['step']}: {record['reason']}"
+    elif (run := Run.open(of)).exists():
+        config = run.config()
+        data, length, seed = config.data.folder, config.data.length, config.train.seed
+        first, after, title = 0, 3, f"run {of}"
+    else:
+        raise Mistake(f"{of}: not a run, nor the file of a bad step")
+    tokens = TokenFolder.open(data)
+    stream = Stream(tokens, length=length, seed=seed)
+    if of.is_file() and stream.plan_hash != record["plan_hash"]:
+        raise Mistake(f"{data}: is not what the run was given when {of} was written; prepare it as it was")
+    if samples is not None:
+        found = re.fullmatch(r"(\d+):(\d+)", samples)
+        if not found or int(found[1]) >= int(found[2]):
+            raise Mistake(f"--samples {samples}: expected FIRST:AFTER_LAST, such as 0:3")
+        first, after = int(found[1]), int(found[2])
+    lines = [f"{title}; samples {first} to {after - 1} of {stream.where}"]
+    rows = zip(range(first, after), stream.rows(first, after), stream.indices(first, after), strict=True)
+    for number, row, index in rows:
+        there = row.documents >= 0
+        scored, documents = int((row.targets >= 0).sum()), len(set(row.documents[there]))
+        lines.append(f"\nsample {number} (row {index}): {documents} documents, {scored} scored tokens")
+        lines.append(repr(tokens.tokenizer.decode(row.tokens[there].tolist(), specials=True)))
+    return "\n".join(lines)
+
+
+def _bad_step(file: Path) -> dict[str, Any]:
+    wanted = {"step", "reason", "samples", "data", "length", "seed", "plan_hash"}
+    try:
+        record = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        record = {}
+    if not wanted <= record.keys():
+        raise Mistake(f"{file}: not the file of a bad step")
+    return record

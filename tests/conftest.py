@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.data.prepare import prepare
+from tests.preloaded import preloaded
 
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,12 +41,18 @@ def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lmforge() -> Command:
-    """`lmforge(*words, stdin="", cwd=None, **variables)`: the command in a process of its own, awaited."""
+def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """`lmforge(*words, stdin="", cwd=None, **variables)`: the command in a process of its own, awaited.
+
+    With variables it is started anew: some are read by what is imported.
+    """
 
     def command(*words: object, stdin: str = "", cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        line = [str(word) for word in words]
+        if not variables:
+            return preloaded().run(line, tmp_path_factory.mktemp("said"), stdin=stdin, cwd=cwd)
         return subprocess.run(
-            [sys.executable, "-m", "lmforge", *map(str, words)],
+            [sys.executable, "-m", "lmforge", *line],
             input=stdin,
             cwd=cwd,
             env={**os.environ, **variables},

@@ -422,7 +422,7 @@ def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_op
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.train.stages.find_spec", lambda name: None)
+    monkeypatch.setattr("lmforge.train.material.find_spec", lambda name: None)
     told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
     assert told == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
     assert not (tmp_path / "a" / "recipe.toml").exists()
@@ -748,3 +748,23 @@ def test_a_family_that_lmforge_does_not_speak_is_refused_with_the_way_out(
     assert refused("pretrain", *options, *wrap, "--model.source", "nano").startswith("nano: no such folder; ")
     told = refused("pretrain", *options, *wrap, "--model.source", tmp_path, "--model.mlp_bias", "true")
     assert told.startswith("model.mlp_bias: a gpt_neox model has no such field; ")
+
+
+def test_dropout_is_a_share_and_not_of_a_wrapped_model(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
+    options = [*tiny_options, "--run.folder", tmp_path, "--run.name", "a"]
+    assert refused("pretrain", *options, "--model.dropout", "1") == "--model.dropout: expected a number below 1.0, got 1.0"
+    wrapped = ["--model.source", tmp_path, "--model.implementation", "transformers", "--model.dropout", "0.1"]
+    told = refused("pretrain", *options, *wrapped)
+    assert told == "model.dropout: not with model.implementation = transformers, which has none here; leave it out"
+
+
+def test_an_environment_without_determinism_is_refused_before_anything_is_touched(
+    tmp_path: Path, tiny_options: list[str], lmforge: Command
+) -> None:
+    options = [*tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "a", "--deterministic"]
+    done = lmforge("pretrain", *options, NCCL_NVLS_ENABLE="1")
+    assert done.returncode == 2
+    assert only_line(done.stderr) == (
+        "train.deterministic: NCCL_NVLS_ENABLE=1 is set, under which bits differ from run to run; unset it or set it to 0"
+    )
+    assert contents(tmp_path) == {}

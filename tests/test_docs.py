@@ -39,7 +39,7 @@ FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 OF_A_RUN = {".".join(path) for path, _ in fields(BenchConfig)}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in fields(verb.options)}
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
-FLAGS = {"help", "debug", "version", "dry-run", "resume", "sweep", "trace"}
+FLAGS = {"help", "debug", "version", "dry-run", "resume", "deterministic", "sweep", "trace"}
 
 TINY_SHAPE = {
     "model.hidden_size": 32,

@@ -15,6 +15,7 @@ from lmforge.checkpoint.manifest import (
     read_manifest,
     rng_state,
     set_rng_state,
+    using,
     verify,
 )
 from lmforge.checkpoint.retention import Keep
@@ -33,5 +34,6 @@ __all__ = [
     "read_manifest",
     "rng_state",
     "set_rng_state",
+    "using",
     "verify",
 ]

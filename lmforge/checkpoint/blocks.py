@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from lmforge.errors import Mistake
 
 BLOCK = 1 << 22
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 Described = dict[str, Any]  # {"bytes": int, "xxh3": [a hex digest of every BLOCK bytes]}
 
 
@@ -147,7 +148,7 @@ class _Paths(FileSystemBase):
         return path
 
     def mkdir(self, path: Any) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
 
     def exists(self, path: Any) -> bool:
         return bool(path.exists())
@@ -227,6 +228,12 @@ class Reading(_Paths):
 def is_local(path: Path) -> bool:
     """Whether this is a path of this machine, and no address through fsspec."""
     return getattr(path, "protocol", "") in ("", "file", "local")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it. Object stores have none, and would make a bucket instead."""
+    if getattr(path, "protocol", "") not in OBJECT_STORES:
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def describe(path: Path) -> Described:

@@ -3,10 +3,10 @@
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -17,6 +17,8 @@ from lmforge.model.shapes import ModelConfig, from_hugging_face
 from lmforge.runs import MANIFEST, PARTIAL, Run
 
 FORMAT = 2
+TENSORS = ".distcp"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def measure(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file is there and as long as was written; none is read. Raises Unsound."""
+    """The manifest of a checkpoint whose every file is there and as long as was written. Raises Unsound.
+
+    Files of tensors are not read; the small ones are, and hold what was written.
+    """
     manifest = read_manifest(folder)
     for name, written in manifest.files.items():
         try:
@@ -102,6 +107,8 @@ def measure(folder: Path) -> Manifest:
             raise Unsound(f"{name} is missing") from None
         if there != written["bytes"]:
             raise Unsound(f"{name} has {there:,} bytes instead of {written['bytes']:,}")
+        if not name.endswith(TENSORS):
+            _check(folder, name, written)
     return manifest
 
 
@@ -109,13 +116,18 @@ def verify(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose every file holds what was written; all are read. Raises Unsound otherwise."""
     manifest = measure(folder)
     for name, written in manifest.files.items():
-        if describe(folder / name) != written:
-            raise Unsound(f"{name} does not hold what was written (its checksum differs)")
+        if name.endswith(TENSORS):
+            _check(folder, name, written)
     return manifest
 
 
+def _check(folder: Path, name: str, written: Described) -> None:
+    if describe(folder / name) != written:
+        raise Unsound(f"{name} does not hold what was written (its checksum differs)")
+
+
 def candidates(run: Run, passed_over: list[str], before: int | None = None) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoints of a run, newest first, that look whole without reading them; those of steps below `before` only.
+    """The checkpoints of a run that look whole with their tensors unread, newest first; those of steps below `before` only.
 
     A line for each that does not goes to `passed_over` as it is come across.
     """
@@ -143,19 +155,32 @@ def newest_sound(run: Run) -> tuple[Path | None, Manifest | None, list[str]]:
 
 
 def find(path: Path) -> tuple[Path, Manifest, list[str]]:
-    """The checkpoint that `path` names: itself, or the newest sound one of a run, with what was passed over.
+    """The checkpoint that `path` names: itself, or the newest sound one of a run, with what was passed over. All is read.
 
     Raises Mistake where there is none.
     """
+    (folder, manifest), passed_over = using(path, lambda folder, _: (folder, verify(folder)))
+    return folder, manifest, passed_over
+
+
+def using(path: Path, use: Callable[[Path, Manifest], T]) -> tuple[T, list[str]]:
+    """What `use` makes of the checkpoint that `path` names, or of the newest one of a run that it does not find unsound.
+
+    With it a line for each that was passed over. `use` may raise Unsound for what it reads; nothing else is read. Raises
+    Mistake where there is none.
+    """
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
         try:
-            return path, verify(path), []
+            return use(path, measure(path)), []
         except Unsound as reason:
             raise Mistake(f"{path}: {reason}") from None
     if not path.exists():
         raise Mistake(f"{path}: no such run, checkpoint or model folder")
-    folder, manifest, passed_over = newest_sound(Run.open(path))
-    if folder is None or manifest is None:
-        why = f" ({passed_over[0]})" if passed_over else ""
-        raise Mistake(f"{path}: no checkpoint here{why}")
-    return folder, manifest, passed_over
+    passed_over: list[str] = []
+    for folder, manifest in candidates(Run.open(path), passed_over):
+        try:
+            return use(folder, manifest), passed_over
+        except Unsound as reason:
+            passed_over.append(f"{folder}: {reason}; skipped")
+    why = f" ({passed_over[0]})" if passed_over else ""
+    raise Mistake(f"{path}: no checkpoint here{why}")

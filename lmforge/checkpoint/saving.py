@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from lmforge.checkpoint.blocks import Described, Writing, describe, is_local
+from lmforge.checkpoint.blocks import Described, Writing, describe, is_local, make_folder
 from lmforge.checkpoint.manifest import Manifest
 from lmforge.checkpoint.retention import Keep, drop_old, remove
 from lmforge.cluster.ranks import Ranks
@@ -163,18 +163,18 @@ class Saver:
     def _write(self, step: int, folder: Path, final: Path, plan: "_Plan", about: dict[str, Any]) -> None:
         aside, where = self._aside, f"{self._run.checkpoints}: the checkpoint {final.name}"
         files = Writing()
-        with aside.agreeing(), _telling(where, folder, files):
+        with aside.agreeing(), _telling(where, files):
             if aside.first:
                 remove(folder)
                 self.check_room()
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 for name, text in self._tokenizer.texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
-        writer = _writer(folder, files)
-        with aside.agreeing(), _telling(where, folder, files):
+        writer = _Writer(folder, files)
+        with aside.agreeing(), _telling(where, files):
             results = writer.write_data(plan.mine, plan.planner).value()
         gathered = aside.collect((results, files.files))
-        with aside.agreeing(), _telling(where, folder, files):
+        with aside.agreeing(), _telling(where, files):
             if gathered is not None:
                 assert plan.metadata is not None
                 writer.finish(plan.metadata, [results for results, _ in gathered])
@@ -182,10 +182,16 @@ class Saver:
                 self._seal(step, folder, final, about, described | files.files)
 
     def check_room(self) -> None:
-        """Raise RunFailed where the disk has no room for one more checkpoint."""
+        """Raise RunFailed where one more checkpoint has no room on the disk, or the store cannot be written to."""
         folder = self._run.checkpoints
-        if not is_local(folder) or not folder.exists():
+        if not is_local(folder):
+            with _telling(f"{folder}: checkpoints", Writing()):
+                make_folder(folder)
+                (folder / ".probe").write_text("", encoding="utf-8")
+                (folder / ".probe").unlink()
             return
+        if not folder.is_dir():
+            return  # it is made with the first checkpoint, or cannot be
         there = os.statvfs(folder)
         free = there.f_bavail * there.f_frsize
         if free < self._bytes:
@@ -268,16 +274,20 @@ class _Staging:
             self._held = {}
 
 
-def _writer(folder: Path, files: Writing) -> dcp.FileSystemWriter:
-    writer = dcp.FileSystemWriter(folder.name, sync_files=is_local(folder))
-    writer.fs, writer.path = files, folder  # type: ignore[assignment]
-    # The tensors are in host memory already.
-    writer.per_thread_copy_ahead = 0
-    return writer
+class _Writer(dcp.FileSystemWriter):
+    """PyTorch's, for tensors that are in host memory already, through our file system."""
+
+    def __init__(self, folder: Path, files: Writing) -> None:
+        super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
+        self.fs, self.path = files, folder  # type: ignore[assignment]
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
 
 
 @contextmanager
-def _telling(where: str, folder: Path, files: Writing) -> Iterator[None]:
+def _telling(where: str, files: Writing) -> Iterator[None]:
     """Whatever goes wrong with the storage as one line. PyTorch's checksums are left out: blocks have better ones."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -4,10 +4,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lmforge.cluster.environment import LAUNCHER
+from lmforge.errors import LOST
 
 # A rank that was asked to stop finishes its step and saves; only then is it killed.
 GRACE_SECONDS = 120
@@ -15,11 +16,29 @@ GRACE_SECONDS = 120
 ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
-def launch_local(processes: int, arguments: list[str]) -> int:
+def launch_local(
+    processes: int,
+    arguments: list[str],
+    *,
+    restarts: int = 0,
+    again: Sequence[str] = (),
+    begun: Callable[[], bool] = lambda: True,
+) -> int:
     """Run `python -m lmforge ARGUMENTS` as `processes` ranks and wait. Returns the exit status of the whole.
 
-    2 when a rank refused bad input, 128 + signal when it was interrupted, 1 when a rank failed otherwise.
+    2 when a rank refused bad input, 128 + signal when it was interrupted, 1 when a rank failed otherwise. Where a rank was
+    lost, and what it carried out had `begun`, all are started again, `restarts` times at most, with ARGUMENTS and `again`.
     """
+    for number in range(restarts + 1):
+        status = _launch(processes, [*arguments, *(again if number else ())])
+        if status != LOST or number == restarts or not begun():
+            break
+        print(f"lmforge: all ranks are started again ({number + 1} of {restarts})", file=sys.stderr, flush=True)
+    return 1 if status == LOST else status
+
+
+def _launch(processes: int, arguments: list[str]) -> int:
+    """Start the ranks once. Returns the exit status of the whole, LOST where one was killed or gave up on another."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -32,6 +51,7 @@ def launch_local(processes: int, arguments: list[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
+        # Torch would start again whatever failed, a mistake too.
         max_restarts=0,
         shutdown_timeout=GRACE_SECONDS,
     )
@@ -48,8 +68,8 @@ def launch_local(processes: int, arguments: list[str]) -> int:
         killed = {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
         if killed:  # who was left can only say that a peer is gone
             rank, number = next(iter(killed.items()))
-            print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr)
-        return 1
+            print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        return LOST if killed or set(statuses) == {LOST} else 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0

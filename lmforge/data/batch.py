@@ -15,32 +15,40 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Four tensors of shape [rows, length].
+    """Tensors of shape [rows, length].
 
     tokens     int64
     targets    int64, the next token of the same document, −100 where nothing is scored
     positions  int64, from 0 at each document's start, or at the row's where the document began in an earlier row
     documents  int32, equal within a document, numbered from 0 in each row, −1 on padding
+    keys       int64, what randomness is drawn from for each token (noise.py); None where nothing is random, as in evaluation
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
     documents: torch.Tensor
+    keys: torch.Tensor | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
         """Stack rows of one length."""
-        return cls(*(torch.from_numpy(np.stack([getattr(row, field.name) for row in rows])) for field in fields(cls)))
+        return cls(*(torch.from_numpy(np.stack([getattr(row, field.name) for row in rows])) for field in fields(Row)))
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
         """All rows of several batches of one length, in order."""
-        return cls(*(torch.cat([getattr(batch, field.name) for batch in batches]) for field in fields(cls)))
+        return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch of what `change` makes of each of the four tensors."""
-        return Batch(*(change(getattr(self, field.name)) for field in fields(self)))
+        """The batch of what `change` makes of each of the tensors."""
+        return Batch(**{name: change(tensor) for name, tensor in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are there, by name."""
+        present = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in present.items() if tensor is not None}
 
     @property
     def rows(self) -> int:

@@ -7,12 +7,14 @@ that a checkpoint would need.
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from lmforge.data.batch import Batch
+from lmforge.data.noise import token_keys
 from lmforge.data.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,8 @@ class Loader:
 
     The global batch of step k is the rows k·B … (k + 1)·B − 1 of the stream, B = `global_batch_rows`; rank r of W takes
     the r-th of W equal contiguous parts of it, in micro-batches of `micro_batch_rows`. So the global batch is the same
-    for any number of ranks. ValueError where a size does not divide.
+    for any number of ranks. With `noise_seed` its tokens have keys to draw randomness from. ValueError where a size does not
+    divide.
 
     `data_seconds` is the time callers of `batches` have waited, in total. Close it, or use it in a `with`.
     """
@@ -40,6 +43,7 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         device: torch.device | str = "cpu",
+        noise_seed: int | None = None,
     ):
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
@@ -55,6 +59,7 @@ class Loader:
         self._rank_rows = rank_rows
         self._offset = rank * rank_rows
         self._device = torch.device(device)
+        self._noise_seed = noise_seed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[Batch]] | None = None
 
@@ -81,6 +86,9 @@ class Loader:
     def _read(self, step: int) -> Batch:
         first = step * self._global_batch_rows + self._offset
         batch = Batch.of(self._stream.rows(first, first + self._rank_rows))
+        if self._noise_seed is not None:
+            keys = token_keys(self._noise_seed, first, first + self._rank_rows, batch.length)
+            batch = replace(batch, keys=torch.from_numpy(keys))
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def close(self) -> None:

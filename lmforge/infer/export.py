@@ -1,12 +1,15 @@
 """`lmforge export`: a checkpoint as a Hugging Face folder, read and written a tensor at a time, without a GPU."""
 
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmforge import checkpoint
+from lmforge.checkpoint import Manifest
 from lmforge.config import ExportOptions
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
@@ -18,9 +21,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def run_export(options: ExportOptions) -> int:
     """Write the folder and say where. Raises Mistake."""
-    origin, manifest, passed_over = checkpoint.find(options.model)
+    manifest, passed_over = checkpoint.using(options.model, partial(_export, options))
     for line in passed_over:
         print(line, file=sys.stderr)
+    print(f"{options.out}: step {manifest.step} of {options.model}, {options.dtype}, as Hugging Face has it")
+    return 0
+
+
+def _export(options: ExportOptions, origin: Path, manifest: Manifest) -> Manifest:
     stored, tokenizer = checkpoint.StoredModel(origin), Tokenizer.open(origin)
 
     def read(name: str) -> Tensor:
@@ -36,8 +44,7 @@ def run_export(options: ExportOptions) -> int:
         read=read,
         more=companions(tokenizer, manifest.model_config),
     )
-    print(f"{options.out}: step {manifest.step} of {options.model}, {options.dtype}, as Hugging Face has it")
-    return 0
+    return manifest
 
 
 def rounded(name: str, value: Tensor, dtype: str | None) -> Tensor:

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmforge import checkpoint
+from lmforge.checkpoint import Manifest
 from lmforge.data.hub import local_folder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
@@ -39,26 +41,33 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, say: Callab
 
     `say` gets a line for each damaged checkpoint that was passed over.
     """
-    manifest, path = None, local_folder(path)
+    path = local_folder(path)
     if (path / "config.json").exists():
-        origin, config = path, resolve(path, {}, implementation="auto")
-    else:
-        origin, manifest, passed_over = checkpoint.find(path)
-        for line in passed_over:
-            say(line)
-        config = manifest.model_config
-    if not (origin / "tokenizer.json").exists():
-        raise Mistake(f"{origin}: has no tokenizer.json; put the model's beside its weights")
-    tokenizer = Tokenizer.open(origin)
+        return _from_folder(path, device, dtype)
+    opened, passed_over = checkpoint.using(path, partial(_from_checkpoint, device=device, dtype=dtype))
+    for line in passed_over:
+        say(line)
+    return opened
+
+
+def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Opened:
+    config = resolve(folder, {}, implementation="auto")
+    if not (folder / "tokenizer.json").exists():
+        raise Mistake(f"{folder}: has no tokenizer.json; put the model's beside its weights")
+    tokenizer = Tokenizer.open(folder)
     model = build(config, seed=None, device=device)
-    if manifest is None:
-        load_folder(origin, model)
-        recipe, opening, ends = None, tokenizer.opening_ids, _named_ends(origin, config.vocab_size)
-    else:
-        checkpoint.load(origin, {"model": dict(model.named_parameters())})
-        # Our rows are texts and separators: no text in them began with another token.
-        recipe, opening, ends = manifest.recipe, [], frozenset[int]()
-    return Opened(model.to(dtype).eval(), config, tokenizer, origin, recipe, opening, ends)
+    load_folder(folder, model)
+    ends = _named_ends(folder, config.vocab_size)
+    return Opened(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.opening_ids, ends)
+
+
+def _from_checkpoint(folder: Path, manifest: Manifest, device: torch.device, dtype: torch.dtype) -> Opened:
+    model = build(manifest.model_config, seed=None, device=device)
+    checkpoint.load(folder, {"model": dict(model.named_parameters())})
+    # Our rows are texts and separators: no text in them began with another token.
+    opening, ends = list[int](), frozenset[int]()
+    model = model.to(dtype).eval()
+    return Opened(model, manifest.model_config, Tokenizer.open(folder), folder, manifest.recipe, opening, ends)
 
 
 def _named_ends(folder: Path, vocab_size: int) -> frozenset[int]:

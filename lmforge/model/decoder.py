@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 
 from lmforge.model.attention import Mask, attend, attention_mask
 from lmforge.model.cache import Cache, LayerCache
+from lmforge.model.dropout import Noise
 from lmforge.model.layers import Head, LanguageModel, RMSNorm
 from lmforge.model.rope import Rotation, rotation
 from lmforge.model.shapes import ModelConfig
@@ -68,10 +69,19 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, hidden: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        turn: Rotation,
+        mask: Mask,
+        cache: LayerCache | None = None,
+        noise: Noise | None = None,
+    ) -> torch.Tensor:
         """hidden [rows, length, hidden_size] → the same shape and dtype."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, mask, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), turn, mask, cache)
+        hidden = hidden + (attended if noise is None else noise.drop(attended, 0))
+        fed = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + (fed if noise is None else noise.drop(fed, 1))
 
 
 class Trunk(nn.Module):
@@ -111,8 +121,9 @@ class Decoder(LanguageModel):
     def final_norm(self) -> nn.Module:
         return self.model.norm
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.model.embed_tokens(tokens)
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
+        embedded = self.model.embed_tokens(tokens)
+        return embedded if noise is None else noise.drop(embedded)
 
     def run_blocks(
         self,
@@ -121,11 +132,13 @@ class Decoder(LanguageModel):
         documents: torch.Tensor,
         cache: Cache | None = None,
         numbers: Iterable[int] | None = None,
+        noise: Noise | None = None,
     ) -> torch.Tensor:
         seen = None if cache is None else cache.extend(documents)
         masks = {window: attention_mask(documents, window, seen, self.context) for window in set(self.config.windows)}
         turn = rotation(positions, self.config)
         for number in range(len(self.blocks)) if numbers is None else numbers:
             kept = None if cache is None else cache.layers[number]
-            hidden = self.blocks[number](hidden, turn, masks[self.config.windows[number]], kept)
+            drawn = None if noise is None else noise.of_block(number)
+            hidden = self.blocks[number](hidden, turn, masks[self.config.windows[number]], kept, drawn)
         return hidden

@@ -103,10 +103,17 @@ class ForeignModel(LanguageModel):
             raise Mistake(f"this model reads at most {limit} tokens, not {max_length}: shorten prompt plus new tokens")
         return ForeignCache(library().DynamicCache(config=self.base.config))
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, cache: "ForeignCache | None" = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Tensor,
+        cache: "ForeignCache | None" = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
 
-        Args as in decoder.Decoder.forward. Raises Mistake for rows longer than the learned positions.
+        Args as in decoder.Decoder.forward, but nothing is dropped. Raises Mistake for rows longer than the learned positions.
         """
         limit = self.config.longest_row_tokens
         if limit is not None and tokens.shape[1] > limit:

@@ -1,7 +1,7 @@
 """The GPT-2 family by its Hugging Face tensor names: LayerNorm, learned positions, GELU.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. No dropout: it has no place in training on
-data seen once. No loss here: the objective applies the head.
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dropout, if any, is on the embeddings and on
+what each half of a block adds, not on attention's probabilities. No loss here: the objective applies the head.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ from torch.nn.functional import gelu
 from lmforge.errors import Mistake
 from lmforge.model.attention import Mask, attend, attention_mask
 from lmforge.model.cache import Cache, LayerCache
+from lmforge.model.dropout import Noise
 from lmforge.model.layers import Head, LanguageModel
 from lmforge.model.shapes import ModelConfig
 
@@ -65,10 +66,14 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = FeedForward(config)
 
-    def forward(self, hidden: torch.Tensor, mask: Mask, cache: LayerCache | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, mask: Mask, cache: LayerCache | None = None, noise: Noise | None = None
+    ) -> torch.Tensor:
         """hidden [rows, length, hidden_size] → the same shape and dtype."""
-        hidden = hidden + self.attn(self.ln_1(hidden), mask, cache)
-        return hidden + self.mlp(self.ln_2(hidden))
+        attended = self.attn(self.ln_1(hidden), mask, cache)
+        hidden = hidden + (attended if noise is None else noise.drop(attended, 0))
+        fed = self.mlp(self.ln_2(hidden))
+        return hidden + (fed if noise is None else noise.drop(fed, 1))
 
 
 class Trunk(nn.Module):
@@ -109,12 +114,13 @@ class GPT2(LanguageModel):
     def final_norm(self) -> nn.Module:
         return self.transformer.ln_f
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
         """Raises Mistake for rows longer than the learned positions."""
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
             raise Mistake(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
-        return self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        embedded = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        return embedded if noise is None else noise.drop(embedded)
 
     def run_blocks(
         self,
@@ -123,9 +129,11 @@ class GPT2(LanguageModel):
         documents: torch.Tensor,
         cache: Cache | None = None,
         numbers: Iterable[int] | None = None,
+        noise: Noise | None = None,
     ) -> torch.Tensor:
         seen = None if cache is None else cache.extend(documents)
         mask = attention_mask(documents, None, seen, self.context)
         for number in range(len(self.blocks)) if numbers is None else numbers:
-            hidden = self.blocks[number](hidden, mask, None if cache is None else cache.layers[number])
+            kept = None if cache is None else cache.layers[number]
+            hidden = self.blocks[number](hidden, mask, kept, None if noise is None else noise.of_block(number))
         return hidden

@@ -9,6 +9,7 @@ from torch import nn
 from lmforge.data.batch import Batch
 from lmforge.model.attention import ContextShare
 from lmforge.model.cache import Cache
+from lmforge.model.dropout import Noise
 from lmforge.model.shapes import ModelConfig
 
 
@@ -48,7 +49,7 @@ class Head(nn.Module):
 class LanguageModel(nn.Module):
     """What every model offers to the rest of the house.
 
-    `forward(tokens, positions, documents, cache=None)` gives hidden states, `lm_head` scores them; `embeddings`,
+    `forward(tokens, positions, documents, cache, keys)` gives hidden states, `lm_head` scores them; `embeddings`,
     `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward is three parts, so that a pipeline's
     stage can run its own: `embed`, `run_blocks`, `final_norm`.
     """
@@ -57,6 +58,11 @@ class LanguageModel(nn.Module):
     lm_head: Head
     # Where the tokens given are only a part of each row: how attention gets at the keys of the others.
     context: ContextShare | None = None
+    # Share of the numbers that dropout zeroes where a batch brings keys: after the embedding, and of what attention and
+    # feed-forward add to the hidden states. Attention's probabilities are never dropped.
+    dropout: float = 0.0
+    # Where hidden states are a part of the sequence of the tokens given (tensor parallel): which one, of how many.
+    sequence_part: tuple[int, int] = (0, 1)
 
     def forward(
         self,
@@ -64,6 +70,7 @@ class LanguageModel(nn.Module):
         positions: torch.Tensor,
         documents: torch.Tensor,
         cache: Any = None,
+        keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
 
@@ -71,15 +78,24 @@ class LanguageModel(nn.Module):
             tokens, positions: int64 [rows, length]; positions restart at each document.
             documents: int32 [rows, length], equal within a document, -1 on padding.
             cache: keys and values of the tokens before these, extended in place; the tokens given follow them.
+            keys: int64 [rows, length], what dropout draws from; None is none.
         """
-        hidden = self.embed(tokens, positions)
-        return self.final_norm(self.run_blocks(hidden, positions, documents, cache))
+        noise = self.noise(keys)
+        hidden = self.embed(tokens, positions, noise)
+        return self.final_norm(self.run_blocks(hidden, positions, documents, cache, noise=noise))
+
+    def noise(self, keys: torch.Tensor | None) -> Noise | None:
+        """What dropout draws from on this rank, for tokens with these keys; None where there is no dropout."""
+        if keys is None or not self.dropout:
+            return None
+        part, parts = self.sequence_part
+        return Noise(self.dropout, keys.chunk(parts, dim=1)[part])
 
     def share(self, batch: Batch) -> Batch:
         """What of a batch this rank computes: all of it, but for the ranks of a context."""
         return batch if self.context is None else self.context.share(batch)
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
         """What the first block is given: [rows, length, hidden_size]."""
         raise NotImplementedError
 
@@ -90,6 +106,7 @@ class LanguageModel(nn.Module):
         documents: torch.Tensor,
         cache: Cache | None = None,
         numbers: Iterable[int] | None = None,
+        noise: Noise | None = None,
     ) -> torch.Tensor:
         """`hidden` after the blocks of these `numbers`, all of them by default; the same shape and dtype."""
         raise NotImplementedError

@@ -19,7 +19,7 @@ class NextToken:
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum of losses in nats, metrics as (sum, count) pairs). A batch without targets gives 0, not NaN."""
-        hidden = model(batch.tokens, batch.positions, batch.documents)
+        hidden = model(batch.tokens, batch.positions, batch.documents, keys=batch.keys)
         total = model.lm_head(hidden, partial(cross_entropy_sum, targets=batch.targets))
         return total, {"loss": (total.detach(), self.weight(batch))}
 

@@ -5,7 +5,6 @@ ranks that share it. The loss is part of the last stage, so that the head's weig
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +18,6 @@ from lmforge.model.layers import Head, LanguageModel
 from lmforge.parallel.engine import Loss
 from lmforge.parallel.fsdp2 import FullySharded
 from lmforge.parallel.mesh import PIPELINE
-
-FIELDS = [field.name for field in fields(Batch)]
 
 
 def stage_blocks(blocks: int, stages: int) -> list[range]:
@@ -51,8 +48,9 @@ class Stage(nn.Module):
         """
         (model,) = self._model
         batch = model.share(Batch(**tensors))
-        hidden = model.embed(batch.tokens, batch.positions) if self.first else received
-        hidden = model.run_blocks(hidden, batch.positions, batch.documents, numbers=self._numbers)
+        noise = model.noise(batch.keys)
+        hidden = model.embed(batch.tokens, batch.positions, noise) if self.first else received
+        hidden = model.run_blocks(hidden, batch.positions, batch.documents, numbers=self._numbers, noise=noise)
         if not self.last:
             return hidden
         rest = _Rest(model, hidden)
@@ -70,7 +68,7 @@ class _Rest:
         self._model, self._hidden = model, hidden
         self.lm_head = model.lm_head
 
-    def __call__(self, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, documents: Tensor, keys: Tensor | None = None) -> Tensor:
         return self._model.final_norm(self._hidden)
 
 
@@ -119,7 +117,7 @@ class Pipelined(FullySharded):
         for stage in self._stages:
             stage.told.clear()
         at_start, at_end = self._stages[0].first, self._stages[-1].last
-        tensors: dict[str, Any] = {name: getattr(whole, name) for name in FIELDS}
+        tensors: dict[str, Any] = whole.tensors
         # The target is for torch, which computes no loss without one.
         target: dict[str, Any] = {"target": whole.tokens} if at_end else {}
         schedule.step(*([whole.tokens] if at_start else []), **target, return_outputs=False, **tensors)
@@ -148,12 +146,11 @@ class Pipelined(FullySharded):
         hidden, device = batch.tokens, self.ranks.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
         ranks = self._group.size()
-        tensors = {name: getattr(batch, name) for name in FIELDS}
         for stage, place in zip(self._stages, self._places, strict=True):
             if not stage.first:
                 hidden = torch.empty(self._hidden_shape(batch), dtype=self._hidden_dtype, device=device)
                 dist.recv(hidden, group=self._group, group_src=(place - 1) % ranks)
-            hidden = stage(hidden, instead=instead if stage.last else None, **tensors)
+            hidden = stage(hidden, instead=instead if stage.last else None, **batch.tensors)
             if stage.last:
                 result = hidden
             else:

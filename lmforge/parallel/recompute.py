@@ -38,7 +38,7 @@ def recompute(model: LanguageModel, how: str, every: int = 2) -> None:
     for number, block in enumerate(model.blocks, start=1):
         if how == "blocks" and number % every:
             continue
-        # There is no dropout, so there is no random state to bring back.
+        # Dropout draws from the tokens' keys, so there is no random state to bring back.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context)
 
 

@@ -37,6 +37,7 @@ SEQUENCE = 1  # the dimension of hidden states that is shared out
 def split(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in place."""
     assert isinstance(model, Decoder)
+    model.sequence_part = mesh.get_local_rank(), mesh.size()
     for block in model.blocks:
         parallelize_module(block, mesh, _block_plan(model.config))
     parallelize_module(model.final_norm, mesh, SequenceParallel(use_local_output=True))

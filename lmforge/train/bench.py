@@ -35,9 +35,10 @@ from lmforge.parallel.fits import check_fits
 from lmforge.parallel.mesh import data_place, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import MANIFEST
+from lmforge.train.building import noise_seed, peak_of, prepare_model
+from lmforge.train.determinism import be_deterministic
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
-from lmforge.train.stages import peak_of, prepare_model
 
 PHASE_STEPS = 3
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -52,7 +53,9 @@ class RandomBatches:
         size = plan.micro_batch_rows, plan.length
         tokens = torch.randint(0, vocabulary, size, generator=generator)
         positions = torch.arange(plan.length).expand(size).contiguous()
-        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32))
+        # Random numbers as well, and used only where the model has dropout.
+        keys = torch.randint(-(2**63), 2**63 - 1, size, generator=generator)
+        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys)
         self._batches = [batch.to(device)] * plan.accumulation
 
     def batches(self, step: int) -> list[Batch]:
@@ -119,6 +122,7 @@ def ran_out_of_memory(status: int | None, said: str) -> bool:
 
 def measure(config: BenchConfig) -> dict[str, Any]:
     """Times and rates of one recipe on these ranks; every rank calls it and has the first rank's result."""
+    be_deterministic(config.train.deterministic)
     ranks = cluster.start(config.train.device, config.train.threads)
     try:
         plan = plan_batches(config, ranks.count)
@@ -138,6 +142,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
                 rank=place,
                 ranks=places,
                 device=ranks.device,
+                noise_seed=noise_seed(config),
             )
         else:
             data = RandomBatches(shape.vocab_size, plan, ranks.device, seed=place)

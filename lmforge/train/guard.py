@@ -6,7 +6,6 @@ section 5.1). The judgement is made on the device and read one step later, so th
 depends on what all ranks know, so that all of them judge alike.
 """
 
-import json
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from lmforge.cluster.ranks import Ranks
 from lmforge.data.batch import Metrics
-from lmforge.runs import Run, write_sealed
 
 
 @dataclass(frozen=True)
@@ -117,23 +115,3 @@ class Guard:
         losses = [math.nan if loss is None else loss for loss in state.get("losses", [])][-len(self._losses) :]
         if len(self._losses) and losses:
             self._losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)
-
-
-def write_bad_step(run: Run, bad: Bad, *, rows: int, length: int, seed: int, data: str, plan_hash: str) -> str:
-    """Record which samples a bad step was given, for `lmforge show data` to open. Returns the file's path."""
-    folder = run.path / "bad"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"step-{bad.step:08d}-batch-{bad.batch}.json"
-    record = {
-        "step": bad.step,
-        "reason": bad.reason,
-        "loss": repr(bad.loss),
-        "grad_norm": repr(bad.grad_norm),
-        "samples": [bad.batch * rows, (bad.batch + 1) * rows],
-        "data": data,
-        "length": length,
-        "seed": seed,
-        "plan_hash": plan_hash,
-    }
-    write_sealed(path, json.dumps(record, indent=1) + "\n")
-    return str(path)

@@ -16,10 +16,11 @@ from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.precision import compiled_graphs
-from lmforge.train.guard import Bad, Guard
+from lmforge.train.guard import Guard
 from lmforge.train.health import Wishes
 from lmforge.train.metrics import Meter, MetricsFile, Teller, peak_memory_gib
 from lmforge.train.optim import set_learning_rate, step_unless
+from lmforge.train.recovery import Recovery
 from lmforge.train.saves import GIVE_UP, PERMANENT, Saves
 from lmforge.train.watch import Watch
 
@@ -56,8 +57,7 @@ class Parts:
     sample_every: int | None
     guard: Guard
     bad_steps: int
-    tell_bad: Callable[[Bad], None]
-    go_back: Callable[[int], int]
+    recovery: Recovery
     saves: Saves
     validate: Callable[[int], dict[str, float]]
     sample: Callable[[int], None]
@@ -143,10 +143,10 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
             wish = max(wish, saves.due(done, stopping))
             if bad := guard.heard(of_all=bool(wish) or last or done % parts.log_every == 0):
                 for one in bad:
-                    parts.tell_bad(one)
+                    parts.recovery.tell(one)
                 if guard.in_a_row >= parts.bad_steps:
                     following = step + guard.left_out + 1
-                    done = since.pausing(partial(parts.go_back, max(0, bad[-1].step - guard.in_a_row)))
+                    done = since.pausing(partial(parts.recovery.go_back, max(0, bad[-1].step - guard.in_a_row)))
                     guard.go_on_from(done, following)
                     since.restart(done)
                     meter.read()
@@ -155,6 +155,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
             if wish or done % parts.log_every == 0:
                 record = {**meter.read(), "lr": lr, "grad_norm": float(gradient_norm), **since.read(done)}
                 record |= {"skipped_steps": guard.skipped} if guard.skipped else {}
+                record |= {"save_stall_seconds": saves.saver.seconds_held} if saves.saver.seconds_held else {}
                 gc.collect()
                 for line in parts.watch.log_step(done, record["step_seconds"], parts.spread.part):
                     parts.teller.say(line)

@@ -20,6 +20,7 @@ from lmforge.cluster.environment import Place
 from lmforge.cluster.ranks import Ranks
 from lmforge.config import OptimizerOptions
 from lmforge.data.batch import Batch
+from lmforge.data.noise import token_keys
 from lmforge.model import build
 from lmforge.model.initial import initialise
 from lmforge.model.shapes import ModelConfig
@@ -56,6 +57,7 @@ class Case:
     accumulation: int = 1
     shape: ModelConfig = SMALL
     optimizer: OptimizerOptions = OPTIMIZER
+    dropout: float = 0.0
     float8_emulated: bool = False
 
 
@@ -100,13 +102,15 @@ class Task:
         # In every other step all rows of the first ranks are masked.
         if step % 2:
             targets[: self.rows // 2] = -100
-        return Batch(tokens, targets, positions, documents)
+        keys = torch.from_numpy(token_keys(self.seed, step * self.rows, (step + 1) * self.rows, self.length))
+        return Batch(tokens, targets, positions, documents, keys)
 
 
 def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     """Train as `case` says, on all ranks together. Raises Mistake where it does not fit them."""
     objective = NextToken()
     model = build(case.shape, seed=None, device="meta")
+    model.dropout = case.dropout
     if case.float8_emulated:
         use_float8(model, emulate=True)
     trained = spread(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmforge.cluster.ranks import Ranks
+from lmforge.errors import LOST
 from lmforge.train import stall
 from lmforge.train.disk import DiskWatch
 from lmforge.train.drift import Drift
@@ -83,6 +84,10 @@ class Watch:
     def mark(self, phase: str, step: int) -> None:
         """Say what this rank does from now on; phases are those of heartbeat.PHASES."""
         self._heartbeat.mark(phase, step)
+
+    def where(self) -> str:
+        """Step and phase, in words."""
+        return f"step {self._heartbeat.now.step}, {self._heartbeat.now.phase}"
 
     def barrier(self) -> AbstractContextManager[None]:
         """Around waiting for other ranks: the phase is `barrier` inside. Changes nothing in other threads."""
@@ -207,14 +212,14 @@ class Watch:
             return
         if self._reports(peers):
             self._say(
-                f"no rank has gone on for {age:.0f} s (watch.give_up_seconds = {limit:g}): this run ends itself, with status 1;"
-                " the same command continues it from its last checkpoint"
+                f"no rank has gone on for {age:.0f} s (watch.give_up_seconds = {limit:g}): this run ends itself,"
+                f" with status {LOST}; the same command continues it from its last checkpoint"
             )
         else:
             time.sleep(3 * self._beat)  # the launcher ends all when one has ended: let it be told why before
         with suppress(OSError):
             self._heartbeat.write("failed")
-        os._exit(1)
+        os._exit(LOST)
 
     def _say(self, lines: str) -> None:
         """On standard error, which a rank has even where its own output goes to a file, and in the log."""

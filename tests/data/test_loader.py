@@ -151,3 +151,32 @@ def test_batches_arrive_on_the_gpu_as_they_are_on_the_cpu(stream: Stream) -> Non
             batches = loader.batches(step)
             assert all(batch.tokens.is_cuda for batch in batches)
             assert same(Batch.cat(batches).to("cpu"), global_batch(stream, step, 4))
+
+
+def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: Stream) -> None:
+    """The same for any ranks and micro-batches; others for every token, sample, epoch and seed."""
+    rows, seed = 12, secrets.randbits(60)
+
+    def keys(step: int, ranks: int, micro_batch_rows: int, seed: int = seed) -> torch.Tensor:
+        parts = []
+        for rank in range(ranks):
+            about = {"rank": rank, "ranks": ranks, "micro_batch_rows": micro_batch_rows, "noise_seed": seed}
+            with Loader(stream, global_batch_rows=rows, **about) as loader:  # type: ignore[arg-type]
+                parts += loader.batches(step)
+        found = Batch.cat(parts).keys
+        assert found is not None
+        return found
+
+    whole = keys(2, 1, 12)
+    assert whole.shape == (rows, stream.length)
+    for ranks, micro_batch_rows in ((1, 1), (2, 3), (3, 4), (4, 1)):
+        assert torch.equal(keys(2, ranks, micro_batch_rows), whole)
+    # The steps of a whole epoch and more: the same rows come again, their keys do not.
+    steps = range(2 * -(-stream.rows_per_epoch // rows))
+    every = torch.cat([keys(step, 1, 12) for step in steps] + [keys(0, 1, 12, seed + 1)])
+    assert len(every.unique()) == every.numel()
+
+
+def test_without_a_seed_for_it_there_are_no_keys(stream: Stream) -> None:
+    with Loader(stream, global_batch_rows=2, micro_batch_rows=1) as loader:
+        assert all(batch.keys is None for batch in loader.batches(0))

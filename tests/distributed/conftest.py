@@ -1,8 +1,6 @@
-"""Real ranks: processes started by torch's own launcher, talking through gloo."""
+"""Real ranks: processes of their own, talking through gloo; what torch's launcher adds is tested where it matters."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from lmforge import checkpoint
 from lmforge.model import build
 from lmforge.runs import Run
+from tests.preloaded import preloaded
 
 HERE = Path(__file__).parent
 Case = tuple[str, list[str]]
@@ -21,16 +20,9 @@ def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
     """Carry out pretraining command lines on `ranks` ranks that are started once."""
     file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
     file.write_text(json.dumps(cases))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        str(HERE / "several_runs.py"),
-        str(file),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    place = folder / f"{file.stem}-said"
+    place.mkdir()
+    done = preloaded().run([str(file)], place, script=HERE / "several_runs.py", ranks=ranks, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 

@@ -1,5 +1,7 @@
 """The shapes that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2."""
 
+from dataclasses import replace
+
 from lmforge.model.shapes import ModelConfig
 from lmforge.train.parity import SMALL, Case, cases
 
@@ -38,6 +40,23 @@ CASES_OF_SPLIT_SHAPES = {
     "split gpt2": ("context 2", "pipeline 2, 4"),
 }
 
+# Those that cut batches, rows, blocks or the sequence in a way of their own, or compute a part of them again.
+CASES_OF_DROPOUT = {
+    "llama": (
+        "one process",
+        "ddp",
+        "fsdp1 full",
+        "fsdp2 full",
+        "fsdp2, recompute",
+        "fsdp2, 2 micro-batches",
+        "fsdp2, compiled, recompute",
+        "tensor 2",
+        "context 2",
+        "pipeline 2",
+    ),
+    "split gpt2": ("context 2", "pipeline 2, 4"),
+}
+
 
 def shapes_on(ranks: int) -> list[str]:
     """Which shapes are tried on so many ranks."""
@@ -50,3 +69,9 @@ def chosen_cases(shape: str, ranks: int) -> list[Case]:
     if shape == "llama":
         return found
     return [case for case in found if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
+
+
+def dropout_cases(shape: str, ranks: int) -> list[Case]:
+    """The cases that are tried on a shape with dropout; one of them compiled."""
+    found = [case for case in chosen_cases(shape, ranks) if case.name.startswith(CASES_OF_DROPOUT.get(shape, ()))]
+    return [replace(case, dropout=0.2) for case in found if not case.compiled or case.strategy.recompute != "none"]

@@ -3,6 +3,8 @@
 One history holds most of it: two ranks, asked to stop, continued, killed without warning, continued to the end.
 """
 
+import json
+import os
 import random
 import re
 import shutil
@@ -148,6 +150,28 @@ def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_go_on(history: 
 
 def test_stopped_killed_and_continued_gives_the_same_bits(history: History) -> None:
     assert_identical(history.broken, history.unbroken)
+
+
+def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the_same_bits(
+    history: History, recipe: Recipe, tmp_path: Path
+) -> None:
+    """At random moments, twice: in a step, in a save, or while the ranks start."""
+    chance = random.SystemRandom()
+    run = Run(tmp_path / "restarted")
+
+    def kill_ranks(process: subprocess.Popen[str]) -> None:
+        for step in sorted(chance.sample(range(2, STEPS - 8), 2)):
+            reach(run, step, process)
+            time.sleep(chance.uniform(0, 0.1))
+            ranks = [json.loads(file.read_text())["process"] for file in run.health.glob("rank-?.json")]
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+
+    words = ["pretrain", *recipe(tmp_path, "restarted", *SCHEDULE, "--launch.processes", "2", "--run.overwrite")]
+    ended = started(words, tmp_path, kill_ranks)
+    assert ended.status == 0, ended
+    assert ended.errors.count("was killed by SIGKILL\n") == 2, ended
+    assert "all ranks are started again (2 of 3)" in ended.errors
+    assert_identical(run, history.unbroken)
 
 
 @pytest.mark.parametrize("place", ["alone", "ddp on 2", "fsdp2 on 3"])

@@ -80,13 +80,13 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_wait
 
 
 def test_a_stopped_rank_is_told_from_a_late_one_and_its_peers_end_when_nobody_goes_on(recipe: Recipe, tmp_path: Path) -> None:
-    with going(recipe, tmp_path, "--watch.give_up_seconds", "8") as run:
+    with going(recipe, tmp_path, "--watch.give_up_seconds", "8", "--launch.restarts", "0") as run:
         reach(run.run, 3, run.process)
         stopped = int(str(run.heartbeat(0)["process"]))
         os.kill(stopped, signal.SIGSTOP)
         try:
             run.wait_for(rf"^  rank 0 .* late +process {stopped} is stopped \(SIGSTOP\)")
-            run.wait_for(r"^lmforge: no rank has gone on for .* this run ends itself, with status 1")
+            run.wait_for(r"^lmforge: no rank has gone on for .* this run ends itself, with status 75")
         finally:
             os.kill(stopped, signal.SIGCONT)
         assert run.process.wait(timeout=150) == 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from lmforge.train.guard import Guard
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import Teller
 from lmforge.train.optim import build_optimizer
+from lmforge.train.recovery import Recovery
 from lmforge.train.saves import Saves
 from lmforge.train.watch import Watch
 from tests.conftest import Command
@@ -117,8 +118,7 @@ def trained(
                 sample_every=None,
                 guard=Guard(ranks, spike_sigmas=6.0, window_steps=4),
                 bad_steps=5,
-                tell_bad=lambda bad: None,
-                go_back=lambda before: before,
+                recovery=cast(Recovery, None),  # there are no bad steps here
                 saves=saves,
                 validate=lambda step: {},
                 sample=lambda step: None,

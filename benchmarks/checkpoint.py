@@ -1,0 +1,165 @@
+"""What checkpoints cost: the speed of saving and loading beside a plain write, and how long training is held up by them.
+
+Saving is timed from the call until the checkpoint is sealed, hashing and syncing included; a plain write is the same
+number of bytes from memory into one file, in large pieces, with an fsync. They take turns on the same disk. Then a run is
+trained through the command itself, saving once a minute.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+
+from lmforge import checkpoint
+from lmforge.checkpoint import Keep, Saver
+from lmforge.cluster.environment import Place
+from lmforge.cluster.ranks import Ranks
+from lmforge.config import OptimizerOptions
+from lmforge.data.tokenizer import train_tokenizer
+from lmforge.model import build
+from lmforge.model.shapes import ModelConfig
+from lmforge.runs import Run
+from lmforge.train.optim import build_optimizer, state_by_name
+
+PIECE = 1 << 24
+ABOUT: dict[str, Any] = {"plan_hash": "", "rows": 1, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def plain_write(path: Path, content: memoryview, size: int) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(size // PIECE):
+            file.write(content)
+        os.fsync(file.fileno())
+
+
+def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
+    """Gigabytes a second of each way, in rounds."""
+    ranks = Ranks(Place(), torch.device("cpu"), None)
+    model = build(shape, seed=0)
+    state = {"model": dict(model.named_parameters())}
+    state["optimizer"] = state_by_name(model, build_optimizer(model, OptimizerOptions()))
+    run, lines = Run(folder / "run"), []
+    saver = Saver(
+        run,
+        ranks,
+        Keep(1),
+        about=ABOUT,
+        tokenizer=train_tokenizer(["text"], 300),
+        say=lines.append,
+        asynchronous=False,
+    )
+    content = memoryview(torch.randint(0, 255, (PIECE,), dtype=torch.uint8).numpy())
+    found: dict[str, list[float]] = {
+        name: [] for name in ("plain write", "save", "torch's dcp.save", "load", "torch's dcp.load")
+    }
+    for number in range(rounds):
+        step = number + 1
+        saving = timed(lambda step=step: saver.save(step, state, samples=step))
+        assert not lines, lines
+        size = sum(described["bytes"] for described in checkpoint.read_manifest(run.checkpoint(step)).files.values())
+        plain = timed(lambda size=size: plain_write(folder / "plain", content, size))
+        (folder / "plain").unlink()
+        writer = dcp.FileSystemWriter(folder / "torch", single_file_per_rank=True, sync_files=True)
+        theirs = timed(lambda writer=writer: dcp.save(state, storage_writer=writer, no_dist=True))
+        loading = timed(lambda step=step: checkpoint.load(run.checkpoint(step), state))
+        reader = dcp.FileSystemReader(folder / "torch")
+        their_loading = timed(lambda reader=reader: dcp.load(state, storage_reader=reader, no_dist=True))
+        shutil.rmtree(folder / "torch")
+        for name, seconds in zip(found, (plain, saving, theirs, loading, their_loading), strict=True):
+            found[name].append(size / seconds / 1e9)
+        print(", ".join(f"{name} {values[-1]:.2f}" for name, values in found.items()), "GB/s", file=sys.stderr, flush=True)
+    ratios = [ours / plain for ours, plain in zip(found["save"], found["plain write"], strict=True)]
+    return {
+        "bytes": size,
+        "gigabytes_per_second": {name: spread_of(values) for name, values in found.items()},
+        "save_to_plain_write": spread_of(ratios),
+    }
+
+
+def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
+    """Train through the command, saving once a minute, and read from its metrics how long it was held up."""
+    tokens = tokens_of_stdlib(folder, files=40, vocab_size=2048)
+    words = ["--data.folder", tokens.path, "--data.length", 256, "--train.global_batch_rows", 8, "--train.steps", 10**6]
+    words += ["--model.preset", "nano", "--model.hidden_size", width, "--model.num_hidden_layers", 6, "--log.every_steps", 1]
+    words += ["--model.num_attention_heads", 8, "--model.num_key_value_heads", 8, "--model.intermediate_size", 3 * width]
+    words += ["--train.dtype", "fp32", "--train.device", "cpu", "--validation.rows", 1, "--checkpoint.every_minutes", 1]
+    words += ["--checkpoint.every_steps", 10**6, "--checkpoint.keep_last", 100, "--run.folder", folder, "--run.name", "run"]
+    process = subprocess.Popen([sys.executable, "-m", "lmforge", "pretrain", *map(str, words)], stdout=subprocess.DEVNULL)
+    run = Run(folder / "run")
+    try:
+        while not run.read_metrics():
+            assert process.poll() is None
+            time.sleep(0.2)
+        time.sleep(60 * minutes + 5)
+    finally:
+        process.kill()
+        process.wait()
+    records, saves = run.read_metrics(), run.steps()
+    size = sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint(saves[-1])).files.values())
+    held = records[-1].get("save_stall_seconds", 0.0)
+    return {"minutes": minutes, "bytes": size, "saves": len(saves), "held_seconds": held, "share": held / (60 * minutes)}
+
+
+def table(record: dict[str, Any]) -> str:
+    speed, held = record["speed"], record["stall"]
+    lines = [*machine_lines(record["machine"]), "", f"{record['what']}:", "", "| | GB/s |", "|---|---|"]
+    for name, each in speed["gigabytes_per_second"].items():
+        lines.append(f"| {name} | {each['median']:.2f} ({each['min']:.2f}–{each['max']:.2f}) |")
+    ratio = speed["save_to_plain_write"]
+    lines += [
+        "",
+        f"Saving reaches {100 * ratio['median']:.0f} % ({100 * ratio['min']:.0f}–{100 * ratio['max']:.0f}) of a plain write.",
+    ]
+    lines.append("Loading checks every block; torch's does not. Both find the files in the page cache.")
+    lines += ["", f"Training for {held['minutes']:g} minutes with a checkpoint of {held['bytes'] / 1e6:.0f} MB a minute:"]
+    lines.append(f"held up for {held['held_seconds']:.2f} s by {held['saves']} saves, {100 * held['share']:.2f} % of the time.")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each way (default: 7)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="how long to train (default: 3)")
+    parser.add_argument("--width", type=int, default=768, help="of the model that is saved (default: 768)")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    chosen = parser.parse_args()
+    about = machine()
+    shape = ModelConfig(
+        vocab_size=32_000,
+        hidden_size=chosen.width,
+        intermediate_size=3 * chosen.width,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+    )
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=chosen.folder) as name:
+        speed = speeds(Path(name), shape, chosen.rounds)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=chosen.folder) as name:
+        held = stall(Path(name), chosen.minutes, chosen.width // 2)
+    what = f"A checkpoint of {speed['bytes'] / 1e9:.2f} GB, {chosen.rounds} rounds, one process; median (lowest–highest)"
+    record = {"benchmark": "checkpoint", "machine": about, "what": what, "speed": speed, "stall": held}
+    readable = table(record)
+    print(f"{readable}\n\nwritten to {write_result('checkpoint', record, readable, chosen.out)} and .json beside it")
+    print(json.dumps({"save_to_plain_write": speed["save_to_plain_write"]["median"], "stall_share": held["share"]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Which checkpoints are made and which stay: by steps, by the clock, the best, the permanent, the model alone."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmforge import checkpoint
+from lmforge.checkpoint import Keep, Manifest
+from lmforge.cli import run as command
+from lmforge.runs import Run
+from tests.conftest import Command
+from tests.distributed.conftest import weights
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture
+def train(tmp_path: Path, tiny_options: list[str]) -> Train:
+    def go(name: str, *words: object) -> Run:
+        line = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", name, *words]
+        assert command([str(word) for word in line]) == 0
+        return Run(tmp_path / name)
+
+    return go
+
+
+def manifest(step: int, permanent: bool, loss: float | None) -> Manifest:
+    metrics = {} if loss is None else {"val/loss": loss}
+    return Manifest(step, step, 1, "", {}, {}, "", "", {}, {}, metrics=metrics, permanent=permanent)
+
+
+def test_the_newest_the_best_and_the_permanent_stay() -> None:
+    losses = {1: 0.5, 2: 0.9, 3: 0.4, 4: None, 5: 0.4, 6: 0.8, 7: 0.7}
+    there = {step: manifest(step, step == 2, loss) for step, loss in losses.items()}
+    assert Keep(last=2).dropped(there) == [1, 3, 4, 5]
+    assert Keep(last=2, best=1).dropped(there) == [1, 4, 5]  # of equals the older
+    assert Keep(last=1, best=2).dropped(there) == [1, 4, 6]
+    assert Keep(last=1, best=1, highest=True).dropped(there) == [1, 3, 4, 5, 6]  # step 2 stays anyway
+    assert Keep(last=1, best=3, metric="absent").dropped(there) == [1, 3, 4, 5, 6]
+
+
+def test_a_run_keeps_its_best_checkpoint_and_the_permanent_ones_beside_the_newest(train: Train) -> None:
+    words = [
+        "--train.steps",
+        12,
+        "--checkpoint.every_steps",
+        2,
+        "--checkpoint.keep_last",
+        1,
+        "--validation.every_steps",
+        "none",
+    ]
+    words += ["--checkpoint.permanent_every_steps", 5, "--checkpoint.keep_best", 1, "--optimizer.lr", 0.3]
+    run = train("a", *words)
+    validated = {record["step"]: record["val/loss"] for record in run.read_metrics() if "val/loss" in record}
+    # Every checkpoint is judged, whatever else is validated.
+    assert sorted(validated) == [2, 4, 5, 6, 8, 10, 12]
+    passing = {step: loss for step, loss in validated.items() if step not in (5, 10)}
+    best = min(validated, key=lambda step: (validated[step], step))
+    assert set(run.steps()) == {5, 10, 12, best}, passing
+    assert checkpoint.read_manifest(run.checkpoint(5)).permanent
+    assert not checkpoint.read_manifest(run.checkpoint(12)).permanent
+    for step in run.steps():
+        assert checkpoint.verify(run.checkpoint(step)).metrics["val/loss"] == validated[step]
+
+
+def test_by_the_clock_a_run_is_saved_between_its_steps_too(train: Train) -> None:
+    words = ["--train.steps", 60, "--checkpoint.every_steps", 1000, "--checkpoint.keep_last", 100]
+    run = train("a", *words, "--checkpoint.every_minutes", 0.003, "--checkpoint.permanent_every_minutes", 0.005)
+    kinds = [checkpoint.read_manifest(run.checkpoint(step)).permanent for step in run.steps()]
+    assert len(kinds) > 3
+    assert set(kinds) == {True, False}
+
+
+def test_the_model_alone_at_the_end_is_a_third_and_a_longer_run_goes_on_from_the_one_before(
+    train: Train, capsys: pytest.CaptureFixture[str], tiny_run: Path
+) -> None:
+    run = train("a", "--checkpoint.final", "model")
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(Run(tiny_run)).items())
+
+    def size(step: int) -> int:
+        return sum(file.stat().st_size for file in run.checkpoint(step).glob("*.distcp"))
+
+    assert size(6) < 0.4 * size(4)
+    capsys.readouterr()
+    train("a", "--train.steps", 8, "--schedule.name", "constant")
+    told = capsys.readouterr().out
+    assert f"{run.checkpoint(6)}: holds the model alone; skipped\n" in told
+    assert f"continuing {run.path} from step 4\n" in told
+
+
+def test_what_is_saved_beside_the_training_is_the_step_it_says_and_the_same_as_saved_in_between(train: Train) -> None:
+    beside, between = train("beside", "--checkpoint.keep_last", 9), train("between", "--checkpoint.asynchronous", "false")
+    assert beside.steps() == between.steps() == [2, 4, 6]
+    for step in beside.steps():
+        theirs = weights(between, step)
+        for name, tensor in weights(beside, step).items():
+            assert torch.equal(tensor, theirs[name]), (step, name)
+    assert not torch.equal(weights(beside, 2)["lm_head.weight"], weights(beside, 4)["lm_head.weight"])
+
+
+def test_a_save_that_fails_is_told_and_tried_again_and_some_in_a_row_end_the_run(
+    tmp_path: Path, tiny_options: list[str], lmforge: Command
+) -> None:
+    """A file lies where checkpoints would be: as good as a disk that cannot be written, and there are no rights to lack."""
+    (tmp_path / "elsewhere").mkdir()
+    in_the_way = tmp_path / "elsewhere" / "a"
+    in_the_way.write_text("in the way")
+    words = ["--run.folder", tmp_path, "--run.name", "a", "--train.steps", 2000, "--checkpoint.folder", tmp_path / "elsewhere"]
+    words += ["--checkpoint.retry_seconds", 0.2, "--checkpoint.max_failures", 3]
+    done = lmforge("pretrain", *tiny_options, *words)
+    assert done.returncode == 1, done.stderr
+    *told, last = done.stderr.splitlines()
+    assert [line.rpartition(" ")[2] for line in told] == ["1", "2", "3"]
+    assert all(line.startswith(f"lmforge: {in_the_way}: the checkpoint step-0") for line in told)
+    assert ": 3 saves in a row have failed: " in last
+    assert last.split()[1] == "step"
+    assert in_the_way.read_text() == "in the way"
+
+
+def test_a_run_moved_to_another_folder_and_host_goes_on_there(
+    train: Train, tmp_path: Path, tiny_options: list[str], tiny_run: Path
+) -> None:
+    run = train("a", "--train.steps", 4, "--schedule.name", "constant")
+    whole = train("whole", "--schedule.name", "constant")
+    moved = tmp_path / "far" / "away" / "b"
+    moved.parent.mkdir(parents=True)
+    shutil.move(run.path, moved)
+    line = [
+        sys.executable,
+        "-m",
+        "lmforge",
+        "pretrain",
+        *tiny_options,
+        "--schedule.name",
+        "constant",
+        "--run.folder",
+        str(moved.parent),
+    ]
+    shell = f"hostname elsewhere; exec {' '.join([*line, '--run.name', 'b'])}"
+    here = subprocess.run(["unshare", "-ru", "true"], capture_output=True).returncode == 0
+    if not here:  # no right to another host name: another folder alone
+        shell = shell.partition("; ")[2]
+    done = subprocess.run(
+        ["unshare", "-ru", "sh", "-c", shell] if here else ["sh", "-c", shell], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"continuing {moved} from step 4" in done.stdout
+    theirs = weights(whole)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(Run(moved)).items())
+    if here:
+        assert '"host": "elsewhere"' in (moved / "environment.json").read_text()

@@ -1,0 +1,98 @@
+"""Checkpoints kept in an object store: a real server that speaks S3, started here."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmforge import checkpoint
+from lmforge.runs import MANIFEST, Run, location
+from tests.conftest import Command
+from tests.distributed.conftest import weights
+
+BUCKET = "s3://models/runs"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server with an empty bucket, and this process's settings to reach it."""
+    before = dict(os.environ)
+    said = tmp_path_factory.mktemp("s3") / "said.txt"
+    with open(said, "w") as out:
+        # Port 0: the system chooses one that is free, and the server says which.
+        server = subprocess.Popen(
+            [sys.executable, "-c", "from moto.server import main; main(['-H', '127.0.0.1', '-p', '0'])"],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        while "http://127.0.0.1:" not in said.read_text():
+            assert server.poll() is None, said.read_text()
+            time.sleep(0.05)
+        port = said.read_text().split("http://127.0.0.1:")[1].split()[0]
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "someone",
+            "AWS_SECRET_ACCESS_KEY": "something",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        location("s3://models").mkdir()
+        yield
+    finally:
+        server.kill()
+        server.wait()
+        os.environ.clear()
+        os.environ |= before
+
+
+@pytest.mark.usefixtures("store")
+def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_else_at_hand(
+    tmp_path: Path, tiny_options: list[str], tiny_run: Path, lmforge: Command
+) -> None:
+    options = [*tiny_options, "--schedule.name", "constant", "--checkpoint.folder", BUCKET, "--run.name", "a"]
+    done = lmforge("pretrain", *options, "--run.folder", tmp_path / "here", "--train.steps", 4, "--launch.processes", 2)
+    assert done.returncode == 0, done.stderr
+    here = Run.open(tmp_path / "here" / "a")
+    assert not (here.path / "checkpoints").exists()
+    assert here.steps() == [2, 4]
+    assert lmforge("evaluate", here.path, "--rows", 2).returncode == 0
+    shutil.rmtree(here.path)
+
+    # The newest is spoiled in the store: an object of the same size with another byte in it.
+    tensors = next(path for path in here.checkpoint(4).iterdir() if path.name.endswith(".distcp"))
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(bytes(content))
+    (here.checkpoint(3) / "left.distcp").write_bytes(b"by a save that was cut off")
+    done = lmforge("pretrain", *options, "--run.folder", tmp_path / "there", "--checkpoint.keep_last", 2)
+    assert done.returncode == 0, done.stderr
+    assert f"{here.checkpoint(4)}: {tensors.name} does not hold what was written" in done.stdout
+    assert f"continuing {tmp_path}/there/a from step 2\n" in done.stdout
+    there = Run.open(tmp_path / "there" / "a")
+    assert [step for step in there.steps() if (there.checkpoint(step) / MANIFEST).exists()] == [4, 6]
+    assert checkpoint.verify(there.checkpoint(6)).step == 6
+
+    done = lmforge("pretrain", *tiny_options, "--schedule.name", "constant", "--run.folder", tmp_path, "--run.name", "whole")
+    assert done.returncode == 0, done.stderr
+    theirs = weights(Run(tmp_path / "whole"))
+    for name, tensor in weights(there).items():
+        assert torch.allclose(tensor, theirs[name], rtol=0, atol=5e-6), name  # begun on two ranks
+    assert "step 6" in lmforge("show", there.path).stdout
+
+
+@pytest.mark.usefixtures("store")
+def test_a_store_that_is_not_there_is_one_line(tmp_path: Path, tiny_options: list[str], lmforge: Command) -> None:
+    words = ["--run.folder", tmp_path, "--run.name", "a", "--checkpoint.folder"]
+    done = lmforge("pretrain", *tiny_options, *words, "s3://absent/runs")
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lmforge: s3://absent/runs/a: checkpoints could not be written: ")
+    done = lmforge("pretrain", *tiny_options, *words, "nothing://absent/runs")
+    assert done.returncode == 2
+    assert done.stderr.startswith("lmforge: nothing://absent/runs: ")

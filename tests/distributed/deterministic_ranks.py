@@ -1,0 +1,36 @@
+"""Run by torch's launcher in every rank: pretraining runs whose ranks write down what torch was told while they trained.
+
+deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without the verb
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmforge.cli import load_config
+from lmforge.train import loop
+from lmforge.train.determinism import ENVIRONMENT
+from lmforge.train.stages import pretrain
+
+if __name__ == "__main__":
+    standard, step = (sys.stdout, sys.stderr), loop.train_step
+    for words in json.loads(Path(sys.argv[2]).read_text()):
+        config = load_config(words)
+
+        def watched(*arguments: Any, name: str = config.run.name, **options: Any) -> Any:
+            told = {
+                "algorithms": torch.are_deterministic_algorithms_enabled(),
+                "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+                "cudnn": torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark,
+                "environment": {variable: os.environ.get(variable) for variable in ENVIRONMENT},
+            }
+            Path(sys.argv[1], f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(told))
+            return step(*arguments, **options)
+
+        loop.train_step = watched  # type: ignore[assignment]
+        assert pretrain(config) == 0
+        sys.stdout, sys.stderr = standard

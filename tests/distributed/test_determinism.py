@@ -1,0 +1,75 @@
+"""`--deterministic` reaches torch in every rank, and two runs under it have the same bits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmforge.errors import Mistake
+from lmforge.runs import Run
+from lmforge.train.determinism import ENVIRONMENT, be_deterministic, refusal
+from tests.distributed.conftest import Recipe, losses, weights
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs with the option, with dropout and micro-batches, and one without."""
+    folder = tmp_path_factory.mktemp("deterministic")
+    more = ["--model.dropout", "0.1", "--train.micro_batch_rows", "2"]
+    lines = [recipe(folder, name, *more, "--deterministic") for name in ("a", "b")] + [recipe(folder, "usual", *more)]
+    (folder / "cases.json").write_text(json.dumps(lines))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = [*launcher, str(Path(__file__).parent / "deterministic_ranks.py"), str(folder), str(folder / "cases.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return folder
+
+
+def test_every_rank_is_told(folder: Path) -> None:
+    for rank in range(RANKS):
+        for name in ("a", "b"):
+            told = json.loads((folder / f"{name}-{rank}.json").read_text())
+            assert (told["algorithms"], told["cudnn"], told["warn_only"]) == (True, True, False)
+            assert told["environment"] == {variable: values[0] for variable, values in ENVIRONMENT.items()}
+        assert not json.loads((folder / f"usual-{rank}.json").read_text())["algorithms"]
+
+
+def test_two_runs_have_the_same_bits_and_on_a_cpu_so_has_one_without_the_option(folder: Path) -> None:
+    first = Run(folder / "a")
+    for name in ("b", "usual"):
+        assert losses(Run(folder / name)) == losses(first)
+        assert losses(Run(folder / name), "grad_norm") == losses(first, "grad_norm")
+        theirs = weights(Run(folder / name))
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in weights(first).items())
+
+
+def test_the_recipe_keeps_it(folder: Path) -> None:
+    assert "deterministic = true" in Run(folder / "a").recipe.read_text()
+
+
+def test_an_environment_that_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, values in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, values[0])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(Mistake, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 is set, .* unset it or set it to :4096:8$"):
+        be_deterministic(True)
+    assert not torch.are_deterministic_algorithms_enabled()
+    be_deterministic(False)  # nobody asked
+
+
+def test_what_has_no_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, values in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, values[0])
+    be_deterministic(True)
+    try:
+        with pytest.raises(RuntimeError) as refused:
+            torch.zeros(4).put_(torch.tensor([1, 1]), torch.tensor([2.0, 3.0]))
+    finally:
+        be_deterministic(False)
+    assert (refusal(refused.value) or "").startswith("train.deterministic: put_ cannot be computed so that")
+    assert refusal(RuntimeError("anything else")) is None
