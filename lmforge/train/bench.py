@@ -41,7 +41,7 @@ from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
 
 PHASE_STEPS = 3
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 OUT_OF_MEMORY = "out of memory"
 
 
