@@ -99,7 +99,18 @@ def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
     words = ["--data.folder", tokens.path, "--data.length", 256, "--train.global_batch_rows", 8, "--train.steps", 10**6]
     words += ["--model.preset", "nano", "--model.hidden_size", width, "--model.num_hidden_layers", 6, "--log.every_steps", 1]
     words += ["--model.num_attention_heads", 8, "--model.num_key_value_heads", 8, "--model.intermediate_size", 3 * width]
-    words += ["--train.dtype", "fp32", "--train.device", "cpu", "--validation.rows", 1, "--checkpoint.every_minutes", 1]
+    words += [
+        "--train.dtype",
+        "fp32",
+        "--train.device",
+        "cpu",
+        "--train.compile",
+        "off",
+        "--validation.rows",
+        1,
+        "--checkpoint.every_minutes",
+        1,
+    ]
     words += ["--checkpoint.every_steps", 10**6, "--checkpoint.keep_last", 100, "--run.folder", folder, "--run.name", "run"]
     process = subprocess.Popen([sys.executable, "-m", "lmforge", "pretrain", *map(str, words)], stdout=subprocess.DEVNULL)
     run = Run(folder / "run")

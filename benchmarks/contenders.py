@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from lmforge.checkpoint import Keep, Saver
 from lmforge.cluster import ranks as cluster
 from lmforge.config import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
 from lmforge.data.loader import Loader
@@ -28,9 +29,13 @@ from lmforge.model import build
 from lmforge.model.flops import flops_per_token
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
+from lmforge.runs import Run
 from lmforge.train.building import MASTERS, prepare_model
+from lmforge.train.guard import Guard
 from lmforge.train.loop import Parts, train
 from lmforge.train.metrics import MetricsFile, Teller, peak_memory_gib
+from lmforge.train.recovery import Recovery
+from lmforge.train.saves import Saves
 from lmforge.train.watch import Watch
 
 WARM_UP_STEPS = 10
@@ -140,8 +145,9 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     trained, optimizer = prepare_model(recipe, contest.shape, objective, ranks, dtype, compiled, fresh=True)
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     loader = Loader(contest.stream(), global_batch_rows=plan.rows, micro_batch_rows=plan.micro_batch_rows, device=ranks.device)
+    tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     watch, teller = Watch(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
-    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics, guard = MetricsFile(folder / "metrics.jsonl"), Guard(ranks, spike_sigmas=None, window_steps=1)
     parts = Parts(
         spread=trained,
         weight=objective.weight,
@@ -156,10 +162,27 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         steps=ENDLESS_STEPS,
         clip_norm=OPTIMIZER.clip_norm,
         log_every=LOG_EVERY_STEPS,
-        save_every=ENDLESS_STEPS,
         validate_every=None,
         sample_every=None,
-        save=lambda step: None,
+        guard=guard,
+        bad_steps=recipe.faults.bad_steps,
+        recovery=cast(Recovery, None),  # no step here is bad
+        saves=Saves(
+            Saver(
+                Run(folder),
+                ranks,
+                Keep(1),
+                about={},
+                tokenizer=TokenFolder.open(contest.folder / "tokens").tokenizer,
+                say=teller.say,
+            ),
+            recipe.checkpoint,
+            every_steps=ENDLESS_STEPS,
+            steps=ENDLESS_STEPS,
+            first=True,
+            state=lambda kinds: {},
+            about=lambda step: guard.state(),
+        ),
         validate=lambda step: {},
         sample=lambda step: None,
         flops_per_token=flops_per_token(contest.shape, contest.length),
