@@ -173,7 +173,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
                 ranks,
                 Keep(1),
                 about={},
-                tokenizer=TokenFolder.open(contest.folder / "tokens").tokenizer,
+                tokenizer=tokenizer,
                 say=teller.say,
             ),
             recipe.checkpoint,
