@@ -138,6 +138,8 @@ def _pretrain(words: list[str]) -> int:
     dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
     config = load_config(words)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0:
+        config = config.again()
     if dry:
         from lmforge.show import dry_run
 

@@ -297,7 +297,7 @@ class WatchOptions(Options):
         30.0, "without progress for so long (or 3 times what the phase is known to take): tell which rank is where", ge=0.5
     )
     give_up_seconds: float | None = option(
-        1800.0, "with no rank going on for so long, end with status 1, so that a launcher can restart; none for never", gt=0
+        1800.0, "with no rank going on for so long, end with status 75, so that a launcher can restart; none for never", gt=0
     )
 
     @model_validator(mode="after")
@@ -364,6 +364,11 @@ class Config(Options):
     def with_name(self, name: str) -> Self:
         """The same options for a run called `name`, unless they name it themselves."""
         return self if self.run.name else self.model_copy(update={"run": self.run.model_copy(update={"name": name})})
+
+    def again(self) -> Self:
+        """The same options for ranks that are started again: what was to be deleted has been, and is continued."""
+        resume = "auto" if self.run.resume == "never" else self.run.resume
+        return self.model_copy(update={"run": self.run.model_copy(update={"overwrite": False, "resume": resume})})
 
     @property
     def checkpoint_every_steps(self) -> int:

@@ -29,6 +29,7 @@ from lmforge.options import read_recipe, to_toml, validate
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+DROPPED = ".dropped"
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -48,6 +49,28 @@ def write_sealed(path: Path, text: str) -> None:
 def sized(count: float) -> str:
     """A number of bytes for people."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def is_local(path: Path) -> bool:
+    """Whether this is a path of this machine, and no address through fsspec."""
+    return getattr(path, "protocol", "") in ("", "file", "local")
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint folder wherever it is; nothing happens where there is none.
+
+    The manifest goes first, so that what a deletion leaves half-way is no checkpoint.
+    """
+    if not folder.exists():
+        return
+    if is_local(folder):
+        beside = folder.with_name(f".{folder.name}{DROPPED}")
+        shutil.rmtree(beside, ignore_errors=True)
+        folder.rename(beside)
+        shutil.rmtree(beside)
+        return
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
+        path.unlink()
 
 
 def location(text: str) -> Path:
@@ -130,7 +153,10 @@ class Run:
         """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint.py` to say."""
         if not self.checkpoints.is_dir():
             return []
-        names = [entry.name for entry in self.checkpoints.iterdir() if entry.is_dir()]
+        there = [entry for entry in self.checkpoints.iterdir() if entry.is_dir()]
+        if not is_local(self.checkpoints):  # where nothing is renamed, what has no manifest is half-written
+            there = [entry for entry in there if (entry / MANIFEST).exists()]
+        names = [entry.name for entry in there]
         numbers = (name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX))
         return sorted(int(number) for number in numbers if number.isdigit())
 
@@ -195,6 +221,9 @@ class Run:
         """Remove the run. Refuses a directory that is not one."""
         if self.foreign():
             raise Mistake(f"{self.path}: not a run of lmforge (it has no recipe.toml), so it is not deleted")
+        if self.kept_elsewhere:
+            for step in self.steps():
+                remove(self.checkpoint(step))
         # The recipe last: what a deletion leaves that is cut off is still a run, and can be deleted.
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry == self.recipe) if self.path.exists() else ():
             if entry.name == ".lock":

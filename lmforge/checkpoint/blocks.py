@@ -16,6 +16,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 from lmforge.errors import Mistake
+from lmforge.runs import is_local
 
 BLOCK = 1 << 22
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
@@ -127,10 +128,13 @@ class CheckedFile(io.RawIOBase):
         return self._kept[1]
 
     def _read(self, number: int, into: memoryview) -> None:
-        self._raw.seek(number * BLOCK)
         done = 0
         while done < len(into):
-            got = self._raw.readinto(into[done:])
+            try:
+                self._raw.seek(number * BLOCK + done)
+                got = self._raw.readinto(into[done:])
+            except OSError as problem:
+                raise Unsound(f"{self._name} cannot be read ({problem.strerror or problem})") from None
             if not got:
                 raise Unsound(f"{self._name} ends after {number * BLOCK + done:,} bytes instead of {self._size:,}")
             done += got
@@ -225,23 +229,18 @@ class Reading(_Paths):
         raise io.UnsupportedOperation("reading")
 
 
-def is_local(path: Path) -> bool:
-    """Whether this is a path of this machine, and no address through fsspec."""
-    return getattr(path, "protocol", "") in ("", "file", "local")
-
-
 def make_folder(path: Path) -> None:
     """Make a folder and those above it. Object stores have none, and would make a bucket instead."""
     if getattr(path, "protocol", "") not in OBJECT_STORES:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def describe(path: Path) -> Described:
-    """Size and block digests of a file as it is on the disk now, which it is synced to."""
+def describe(path: Path, sync: bool = False) -> Described:
+    """Size and block digests of a file as it is on the disk now; with `sync` it is there for good."""
     digests = []
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digests.append(xxhash.xxh3_64_hexdigest(block))
-        if is_local(path):
+        if sync and is_local(path):
             os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "xxh3": digests}

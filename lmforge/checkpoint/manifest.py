@@ -105,6 +105,8 @@ def measure(folder: Path) -> Manifest:
             there = (folder / name).stat().st_size
         except FileNotFoundError:
             raise Unsound(f"{name} is missing") from None
+        except OSError as problem:
+            raise Unsound(f"{name} cannot be read ({problem.strerror or problem})") from None
         if there != written["bytes"]:
             raise Unsound(f"{name} has {there:,} bytes instead of {written['bytes']:,}")
         if not name.endswith(TENSORS):
@@ -122,7 +124,11 @@ def verify(folder: Path) -> Manifest:
 
 
 def _check(folder: Path, name: str, written: Described) -> None:
-    if describe(folder / name) != written:
+    try:
+        there = describe(folder / name)
+    except OSError as problem:
+        raise Unsound(f"{name} cannot be read ({problem.strerror or problem})") from None
+    if there != written:
         raise Unsound(f"{name} does not hold what was written (its checksum differs)")
 
 

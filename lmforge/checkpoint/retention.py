@@ -1,14 +1,12 @@
 """Which checkpoints stay when a new one is there."""
 
+import math
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
-from lmforge.checkpoint.blocks import Unsound, is_local
+from lmforge.checkpoint.blocks import Unsound
 from lmforge.checkpoint.manifest import Manifest, read_manifest
-from lmforge.runs import MANIFEST, PARTIAL, Run
-
-DROPPED = ".dropped"
+from lmforge.runs import DROPPED, MANIFEST, PARTIAL, STEP_PREFIX, Run, is_local, remove
 
 
 @dataclass(frozen=True)
@@ -21,10 +19,11 @@ class Keep:
     highest: bool = False
 
     def best_of(self, manifests: dict[int, Manifest]) -> list[int]:
-        """Steps that have the metric, the best first; of equals the older."""
-        judged = [step for step, manifest in manifests.items() if manifest.metrics.get(self.metric) is not None]
+        """Steps that have the metric and a number for it, the best first; of equals the older."""
+        values = {step: manifest.metrics.get(self.metric) for step, manifest in manifests.items()}
+        judged = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
         sign = -1 if self.highest else 1
-        return sorted(judged, key=lambda step: (sign * manifests[step].metrics[self.metric], step))
+        return sorted(judged, key=lambda step: (sign * judged[step], step))
 
     def dropped(self, manifests: dict[int, Manifest]) -> list[int]:
         """Steps to delete, of the sound ones that are there."""
@@ -38,6 +37,10 @@ def drop_old(run: Run, keep: Keep, newest: int) -> None:
     if is_local(run.checkpoints):
         for left in (*run.checkpoints.glob(f"*{PARTIAL}"), *run.checkpoints.glob(f".*{DROPPED}")):
             shutil.rmtree(left, ignore_errors=True)
+    elif run.checkpoints.is_dir():
+        for left in run.checkpoints.iterdir():
+            if left.name.startswith(STEP_PREFIX) and not (left / MANIFEST).exists():
+                remove(left)
     manifests = {}
     for step in run.steps():
         try:
@@ -47,20 +50,3 @@ def drop_old(run: Run, keep: Keep, newest: int) -> None:
             continue
     for step in keep.dropped(manifests):
         remove(run.checkpoint(step))
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint folder wherever it is; nothing happens where there is none.
-
-    The manifest goes first, so that what a deletion leaves half-way is no checkpoint.
-    """
-    if not folder.exists():
-        return
-    if is_local(folder):
-        beside = folder.with_name(f".{folder.name}{DROPPED}")
-        shutil.rmtree(beside, ignore_errors=True)
-        folder.rename(beside)
-        shutil.rmtree(beside)
-        return
-    for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
-        path.unlink()

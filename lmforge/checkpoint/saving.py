@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from lmforge.checkpoint.blocks import Described, Writing, describe, is_local, make_folder
+from lmforge.checkpoint.blocks import Described, Writing, describe, make_folder
 from lmforge.checkpoint.manifest import Manifest
-from lmforge.checkpoint.retention import Keep, drop_old, remove
+from lmforge.checkpoint.retention import Keep, drop_old
 from lmforge.cluster.ranks import Ranks
 from lmforge.data.sealing import NO_ROOM, sync_folder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake, RunFailed
-from lmforge.runs import MANIFEST, PARTIAL, Run, sized, write_sealed
+from lmforge.runs import MANIFEST, PARTIAL, Run, is_local, remove, sized, write_sealed
 
 State = dict[str, dict[str, Any]]
 LEAVING_SECONDS = 60.0
@@ -153,8 +153,8 @@ class Saver:
             self.failed_at = time.monotonic()
             self.problem = str(problem)
             if self._aside.first:
-                _clear(folder)
                 self._say(f"{problem}; saves failed in a row: {self.failures}")
+                _clear(folder)
         except BaseException as problem:  # a defect, or a peer that is gone: for the training thread to raise
             self._defect = problem
         finally:
@@ -179,7 +179,12 @@ class Saver:
                 assert plan.metadata is not None
                 writer.finish(plan.metadata, [results for results, _ in gathered])
                 described = {name: described for _, share in gathered for name, described in share.items()}
-                self._seal(step, folder, final, about, described | files.files)
+                self._seal(folder, final, about, described | files.files)
+        if aside.first:
+            try:
+                drop_old(self._run, self._keep, newest=step)
+            except Exception as problem:  # the new one is there all the same; the next save tries again
+                self._say(f"{self._run.checkpoints}: old checkpoints could not be deleted: {problem}")
 
     def check_room(self) -> None:
         """Raise RunFailed where one more checkpoint has no room on the disk, or the store cannot be written to."""
@@ -190,16 +195,18 @@ class Saver:
                 (folder / ".probe").write_text("", encoding="utf-8")
                 (folder / ".probe").unlink()
             return
-        if not folder.is_dir():
-            return  # it is made with the first checkpoint, or cannot be
+        try:
+            make_folder(folder)
+        except OSError:
+            return  # what saves there will say why it cannot be
         there = os.statvfs(folder)
         free = there.f_bavail * there.f_frsize
         if free < self._bytes:
             raise RunFailed(f"{folder}: no room for a checkpoint: it takes {sized(self._bytes)}, and {sized(free)} are free")
 
-    def _seal(self, step: int, folder: Path, final: Path, about: dict[str, Any], files: dict[str, Described]) -> None:
+    def _seal(self, folder: Path, final: Path, about: dict[str, Any], files: dict[str, Described]) -> None:
         for name in self._tokenizer.texts:
-            files[name] = describe(folder / name)
+            files[name] = describe(folder / name, sync=True)
         text = Manifest(files=dict(sorted(files.items())), **about).text
         if is_local(folder):
             write_sealed(folder / MANIFEST, text)
@@ -209,7 +216,6 @@ class Saver:
             sync_folder(final.parent)
         else:
             (folder / MANIFEST).write_text(text, encoding="utf-8")
-        drop_old(self._run, self._keep, newest=step)
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -307,5 +313,5 @@ def _telling(where: str, files: Writing) -> Iterator[None]:
 
 
 def _clear(folder: Path) -> None:
-    with suppress(OSError):  # the next save will
+    with suppress(Exception):  # the next save will
         remove(folder)

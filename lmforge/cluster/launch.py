@@ -12,6 +12,7 @@ from lmforge.errors import LOST
 
 # A rank that was asked to stop finishes its step and saves; only then is it killed.
 GRACE_SECONDS = 120
+INTERRUPTED = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 # What torch's launcher puts handlers of its own on.
 ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
@@ -62,7 +63,7 @@ def _launch(processes: int, arguments: list[str]) -> int:
         statuses = [failure.exitcode for failure in failed.failures.values()]
         if 2 in statuses:
             return 2
-        interrupted = [status for status in statuses if status in (128 + signal.SIGINT, 128 + signal.SIGTERM)]
+        interrupted = [status for status in statuses if status in INTERRUPTED]
         if interrupted:
             return interrupted[0]
         killed = {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}

@@ -34,9 +34,11 @@ def enter(run: Run, config: Config) -> Entry:
         raise Mistake(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.foreign():
         raise Mistake(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
-    if not run.exists() and config.run.resume == "required":
+    # Of a run on another machine the checkpoints alone may be at hand.
+    there = run.exists() or bool(run.kept_elsewhere and run.steps())
+    if not there and config.run.resume == "required":
         raise Mistake(f"{run.path}: there is no such run to resume")
-    if run.exists() and config.run.resume == "never" and not config.run.overwrite:
+    if there and config.run.resume == "never" and not config.run.overwrite:
         raise Mistake(
             f"{run.path}: this run exists; continue it (leave out --resume never), delete it with --run.overwrite,"
             " or give this one another --run.name"
@@ -44,7 +46,7 @@ def enter(run: Run, config: Config) -> Entry:
     run.lock()
     if config.run.overwrite:
         return Entry(None, None, [])
-    if not run.exists() and not run.kept_elsewhere:
+    if not there:
         return Entry(None, None, [])
     return find_entry(run, config.train.steps)
 

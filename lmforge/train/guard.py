@@ -79,10 +79,13 @@ class Guard:
         # Of few losses one does not know how far they usually lie apart.
         return (count * 2 >= len(self._losses)) & (loss > mean + self._sigmas * deviation)
 
-    def heard(self, of_all: bool) -> list[Bad]:
-        """The bad ones of the steps that were judged before the last, or `of_all`, for which the host waits."""
-        found = []
-        while len(self._judged) > (0 if of_all else 1):
+    def heard(self, of_all: bool, enough: int) -> list[Bad]:
+        """The bad ones of the steps that were judged before the last, or `of_all`, for which the host waits.
+
+        After `enough` in a row no more are looked at, so that when they are heard of makes no difference.
+        """
+        found: list[Bad] = []
+        while len(self._judged) > (0 if of_all else 1) and self.in_a_row < enough:
             step, batch, values, event = self._judged.popleft()
             if event is not None:
                 event.synchronize()

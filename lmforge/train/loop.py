@@ -141,11 +141,12 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 raise RunFailed(f"step {done}: {saves.saver.failures} saves in a row have failed: {saves.saver.problem}")
             stopping = bool(last or signal)
             wish = max(wish, saves.due(done, stopping))
-            if bad := guard.heard(of_all=bool(wish) or last or done % parts.log_every == 0):
+            if bad := guard.heard(bool(wish) or last or done % parts.log_every == 0, parts.bad_steps):
                 for one in bad:
                     parts.recovery.tell(one)
                 if guard.in_a_row >= parts.bad_steps:
-                    following = step + guard.left_out + 1
+                    saves.owe(wish)
+                    following = bad[-1].batch + 1
                     done = since.pausing(partial(parts.recovery.go_back, max(0, bad[-1].step - guard.in_a_row)))
                     guard.go_on_from(done, following)
                     since.restart(done)

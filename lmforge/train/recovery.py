@@ -8,11 +8,10 @@ from functools import partial
 import torch
 
 from lmforge.checkpoint import Saver
-from lmforge.checkpoint.retention import remove
 from lmforge.config import Config
 from lmforge.errors import RunFailed
 from lmforge.parallel.engine import Spread
-from lmforge.runs import Run, write_sealed
+from lmforge.runs import Run, remove, write_sealed
 from lmforge.train.entering import find_entry, load_entry
 from lmforge.train.guard import Bad, Guard
 from lmforge.train.material import Material
@@ -69,9 +68,12 @@ class Recovery:
         found = load_entry(run, found, steps, self.trained, self.optimizer, self.say)
         assert found.manifest is not None
         back = found.manifest.step
-        with ranks.agreeing():
-            for later in [step for step in run.steps() if step > back] if ranks.first else []:
+        # They lie on a road that was left: whoever resumed from them would be on it again.
+        for later in [step for step in run.steps() if step > back] if ranks.first else []:
+            try:
                 remove(run.checkpoint(later))
+            except Exception as problem:
+                self.say(f"{run.checkpoint(later)}: could not be deleted: {problem}")
         guard.remember(found.manifest.guard)
         self.say(f"{cause}: back to step {back}, and on with the batches after them")
         return back

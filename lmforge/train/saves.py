@@ -42,6 +42,7 @@ class Saves:
         self._state, self._about = state, about
         now = time.monotonic()
         self._saved = {PASSING: now, PERMANENT: now}
+        self._kind, self._owed = PASSING, 0
 
     @property
     def validate(self) -> bool:
@@ -57,12 +58,19 @@ class Saves:
             return GIVE_UP
         if saver.failed_at is not None and now - saver.failed_at >= options.retry_seconds:
             saver.failed_at = None
-            return PASSING
+            return self._kind
+        if self._owed:
+            owed, self._owed = self._owed, 0
+            return owed
         for kind, minutes in ((PERMANENT, options.permanent_every_minutes), (PASSING, options.every_minutes)):
             if minutes is not None and now - self._saved[kind] >= 60 * minutes:
                 self._saved[kind] = now
                 return kind
         return 0
+
+    def owe(self, kind: int) -> None:
+        """A wish that the run has no use for now, since it goes back, to be wished for again."""
+        self._owed = kind
 
     def due(self, done: int, stopping: bool) -> int:
         """What the number of steps done asks for."""
@@ -88,6 +96,7 @@ class Saves:
             self.saver.wait()
 
     def _save(self, done: int, metrics: dict[str, Any], permanent: bool) -> None:
+        self._kind = PERMANENT if permanent else PASSING
         only_model = self._options.final == "model" and done == self._steps
         kinds = ("model",) if only_model else ("model", "optimizer")
         self.saver.save(done, self._state(kinds), metrics=metrics, permanent=permanent, **self._about(done))

@@ -12,7 +12,6 @@ import torch
 
 from lmforge import checkpoint, report
 from lmforge.checkpoint import Keep, Saver
-from lmforge.checkpoint.blocks import is_local
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
 from lmforge.config import Config
@@ -30,7 +29,7 @@ from lmforge.parallel.engine import Spread
 from lmforge.parallel.fits import choose_engine
 from lmforge.parallel.mesh import data_place, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
-from lmforge.runs import Run
+from lmforge.runs import Run, is_local
 from lmforge.train.building import checkpoint_bytes, noise_seed, peak_of, peak_words, prepare_model
 from lmforge.train.determinism import be_deterministic, refusal
 from lmforge.train.disk import DiskWatch
@@ -168,7 +167,8 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
     metrics = MetricsFile(run.metrics, run.path / "tensorboard" if config.log.tensorboard else None) if ranks.first else None
     saver = _saver(run, config, material, trained, dtype, teller)
     with ranks.agreeing():
-        saver.check_room()
+        if ranks.first:
+            saver.check_room()
 
     def about_step(step: int) -> dict[str, Any]:
         samples = (step + guard.left_out) * material.plan.rows

@@ -42,6 +42,8 @@ def test_the_newest_the_best_and_the_permanent_stay() -> None:
     assert Keep(last=1, best=2).dropped(there) == [1, 4, 6]
     assert Keep(last=1, best=1, highest=True).dropped(there) == [1, 3, 4, 5, 6]  # step 2 stays anyway
     assert Keep(last=1, best=3, metric="absent").dropped(there) == [1, 3, 4, 5, 6]
+    there[3] = manifest(3, False, float("nan"))
+    assert Keep(last=1, best=1).dropped(there) == [1, 3, 4, 6]  # what is no number is not the best
 
 
 def test_a_run_keeps_its_best_checkpoint_and_the_permanent_ones_beside_the_newest(train: Train) -> None:

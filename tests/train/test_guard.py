@@ -41,12 +41,12 @@ def test_a_loss_or_gradient_that_is_not_finite_is_bad_and_counted_in_a_row() -> 
     guard = Guard(ALONE, spike_sigmas=None, window_steps=8)
     series = [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0), (2.0, 1.0), (1e30, 1e30)]
     assert [judged(guard, step, *values) for step, values in enumerate(series, 1)] == [False, True, True, True, False, False]
-    heard = guard.heard(of_all=False)
+    heard = guard.heard(of_all=False, enough=99)
     assert [(bad.step, bad.reason) for bad in heard] == [(2, "loss is nan"), (3, "grad_norm is inf"), (4, "loss is -inf")]
     assert (guard.skipped, guard.in_a_row) == (3, 0)
     judged(guard, 7, math.nan)
-    assert guard.heard(of_all=False) == []  # the last one is not waited for
-    assert [bad.step for bad in guard.heard(of_all=True)] == [7]
+    assert guard.heard(of_all=False, enough=99) == []  # the last one is not waited for
+    assert [bad.step for bad in guard.heard(of_all=True, enough=99)] == [7]
     assert (guard.skipped, guard.in_a_row) == (4, 1)
 
 
@@ -63,7 +63,7 @@ def test_a_spike_is_bad_and_noise_is_not_and_a_resumed_guard_judges_alike() -> N
         assert judged(each, 200, 5.0)
         assert not judged(each, 201, 3.05)
         assert not judged(each, 202, 0.5)  # to fall is no spike
-    assert again.heard(of_all=True)[-1].reason == "loss is 5, a spike"
+    assert again.heard(of_all=True, enough=99)[-1].reason == "loss is 5, a spike"
     assert guard.state()["losses"] == again.state()["losses"]
     fresh = Guard(ALONE, spike_sigmas=6.0, window_steps=32)
     assert not any(judged(fresh, step, loss) for step, loss in enumerate([3.0, 3.0, 3.0, 9.0], 1))  # too few to tell
