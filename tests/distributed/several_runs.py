@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from lmforge.cli import load_config
+from lmforge.cli import leave, load_config
 from lmforge.train.stages import pretrain
 
 if __name__ == "__main__":
@@ -18,3 +18,4 @@ if __name__ == "__main__":
         status = pretrain(load_config(words))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"
+    leave(0)
