@@ -34,7 +34,7 @@ def leave(status: int) -> NoReturn:
     """End the process.
 
     Where ranks have talked to each other, without taking down the interpreter: threads of torch that free a tensor
-    meanwhile ask for a lock that is gone, and about one rank in twenty died of it (SIGABRT) after all was done and saved.
+    meanwhile ask for a lock that is gone, and now and then a rank died of it (SIGABRT) after all was done and saved.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or "RANK" not in os.environ:
