@@ -43,14 +43,22 @@ def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     assert meter.read() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
 
 
-def test_reading_begins_anew_and_nothing_counted_is_zero() -> None:
+def test_reading_begins_anew_and_of_nothing_counted_nothing_is_told() -> None:
     meter = Meter(ALONE)
     assert meter.read() == {}
     meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))})
     assert meter.read() == {"loss": 1.5}
     meter.add({"loss": (torch.tensor(0.0), torch.tensor(0.0))})
-    assert meter.read() == {"loss": 0.0}
     assert meter.read() == {}
+
+
+def test_what_a_bad_step_tells_is_not_counted() -> None:
+    meter = Meter(ALONE)
+    meter.add({"loss": (torch.tensor(torch.nan), torch.tensor(2.0))}, unless=torch.tensor(True))
+    assert meter.read() == {}
+    meter.add({"loss": (torch.tensor(torch.inf), torch.tensor(2.0))}, unless=torch.tensor(True))
+    meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))}, unless=torch.tensor(False))
+    assert meter.read() == {"loss": 1.5}
 
 
 def test_what_is_added_is_a_copy_without_a_graph() -> None:
