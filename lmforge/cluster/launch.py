@@ -66,11 +66,15 @@ def _launch(processes: int, arguments: list[str]) -> int:
         interrupted = [status for status in statuses if status in INTERRUPTED]
         if interrupted:
             return interrupted[0]
-        killed = {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
+        # Ended by SIGTERM is who the launcher ended, because another had failed.
+        by_us = -signal.SIGTERM
+        killed = {
+            rank: -each.exitcode for rank, each in failed.failures.items() if each.exitcode < 0 and each.exitcode != by_us
+        }
         if killed:  # who was left can only say that a peer is gone
             rank, number = next(iter(killed.items()))
             print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        return LOST if killed or set(statuses) == {LOST} else 1
+        return LOST if killed or {LOST} <= set(statuses) <= {LOST, by_us} else 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
