@@ -112,4 +112,5 @@ def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is
         run.wait_for(r"^rank 1: forward takes .* \(.* s against .* s a step\); the others wait for it")
         reach(run.run, max(record["step"] for record in run.run.read_metrics()) + 10, run.process)
         assert not re.search(r"^rank 0: ", run.said(), re.M), run.said()
-        assert "STALL" not in run.said()
+        # Building may stand still where the machine is busy with other work, and is then told of.
+        assert not re.search(r"STALL: .* at step [1-9]", run.said()), run.said()
