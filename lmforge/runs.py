@@ -4,9 +4,9 @@
       recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
       metrics.jsonl      one object a log step          logs/attempt-1/    a file per rank
       health/            a heartbeat per rank           checkpoints/step-00000100/, unless they are kept elsewhere
-      loss.png           the loss curve
+      loss.png           the loss curve                 bad/               the samples of steps that were left out
 
-What is inside a checkpoint is the business of `checkpoint.py`. No torch here: looking at a run is quick.
+What is inside a checkpoint is the business of `checkpoint/`. No torch here: looking at a run is quick.
 """
 
 import fcntl
@@ -111,8 +111,7 @@ class Run:
     def open(cls, path: Path) -> Self:
         """The run in a directory, with its checkpoints where its recipe says."""
         here = cls(path)
-        elsewhere = here.config().checkpoint.folder if here.exists() else None
-        return cls(path, location(elsewhere) / here.config().run.name if elsewhere else None)
+        return cls(path, cls.of(here.config()).kept_elsewhere) if here.exists() else here
 
     @property
     def recipe(self) -> Path:
@@ -150,7 +149,7 @@ class Run:
         return validate(Config, read_recipe(self.recipe), str(self.recipe))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint.py` to say."""
+        """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint/` to say."""
         if not self.checkpoints.is_dir():
             return []
         there = [entry for entry in self.checkpoints.iterdir() if entry.is_dir()]

@@ -64,6 +64,12 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
     return command
 
 
+def without_shape(options: list[str]) -> list[str]:
+    """Options of a run whose model is named otherwise."""
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [word for name, value in pairs if not name.startswith("--model.") for word in (name, value)]
+
+
 @pytest.fixture(scope="session")
 def tiny_options(tiny_tokens: Path) -> list[str]:
     """Options of a run of 6 steps of 4 rows of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line a step."""

@@ -31,7 +31,7 @@ from lmforge.model import build
 from lmforge.model.export import export_folder
 from lmforge.model.shapes import preset, resolve
 from lmforge.runs import MANIFEST, PARTIAL, Run, write_sealed
-from tests.conftest import Command
+from tests.conftest import Command, without_shape
 from tests.distributed.conftest import weights
 
 Refusal = Callable[..., str]
@@ -486,7 +486,7 @@ def test_damaged_checkpoints_of_later_steps_do_not_push_out_sound_ones(trained: 
     command = [sys.executable, "-m", "lmforge", *onwards, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1"]
     process = subprocess.Popen([*command, "--train.steps", "5"], stdout=subprocess.DEVNULL)
     assert process.wait(timeout=300) == 0
-    folder, manifest, _ = checkpoint.newest_sound(trained)
+    folder, manifest, _ = checkpoint.find(trained.path)
     assert folder == trained.checkpoint(5)
     assert manifest is not None
     assert trained.checkpoint(6).exists()
@@ -503,14 +503,9 @@ def test_pickled_weights_of_a_source_model_are_refused_rather_than_left_out(
     )
     export_folder(build(shape, seed=0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    options = _without_shape(tiny_options)
+    options = without_shape(tiny_options)
     told = refused("pretrain", *options, "--model.source", source, "--run.folder", tmp_path, "--run.name", "a")
     assert told == f"{source}/pytorch_model.bin: pickled weights are not opened; convert the folder to safetensors first"
-
-
-def _without_shape(options: list[str]) -> list[str]:
-    pairs = zip(options[::2], options[1::2], strict=True)
-    return [word for name, value in pairs if not name.startswith("--model.") for word in (name, value)]
 
 
 def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
@@ -717,7 +712,7 @@ def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
     source.mkdir()
     (source / "config.json").write_text(json.dumps(preset("nano").to_hugging_face() | {"vocab_size": 512}))
     options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", 2]
-    said = refused("pretrain", *_without_shape(tiny_options), *options)
+    said = refused("pretrain", *without_shape(tiny_options), *options)
     assert said == f"{source}: no weights here; to begin with random ones use --model.load_weights false"
     assert contents(tmp_path / "runs") == {}
 
@@ -727,7 +722,7 @@ def test_a_folder_that_cannot_be_wrapped_is_refused_by_one_of_several_ranks(
 ) -> None:
     source = tmp_path / "theirs"
     source.mkdir()
-    options = [*_without_shape(tiny_options), "--model.source", source, "--model.implementation", "transformers"]
+    options = [*without_shape(tiny_options), "--model.source", source, "--model.implementation", "transformers"]
     runs = ["--run.folder", tmp_path / "runs", "--run.name", "a", "--launch.processes", "2"]
     (source / "config.json").write_text(json.dumps({"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2}))
     done = lmforge("pretrain", *options, *runs)
@@ -738,7 +733,7 @@ def test_a_folder_that_cannot_be_wrapped_is_refused_by_one_of_several_ranks(
 def test_a_family_that_lmforge_does_not_speak_is_refused_with_the_way_out(
     tmp_path: Path, tiny_options: list[str], refused: Refusal
 ) -> None:
-    options = [*_without_shape(tiny_options), "--run.folder", tmp_path, "--run.name", "a"]
+    options = [*without_shape(tiny_options), "--run.folder", tmp_path, "--run.name", "a"]
     wrap = ["--model.implementation", "transformers"]
     told = refused("pretrain", *options, *wrap, "--model.source", tmp_path)
     assert told.startswith(f"{tmp_path}/config.json: no such file; ")

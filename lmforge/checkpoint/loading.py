@@ -4,10 +4,8 @@ Each rank reads only what it needs, and checks it as it reads. PyTorch's metadat
 its dataclasses and nothing else.
 """
 
-import io
-import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from lmforge.checkpoint.blocks import Reading, Unsound
 from lmforge.checkpoint.manifest import read_manifest
 from lmforge.checkpoint.saving import State
 from lmforge.errors import Mistake
-from lmforge.model.stored import MetadataUnpickler
+from lmforge.model.stored import flat, read_metadata
 
 # A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -71,7 +69,7 @@ class StoredModel:
 
 
 def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None:
-    for name, tensor in _flat(state):
+    for name, tensor in flat(state).items():
         if name not in stored:
             of_optimizer = name.startswith("optimizer.")
             reason = "it was saved with other optimizer options" if of_optimizer else "the model is of another shape"
@@ -83,14 +81,6 @@ def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None
             raise Mistake(
                 f"{folder}: {name} is {list(size)} there and {list(tensor.shape)} here; the model is of another shape"
             )
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name, value in state.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 class _Reader(dcp.FileSystemReader):
@@ -108,14 +98,7 @@ class _Reader(dcp.FileSystemReader):
     def _metadata(self) -> Metadata:
         path = self.path / ".metadata"  # type: ignore[operator]
         with self.fs.create_stream(path, "rb") as file:
-            content = file.read()
-        try:
-            metadata = MetadataUnpickler(io.BytesIO(content)).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as problem:
-            raise Mistake(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
+            metadata = read_metadata(file.read(), path)
         if any(isinstance(stored, BytesStorageMetadata) for stored in metadata.state_dict_metadata.values()):
             raise Mistake(f"{path}: holds pickled objects; a checkpoint of lmforge has tensors only")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata

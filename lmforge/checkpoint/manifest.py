@@ -149,17 +149,6 @@ def candidates(run: Run, passed_over: list[str], before: int | None = None) -> I
             passed_over.append(f"{folder}: {reason}; skipped")
 
 
-def newest_sound(run: Run) -> tuple[Path | None, Manifest | None, list[str]]:
-    """The newest checkpoint that is whole, its manifest, and a line for each newer one that is not. All of it is read."""
-    passed_over: list[str] = []
-    for folder, _ in candidates(run, passed_over):
-        try:
-            return folder, verify(folder), passed_over
-        except Unsound as reason:
-            passed_over.append(f"{folder}: {reason}; skipped")
-    return None, None, passed_over
-
-
 def find(path: Path) -> tuple[Path, Manifest, list[str]]:
     """The checkpoint that `path` names: itself, or the newest sound one of a run, with what was passed over. All is read.
 

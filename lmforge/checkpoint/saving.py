@@ -68,11 +68,6 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._defect: BaseException | None = None
 
-    @property
-    def bytes_needed(self) -> int:
-        """What the next checkpoint takes on the disk, 0 if that is not known."""
-        return self._bytes
-
     def save(self, step: int, state: State, **about: Any) -> None:
         """Begin to write the checkpoint of `step`; returns when `state` may change again.
 
@@ -99,15 +94,14 @@ class Saver:
         """Called before tensors change: the device waits until they are copied, the host does not."""
         self._staging.before_update()
 
-    def wait(self, at_most_seconds: float | None = None) -> None:
+    def wait(self) -> None:
         """Return when no save is in flight."""
         if self._thread is None:
             return
         began = time.perf_counter()
-        self._thread.join(at_most_seconds)
+        self._thread.join()
         self.seconds_held += time.perf_counter() - began
-        if not self._thread.is_alive():
-            self._thread = None
+        self._thread = None
         self._raise_defect()
 
     def leave(self) -> None:

@@ -3,14 +3,11 @@
 import sys
 from typing import Any
 
-from torch import Tensor
-
 from lmforge.config import ImportOptions
 from lmforge.data.hub import local_folder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
-from lmforge.infer.export import DTYPES, companions, rounded
-from lmforge.model.export import export_folder
+from lmforge.infer.export import write
 from lmforge.model.flops import parameters
 from lmforge.model.layouts import Known, lay_out
 from lmforge.model.shapes import resolve
@@ -27,20 +24,7 @@ def run_import(options: ImportOptions) -> int:
         raise Mistake(
             f"{options.tokenizer}: has {tokenizer.vocab_size} entries and the model {laid.config.vocab_size}; give its own"
         )
-
-    def read(name: str) -> Tensor:
-        return rounded(name, laid.read(name), options.dtype)
-
-    export_folder(
-        laid.tensors,
-        laid.config,
-        options.out,
-        tokenizer_folder=place.parent if place and place.is_file() else place,
-        dtype=DTYPES[options.dtype] if options.dtype else None,
-        overwrite=options.overwrite,
-        read=read,
-        more=companions(tokenizer, laid.config) if tokenizer else None,
-    )
+    write(options, laid, laid.config, place)
     print(f"{options.out}: {parameters(laid.config).total:,} parameters ({laid.config.model_type}) of {laid.layout}'s layout")
     if tokenizer is None:
         print(f"{options.out}: no tokenizer; put its tokenizer.json there, or import with --tokenizer", file=sys.stderr)

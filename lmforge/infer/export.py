@@ -3,14 +3,14 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
-from lmforge.config import ExportOptions
+from lmforge.config import ExportOptions, ImportOptions
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
 from lmforge.model.export import export_folder
@@ -29,32 +29,44 @@ def run_export(options: ExportOptions) -> int:
 
 
 def _export(options: ExportOptions, origin: Path, manifest: Manifest) -> Manifest:
-    stored, tokenizer = checkpoint.StoredModel(origin), Tokenizer.open(origin)
-
-    def read(name: str) -> Tensor:
-        return rounded(name, stored.read(name), options.dtype)
-
-    export_folder(
-        stored.tensors,
-        manifest.model_config,
-        options.out,
-        tokenizer_folder=origin,
-        dtype=DTYPES[options.dtype],
-        overwrite=options.overwrite,
-        read=read,
-        more=companions(tokenizer, manifest.model_config),
-    )
+    write(options, checkpoint.StoredModel(origin), manifest.model_config, origin)
     return manifest
 
 
-def rounded(name: str, value: Tensor, dtype: str | None) -> Tensor:
-    """A tensor that is about to be written in `dtype`. Raises Mistake where it holds numbers that fp16 does not."""
-    if dtype == "fp16" and not torch.isfinite(value.half()).all():
-        raise Mistake(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
-    return value
+class Tensors(Protocol):
+    """Tensors by name: their shapes and dtypes, and each of them when it is asked for."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def read(self, name: str) -> Tensor: ...
 
 
-def companions(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, dict[str, Any]]:
+def write(options: ExportOptions | ImportOptions, stored: Tensors, config: ModelConfig, tokenizer_at: Path | None) -> None:
+    """Write a model's tensors, one at a time, and its tokenizer, if there is one, as Hugging Face has them.
+
+    `tokenizer_at` is a folder or a tokenizer.json. Raises Mistake, where a tensor holds numbers that fp16 does not too.
+    """
+
+    def read(name: str) -> Tensor:
+        value = stored.read(name)
+        if options.dtype == "fp16" and not torch.isfinite(value.half()).all():
+            raise Mistake(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
+        return value
+
+    export_folder(
+        stored.tensors,
+        config,
+        options.out,
+        tokenizer_folder=tokenizer_at.parent if tokenizer_at and tokenizer_at.is_file() else tokenizer_at,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        overwrite=options.overwrite,
+        read=read,
+        more=_companions(Tokenizer.open(tokenizer_at), config) if tokenizer_at else None,
+    )
+
+
+def _companions(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, dict[str, Any]]:
     """What generation and transformers' tokenizer want to know, where the run's own tokenizer came without it."""
     end, begin = tokenizer.separator_id, tokenizer.bos_id
     # A model that came with several ends, as chat models do, keeps them.

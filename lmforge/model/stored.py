@@ -81,21 +81,27 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         path = folder / ".metadata"
-        try:
-            self.metadata: Metadata = MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-            places = {str(info.relative_path) for info in self.metadata.storage_data.values()}
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as problem:
-            raise Mistake(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
-        if away := sorted(place for place in places if Path(place).name != place):
-            raise Mistake(f"{path}: says that tensors lie in {away[0]}, outside of the checkpoint")
-        if getattr(self.metadata, "storage_meta", None) is None:
-            self.metadata.storage_meta = StorageMeta()
+        self.metadata = read_metadata(path.read_bytes(), path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
 
-class MetadataUnpickler(pickle.Unpickler):
+def read_metadata(content: bytes, path: Path) -> Metadata:
+    """What a .metadata file, found at `path`, says. Raises Mistake where it says anything but where which tensor lies."""
+    try:
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        places = {str(info.relative_path) for info in metadata.storage_data.values()}
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as problem:
+        raise Mistake(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
+    if away := sorted(place for place in places if Path(place).name != place):
+        raise Mistake(f"{path}: says that tensors lie in {away[0]}, outside of the checkpoint")
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
     """Builds the dataclasses that describe what is stored, and nothing else."""
 
     ALLOWED: ClassVar = {
@@ -147,9 +153,9 @@ def _open_file(path: Path) -> _File:
         raise Mistake(f"{path}: damaged or not a file of torch.save; copy it again") from None
     if not isinstance(content, Mapping):
         raise Mistake(f"{path}: holds a {type(content).__name__} instead of tensors by name")
-    flat = _flat(content)
-    values = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
-    return _File(values, {name: value for name, value in flat.items() if name not in values})
+    everything = flat(content)
+    values = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
+    return _File(values, {name: value for name, value in everything.items() if name not in values})
 
 
 def _asked_for(problem: str) -> str:
@@ -158,11 +164,12 @@ def _asked_for(problem: str) -> str:
     return f"holds more than tensors and numbers{what}, which would have to be executed to be opened; save its state alone"
 
 
-def _flat(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flat(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, under names joined by dots."""
     found: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
+            found |= flat(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
     return found

@@ -44,9 +44,7 @@ def enter(run: Run, config: Config) -> Entry:
             " or give this one another --run.name"
         )
     run.lock()
-    if config.run.overwrite:
-        return Entry(None, None, [])
-    if not there:
+    if config.run.overwrite or not there:
         return Entry(None, None, [])
     return find_entry(run, config.train.steps)
 

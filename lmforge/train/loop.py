@@ -141,7 +141,7 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
                 raise RunFailed(f"step {done}: {saves.saver.failures} saves in a row have failed: {saves.saver.problem}")
             stopping = bool(last or signal)
             wish = max(wish, saves.due(done, stopping))
-            if bad := guard.heard(bool(wish) or last or done % parts.log_every == 0, parts.bad_steps):
+            if bad := guard.heard(bool(wish) or done % parts.log_every == 0, parts.bad_steps):
                 for one in bad:
                     parts.recovery.tell(one)
                 if guard.in_a_row >= parts.bad_steps:

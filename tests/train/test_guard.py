@@ -23,7 +23,7 @@ from lmforge.options import validate
 from lmforge.runs import Run
 from lmforge.train.guard import Guard
 from lmforge.train.optim import build_optimizer, state_by_name, step_unless
-from tests.conftest import Command
+from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
 
 ALONE = Ranks(Place(), torch.device("cpu"), None)
@@ -123,11 +123,6 @@ def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     source = tmp_path_factory.mktemp("poisoned") / "model"
     export_folder(model, shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
     return source, hit
-
-
-def without_shape(options: list[str]) -> list[str]:
-    pairs = zip(options[::2], options[1::2], strict=True)
-    return [word for name, value in pairs if not name.startswith("--model.") for word in (name, value)]
 
 
 def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
