@@ -10,7 +10,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.model import build
 from lmforge.model.export import export_folder
 from lmforge.model.shapes import resolve
-from tests.conftest import Command
+from tests.conftest import Command, without_shape
 from tests.data.hub_server import Hub, serving, variables
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,12 +30,7 @@ def test_a_run_of_two_ranks_begins_from_a_name_that_one_of_them_fetches(
     hub: Hub, tiny_options: list[str], lmforge: Command, tmp_path: Path
 ) -> None:
     env = variables(hub, tmp_path / "home")
-    options = [
-        word
-        for name, value in zip(tiny_options[::2], tiny_options[1::2], strict=True)
-        if not name.startswith("--model.")
-        for word in (name, value)
-    ]
+    options = without_shape(tiny_options)
     run = ["--run.folder", tmp_path, "--run.name", "a", "--launch.processes", 2]
     hub.gated = {"org/model"}
     refused = lmforge("pretrain", *options, *run, "--model.source", "org/model", **env)

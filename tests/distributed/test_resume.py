@@ -165,16 +165,16 @@ def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the
     run = Run(tmp_path / "restarted")
 
     def kill_ranks(process: subprocess.Popen[str]) -> None:
-        ended: set[int] = set()
+        lost: set[int] = set()
         for step in sorted(chance.sample(range(2, STEPS - 8), 2)):
             reach(run, step, process)
             time.sleep(chance.uniform(0, 0.1))
             # The step may be one that ranks of before had reached: those that are starting now have to show themselves.
-            while len(ranks := heard(run) - ended) < 2:
+            while len(ranks := heard(run) - lost) < 2:
                 assert process.poll() is None, f"ended with status {process.returncode} before its ranks had begun"
                 time.sleep(0.005)
             os.kill(chance.choice(sorted(ranks)), signal.SIGKILL)
-            ended |= ranks
+            lost |= ranks
 
     words = ["pretrain", *recipe(tmp_path, "restarted", *SCHEDULE, "--launch.processes", "2", "--run.overwrite")]
     ended = started(words, tmp_path, kill_ranks)
