@@ -45,7 +45,7 @@ class Tensors(Protocol):
 def write(options: ExportOptions | ImportOptions, stored: Tensors, config: ModelConfig, tokenizer_at: Path | None) -> None:
     """Write a model's tensors, one at a time, and its tokenizer, if there is one, as Hugging Face has them.
 
-    `tokenizer_at` is a folder or a tokenizer.json. Raises Mistake, where a tensor holds numbers that fp16 does not too.
+    `tokenizer_at` is a folder or a tokenizer.json. Raises Mistake where fp16 is asked for and a tensor does not fit into it.
     """
 
     def read(name: str) -> Tensor:
