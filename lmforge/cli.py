@@ -11,15 +11,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lmforge import __version__
-from lmforge import config as options
+from lmforge import config_verbs as options
 from lmforge.cluster.environment import find_place
+from lmforge.config import BenchConfig, Config, StageConfig
+from lmforge.config_post import STAGES, AlignConfig, RunPipelineOptions, SftConfig
 from lmforge.errors import LOST, Mistake, PeerLost, RunFailed
 from lmforge.options import Options, describe, parse, read_recipe
 
-Recipe = TypeVar("Recipe", bound=options.Config)
+Recipe = TypeVar("Recipe", bound=StageConfig)
 
 # Set by --debug, and so handed on to the ranks that a verb starts.
 DEBUG = "LMFORGE_DEBUG"
@@ -153,9 +155,22 @@ def _download(words: list[str]) -> int:
 
 
 def _pretrain(words: list[str]) -> int:
+    return _train("pretrain", words)
+
+
+def _sft(words: list[str]) -> int:
+    return _train("sft", words)
+
+
+def _align(words: list[str]) -> int:
+    return _train("align", words)
+
+
+def _train(verb: str, words: list[str]) -> int:
+    """Carry out a stage of training, here or on ranks that are started for it."""
     dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
-    config = load_config(words)
+    config = load_config(words, verb)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0:
         config = config.again()
     if dry:
@@ -173,20 +188,23 @@ def _pretrain(words: list[str]) -> int:
         before = run.begun_at
         return launch_local(
             config.launch.processes,
-            ["pretrain", *words],
+            [verb, *words],
             restarts=config.launch.restarts,
             # What was to be deleted has been.
             again=["--run.overwrite", "false", "--run.resume", "auto"],
             begun=lambda: run.begun_at != before,
         )
-    from lmforge.train.stages import pretrain
+    from lmforge.train import stages
 
-    return pretrain(config)
+    carry_out: Callable[[StageConfig], int] = getattr(stages, verb)
+    return carry_out(config)
 
 
-def load_config(words: list[str]) -> options.Config:
-    """A run's options from `[RECIPE.toml] --section.option value …`. Raises Mistake."""
-    return _load(options.Config, words)
+def load_config(words: list[str], verb: str = "pretrain") -> Any:
+    """The options of a verb that trains, from `[RECIPE.toml] --section.option value …`. Raises Mistake."""
+    if verb == "align":
+        words = [re.sub(r"^--method(?==|$)", "--align.method", word) for word in words]
+    return _load(STAGES[verb], words)
 
 
 def _load(tree: type[Recipe], words: list[str]) -> Recipe:
@@ -207,8 +225,19 @@ def _with_resume(words: list[str]) -> list[str]:
     return words
 
 
+def _run(words: list[str]) -> int:
+    chosen = parse(RunPipelineOptions, words)
+    from lmforge.pipeline import run_pipeline
+
+    return run_pipeline(chosen.file, VERBS)
+
+
 def _evaluate(words: list[str]) -> int:
     chosen = parse(options.EvaluateOptions, words)
+    if not find_place().launched and chosen.processes > 1:
+        from lmforge.cluster.launch import launch_local
+
+        return launch_local(chosen.processes, ["evaluate", *words])
     from lmforge.infer.verbs import run_evaluate
 
     return run_evaluate(chosen)
@@ -219,6 +248,25 @@ def _generate(words: list[str]) -> int:
     from lmforge.infer.verbs import run_generate
 
     return run_generate(chosen)
+
+
+def _chat(words: list[str]) -> int:
+    chosen = parse(options.ChatOptions, words)
+    from lmforge.infer.chat import run_chat
+
+    return run_chat(chosen)
+
+
+def _serve(words: list[str]) -> int:
+    chosen = parse(options.ServeOptions, words)
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as problem:
+        raise Mistake(f"serve: needs {problem.name}, which is not installed; pip install 'lmforge[serve]'") from None
+    from lmforge.infer.serve import run_serve
+
+    return run_serve(chosen)
 
 
 def _export(words: list[str]) -> int:
@@ -237,7 +285,7 @@ def _import(words: list[str]) -> int:
 
 def _bench(words: list[str]) -> int:
     words = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in words]
-    config = _load(options.BenchConfig, words)
+    config = _load(BenchConfig, words)
     if not find_place().launched and config.launch.processes > 1 and not config.bench.sweep:
         from lmforge.cluster.launch import launch_local
         from lmforge.parallel.mesh import plan_batches
@@ -263,13 +311,21 @@ def _doctor(words: list[str]) -> int:
 
 def _show(words: list[str]) -> int:
     chosen = parse(options.ShowOptions, words)
-    from lmforge.show import show, show_samples
-
+    of_examples = chosen.model_dump(include={"mask", "format", "fields", "as_chat"}, exclude_defaults=True)
+    if of_examples and chosen.tokenizer is None:
+        raise Mistake(f"show: --{next(iter(of_examples))} is for `lmforge show data FILE --tokenizer MODEL` alone")
     if chosen.thing == "data" and chosen.of is not None:
-        print(show_samples(chosen.of, chosen.samples))
+        from lmforge.samples import Reader, show_examples, show_samples
+
+        if chosen.tokenizer is not None:
+            print(show_examples(chosen.of, chosen.tokenizer, Reader(**of_examples), chosen.samples))
+        else:
+            print(show_samples(chosen.of, chosen.samples))
         return 0
-    if chosen.of is not None or chosen.samples is not None:
-        raise Mistake("show: a second THING and --samples are for `lmforge show data RUN` alone")
+    if chosen.of is not None or chosen.samples is not None or chosen.tokenizer is not None:
+        raise Mistake("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
+    from lmforge.show import show
+
     print(show(chosen.thing))
     return 0
 
@@ -285,7 +341,7 @@ class Verb:
     notes: str = ""
 
 
-PRETRAIN_NOTES = """\
+TRAINING_NOTES = """\
   --dry-run           print the resolved recipe and the batch arithmetic, and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
   --deterministic     the same as --train.deterministic
@@ -301,10 +357,25 @@ VERBS = {
     "pretrain": Verb(
         "train a model on token shards, or continue a run",
         "[RECIPE.toml] [--section.option value]",
-        options.Config,
+        Config,
         _pretrain,
-        PRETRAIN_NOTES,
+        TRAINING_NOTES,
     ),
+    "sft": Verb(
+        "fine-tune a model on conversations, all of it or by adapters",
+        "[RECIPE.toml] [--section.option value]",
+        SftConfig,
+        _sft,
+        TRAINING_NOTES,
+    ),
+    "align": Verb(
+        "teach a model what is preferred, by pairs, judgements or rewards",
+        "[RECIPE.toml] --method dpo|ipo|kto|orpo|simpo|grpo [--section.option value]",
+        AlignConfig,
+        _align,
+        TRAINING_NOTES,
+    ),
+    "run": Verb("a pipeline: stages in order, each from the last one's run", "PIPELINE.toml", RunPipelineOptions, _run),
     "evaluate": Verb(
         "loss and bits per byte on held-out documents", "MODEL [--option value]", options.EvaluateOptions, _evaluate
     ),
@@ -313,6 +384,13 @@ VERBS = {
         "MODEL [PROMPT …] [--option value]",
         options.GenerateOptions,
         _generate,
+    ),
+    "chat": Verb("a conversation with a model, in the terminal", "MODEL [--option value]", options.ChatOptions, _chat),
+    "serve": Verb(
+        "an OpenAI-compatible API, and a page to chat on",
+        "MODEL [MODEL …] [--option value]",
+        options.ServeOptions,
+        _serve,
     ),
     "export": Verb(
         "a checkpoint as a Hugging Face folder, in bounded memory", "MODEL OUT [--option value]", options.ExportOptions, _export
@@ -329,7 +407,7 @@ VERBS = {
     "bench": Verb(
         "what a step of a recipe costs: speed, memory, phases; with --sweep, of many",
         "[RECIPE.toml] [--section.option value] [--sweep section.option=value,value …] [--trace FILE]",
-        options.BenchConfig,
+        BenchConfig,
         _bench,
     ),
     "doctor": Verb(

@@ -1,23 +1,29 @@
-"""Every option there is, with its default and its meaning: to read this file is to read the manual.
+"""The options of a run, each with its default and its meaning: to read this file is to read the manual. Those of the stages
+after pretraining are in config_post.py, those of the other verbs in config_verbs.py.
 
 Options are read once, at the edge, by `options.py`; below the stages, functions take plain values. Nothing here imports
 torch, so that `--help` and `--dry-run` answer at once. `batch_plan` is the one place where batch sizes are derived.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from lmforge.errors import Mistake
-from lmforge.options import Options, argument, option, section
+from lmforge.options import Options, option, section, validate
 
 Resume = Literal["auto", "never", "required"]
+Stage = Literal["pretrain", "sft", "align"]
 Device = Literal["auto", "cpu", "cuda"]
 Sharding = Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
 DType = Literal["auto", "fp32", "bf16"]
+ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"]
+ExampleFormat = Literal[ConversationFormat, "prompts"]
 
 # One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
 COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
@@ -37,13 +43,19 @@ class RunOptions(Options):
     folder: Path = option(Path("runs"), "folder that holds the runs")
     resume: Resume = option("auto", "continue a run that exists: auto (if it exists), required, or never")
     overwrite: bool = option(False, "delete a run of this name first")
+    stage: Stage | None = option(None, "the verb that trains it; recorded in its recipe, which other verbs refuse")
 
 
-class DataOptions(Options):
+class RowOptions(Options):
+    """What every stage's data has in common."""
+
+    length: int = option(1024, "tokens in a row", gt=0)
+
+
+class DataOptions(RowOptions):
     """What the model reads."""
 
     folder: Path = option(Path("data/stdlib"), "folder of token shards, written by `lmforge prepare`")
-    length: int = option(1024, "tokens in a row", gt=0)
 
 
 class ModelOptions(Options):
@@ -51,7 +63,8 @@ class ModelOptions(Options):
 
     preset: str | None = option(None, "a named shape; `lmforge show presets` lists them (default: nano)")
     source: Path | None = option(
-        None, "a Hugging Face model: its folder, or its name on the hub (organisation/model or organisation/model@revision)"
+        None,
+        "a model to begin from: a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model[@revision])",
     )
     implementation: Literal["lmforge", "transformers"] = option(
         "lmforge", "with --model.source: whose code computes it; transformers (an extra) knows any family, lmforge's is quicker"
@@ -91,7 +104,15 @@ class ModelOptions(Options):
 
     def overrides(self) -> dict[str, object]:
         """The shape options that were given, by their Hugging Face names."""
-        about = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
+        about = {
+            "preset",
+            "source",
+            "implementation",
+            "load_weights",
+            "embedding_initializer_range",
+            "dropout",
+            "neftune_alpha",
+        }
         chosen = self.model_dump(exclude=about)
         return {name: value for name, value in chosen.items() if value is not None}
 
@@ -141,6 +162,7 @@ class TrainOptions(Options):
     """The loop. The global batch is a contract: micro-batches and accumulation are derived from it."""
 
     steps: int = option(1000, "optimizer steps in the whole run", gt=0)
+    epochs: float | None = option(None, "passes over the data, instead of train.steps, which follows from it", gt=0)
     global_batch_rows: int | None = option(
         None, f"rows in one optimizer step, over all ranks (default: {DEFAULT_GLOBAL_BATCH_ROWS})", gt=0
     )
@@ -164,6 +186,13 @@ class TrainOptions(Options):
         "the same bits from run to run on the same ranks, on a GPU too; slower, and what has no such form is refused",
     )
     threads: int | None = option(None, "CPU threads of a rank (default: the cores there are, divided by the local ranks)", gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("steps") is not None and given.get("epochs") is not None:
+            raise ValueError("train.steps and train.epochs: give one of them, not both")
+        return given
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> "TrainOptions":
@@ -226,15 +255,33 @@ class ScheduleOptions(Options):
 
     name: Literal["cosine", "linear", "warmup-stable-decay", "constant"] = option("cosine", "its shape after warm-up")
     warmup_steps: int = option(100, "steps of linear warm-up", ge=0)
+    warmup_share: float | None = option(None, "the same as a share of the run, instead of schedule.warmup_steps", ge=0, le=1)
     decay_steps: int | None = option(None, "last steps, in which warmup-stable-decay falls (default: a fifth of the run)", gt=0)
     final_ratio: float = option(0.1, "last learning rate, as a share of the peak", ge=0, le=1)
 
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`."""
+        return self.warmup_steps if self.warmup_share is None else math.ceil(self.warmup_share * steps)
+
 
 class ValidationOptions(Options):
-    """Loss on held-out documents while training."""
+    """Loss on held-out documents while training, and scores of tasks."""
 
     every_steps: int | None = option(None, "steps between validations; none for never (the last step always validates)", gt=0)
     rows: int = option(64, "held-out rows of one validation, evenly spaced and always the same", gt=0)
+    at_start: bool = option(False, "validate before the first step too: what there is to gain")
+    tasks: tuple[Path, ...] = option(
+        (), "files of questions, one JSON object a line, asked at each validation too, as by `lmforge evaluate --tasks`"
+    )
+    task_questions: int | None = option(None, "the first so many questions of each task (default: all)", gt=0)
+    few_shot: int = option(0, "examples before each question: the first others of its file", ge=0)
+
+    @model_validator(mode="after")
+    def _of_tasks(self) -> "ValidationOptions":
+        for name in ("task_questions", "few_shot"):
+            if not self.tasks and getattr(self, name):
+                raise ValueError(f"validation.{name}: only with validation.tasks; leave it out")
+        return self
 
 
 class SampleOptions(Options):
@@ -317,17 +364,25 @@ class LaunchOptions(Options):
     restarts: int = option(3, "times that ranks are started again, from the last checkpoint, after one of them was lost", ge=0)
 
 
-class Config(Options):
-    """One run. `lmforge pretrain RECIPE.toml --section.option value` overrides any of it."""
+class StageConfig(Options):
+    """One run of any stage; `of_stage` says which verb trains it."""
+
+    of_stage: ClassVar[Stage] = "pretrain"
+    ALTERNATIVES = (
+        (("model", "preset"), ("model", "source")),
+        (("train", "steps"), ("train", "epochs")),
+        (("train", "global_batch_rows"), ("train", "global_batch_tokens")),
+        (("schedule", "warmup_steps"), ("schedule", "warmup_share")),
+    )
 
     run: RunOptions = section(RunOptions, "where the run lives")
-    data: DataOptions = section(DataOptions, "what the model reads")
+    data: RowOptions = section(RowOptions, "what the model reads")
     model: ModelOptions = section(ModelOptions, "the shape: a preset or a Hugging Face folder, and what to change of it")
     parallel: ParallelOptions = section(ParallelOptions, "how the model is spread over ranks")
     train: TrainOptions = section(TrainOptions, "the loop")
     optimizer: OptimizerOptions = section(OptimizerOptions, "how gradients become steps")
     schedule: ScheduleOptions = section(ScheduleOptions, "the learning rate over the run")
-    validation: ValidationOptions = section(ValidationOptions, "loss on held-out documents while training")
+    validation: ValidationOptions = section(ValidationOptions, "loss on held-out documents while training, and scores of tasks")
     sample: SampleOptions = section(SampleOptions, "text written by the model while it trains")
     checkpoint: CheckpointOptions = section(CheckpointOptions, "what is kept")
     faults: FaultOptions = section(FaultOptions, "steps that go wrong")
@@ -336,7 +391,9 @@ class Config(Options):
     launch: LaunchOptions = section(LaunchOptions, "how processes are started")
 
     @model_validator(mode="after")
-    def _combinations(self) -> "Config":
+    def _combinations(self) -> Self:
+        if self.run.stage not in (None, self.of_stage):
+            raise ValueError(f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge {self.of_stage}`")
         tokens = self.train.global_batch_tokens
         if tokens and tokens % self.data.length:
             below = tokens // self.data.length * self.data.length
@@ -344,16 +401,21 @@ class Config(Options):
             raise ValueError(
                 f"train.global_batch_tokens = {tokens} is not a multiple of data.length = {self.data.length}; nearest: {near}"
             )
-        warmup, decay = self.schedule.warmup_steps, self.schedule.decay_steps or 0
+        warmup, decay = self.schedule.warmup(self.train.steps), self.schedule.decay_steps or 0
         if self.schedule.name != "warmup-stable-decay":
             decay = 0
-        if warmup + decay > self.train.steps:
+        if self.train.epochs is None and warmup + decay > self.train.steps:
             asked = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
             raise ValueError(f"{asked}: more than train.steps = {self.train.steps}; lower them or train longer")
         if self.parallel.splits_model and self.sample.every_steps:
             raise ValueError(
                 "sample.every_steps: with tensor_ranks or pipeline_ranks no rank has the whole model; leave it out, and"
                 " generate from the checkpoints"
+            )
+        if self.parallel.splits_model and self.validation.tasks:
+            raise ValueError(
+                "validation.tasks: with tensor_ranks or pipeline_ranks no rank has the whole model; leave it out, and"
+                " evaluate the checkpoints"
             )
         if self.parallel.tensor_ranks > 1 and self.train.float8:
             raise ValueError("train.float8: not with parallel.tensor_ranks; shard with fsdp2 instead, or leave it out")
@@ -362,17 +424,32 @@ class Config(Options):
         return self
 
     def with_name(self, name: str) -> Self:
-        """The same options for a run called `name`, unless they name it themselves."""
-        return self if self.run.name else self.model_copy(update={"run": self.run.model_copy(update={"name": name})})
+        """The same options for a run called `name`, unless they name it themselves, with their stage recorded."""
+        recorded = {"name": self.run.name or name, "stage": self.of_stage}
+        return self.model_copy(update={"run": self.run.model_copy(update=recorded)})
 
     def again(self) -> Self:
         """The same options for ranks that are started again: what was to be deleted has been, and is continued."""
         resume = "auto" if self.run.resume == "never" else self.run.resume
         return self.model_copy(update={"run": self.run.model_copy(update={"overwrite": False, "resume": resume})})
 
+    def of_rows(self, rows_per_epoch: int, rows_per_step: int) -> Self:
+        """The same options with train.steps in place of train.epochs, if that was given. Raises Mistake as reading does."""
+        if self.train.epochs is None:
+            return self
+        steps = max(1, math.ceil(self.train.epochs * rows_per_epoch / rows_per_step))
+        resolved = self.train.model_copy(update={"steps": steps, "epochs": None})  # one of the two stands in a recipe
+        return validate(type(self), self.model_copy(update={"train": resolved}).model_dump(mode="json"))
+
     @property
     def checkpoint_every_steps(self) -> int:
         return self.checkpoint.every_steps or max(1, self.train.steps // 10)
+
+
+class Config(StageConfig):
+    """A run of pretraining. `lmforge pretrain RECIPE.toml --section.option value` overrides any of it."""
+
+    data: DataOptions = section(DataOptions, "what the model reads")
 
 
 class BenchOptions(Options):
@@ -432,117 +509,9 @@ def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
     return BatchPlan(rows, length, ranks, micro, rows_per_rank // micro)
 
 
-class PrepareOptions(Options):
-    """lmforge prepare SOURCE OUT: text → tokenizer → token shards."""
-
-    source: str = argument(
-        "stdlib", "stdlib (the Python standard library's source), a text, jsonl(.gz/.zst) or parquet file, or a folder"
-    )
-    out: Path = argument(Path("data/stdlib"), "folder to write")
-    tokenizer: Path | None = option(None, "a tokenizer.json, a folder with one, or a name on the hub (default: train one)")
-    vocab_size: int = option(4096, "vocabulary of a tokenizer that is trained here", gt=300, le=1_000_000)
-    text_field: str = option("text", "field of the text in jsonl and parquet")
-    held_out: float = option(0.02, "share of the documents held out for validation", gt=0, lt=1)
-    shard_tokens: int = option(100_000_000, "tokens in one shard file", gt=0)
-    seed: int = option(0, "seed of the order of documents", ge=0, le=LARGEST_SEED)
-    workers: int | None = option(None, "processes (default: the cores there are)", gt=0)
-    overwrite: bool = option(False, "delete what another preparation left in OUT")
-
-
-class EvaluateOptions(Options):
-    """lmforge evaluate MODEL: loss and bits per byte on held-out documents."""
-
-    model: Path = argument(..., "a run, a checkpoint, a Hugging Face folder or a name on the hub")
-    data: Path | None = option(None, "folder of token shards (default: the one the run was trained on)")
-    split: Literal["held_out", "train"] = option("held_out", "which documents")
-    rows: int | None = option(None, "so many rows, evenly spaced over the split (default: all)", gt=0)
-    length: int | None = option(None, "tokens in a row (default: as in training)", gt=0)
-    batch_rows: int = option(16, "rows in one forward pass", gt=0)
-    device: Device = option("auto", "auto is cuda where there is one")
-    dtype: DType = option("fp32", "compute dtype")
-    output: Literal["text", "json"] = option("text", "how to print the result")
-
-
-class GenerateOptions(Options):
-    """lmforge generate MODEL PROMPT...: text from a run, a checkpoint or a Hugging Face folder."""
-
-    model: Path = argument(..., "a run, a checkpoint, a Hugging Face folder or a name on the hub")
-    prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
-    max_tokens: int = option(128, "tokens to write after each prompt", gt=0)
-    temperature: float = option(0.8, "0 is greedy", ge=0)
-    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", ge=0)
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", gt=0, le=1)
-    seed: int | None = option(None, "seed of the sampling (default: a fresh one, printed)", ge=0, le=LARGEST_SEED)
-    stop: tuple[str, ...] = option((), "texts that end a completion")
-    device: Device = option("auto", "auto is cuda where there is one")
-    dtype: DType = option("auto", "compute dtype")
-
-
-class ExportOptions(Options):
-    """lmforge export MODEL OUT: a checkpoint as a Hugging Face folder."""
-
-    model: Path = argument(..., "a run or a checkpoint")
-    out: Path = argument(..., "folder to write")
-    dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights; bf16 and fp16 halve them, and round")
-    overwrite: bool = option(False, "replace OUT if it is a model's folder")
-
-
-class ImportOptions(Options):
-    """lmforge import SOURCE OUT: another trainer's checkpoint as a Hugging Face folder."""
-
-    source: Path = argument(..., "nanoGPT's ckpt.pt, a DCP folder of torchtitan, a DCP folder or a .pth of fms-fsdp")
-    out: Path = argument(..., "folder to write")
-    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "whose names it has; auto goes by these")
-    like: str | None = option(None, "a preset, a Hugging Face folder or a name on the hub that has what the next four name")
-    num_attention_heads: int | None = option(None, "query heads (nanogpt tells them itself)", gt=0)
-    rope_theta: float | None = option(None, "base of the rotary frequencies (torchtitan and fms)", gt=0)
-    rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", gt=0)
-    max_position_embeddings: int | None = option(None, "longest row it was trained for (default: 4096)", gt=0)
-    activation: Literal["gelu", "gelu_new"] | None = option(
-        None, "nanogpt: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
-    )
-    tokenizer: Path | None = option(None, "its tokenizer.json, a folder with one, or a name on the hub (default: none)")
-    dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "dtype of the weights (default: as they are stored)")
-    overwrite: bool = option(False, "replace OUT if it is a model's folder")
-
-
-class DownloadOptions(Options):
-    """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts that have no network."""
-
-    name: str = argument(..., "a model on the hub: organisation/model, or organisation/model@revision")
-    folder: Path | None = argument(None, "folder to fetch it into (default: the hub's own cache, where its name finds it)")
-    revision: str | None = option(None, "branch, tag or commit (default: main)")
-
-
-class ShowOptions(Options):
-    """lmforge show THING: what it is, in a few lines; lmforge show data OF: the text of samples, as training reads them."""
-
-    thing: str = argument(
-        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
-    )
-    of: Path | None = argument(None, "with `data`: a run, or the file of a bad step")
-    samples: str | None = option(
-        None, "with `data`: sample numbers, FIRST:AFTER_LAST (default: the first 3, or those of the file)"
-    )
-
-
-class QuickstartOptions(Options):
-    """lmforge quickstart: the whole way on the standard library's source, at most 6 minutes on 2 cores."""
-
-    folder: Path = option(Path("."), "where data/stdlib and runs/quickstart are made")
-    steps: int | None = option(None, "train so many steps instead of the recipe's", gt=0)
-    processes: int = option(2, "ranks to start", gt=0)
-    prompt: str = option("def ", "what the model continues at the end")
-    overwrite: bool = option(False, "begin again instead of continuing")
-
-
-class DoctorOptions(Options):
-    """lmforge doctor --parity: does every strategy compute the same here?"""
-
-    parity: bool = option(False, "train a small model under every strategy that fits the ranks, and compare")
-    processes: int = option(1, "ranks to start on this machine; under torchrun leave it alone", gt=0)
-    steps: int = option(10, "steps of each strategy", gt=1)
-    compile: bool = option(False, "compiled blocks too")
-    seed: int = option(0, "seed of weights and data", ge=0, le=LARGEST_SEED)
-    device: Device = option("auto", "auto is cuda where there is one")
-    output: Literal["text", "json"] = option("text", "how to print the result")
+def renamed_fields(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """What files call a field of ours, by its name, from OURS=THEIRS. Raises Mistake, naming `option`, where one is no pair."""
+    for each in pairs:
+        if not all(each.partition("=")[::2]):
+            raise Mistake(f"{option}: expected OURS=THEIRS, such as messages=chat, got {each}")
+    return dict(each.split("=", 1) for each in pairs)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
-from lmforge.config import DoctorOptions
+from lmforge.config_verbs import DoctorOptions
 from lmforge.errors import Mistake
 from lmforge.parallel.precision import find_compiler
 from lmforge.train.parity import Task, alone, cases, difference, trial

@@ -14,7 +14,7 @@ import typing
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -45,6 +45,8 @@ class Options(BaseModel):
 
     # Validators are built when first used: help needs none, and answers the sooner.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    # Two ways to say one thing, as pairs of (section, option): the one that is typed stands in place of a recipe's other.
+    ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
 
 
 Tree = TypeVar("Tree", bound=Options)
@@ -86,6 +88,10 @@ def parse(tree: type[Tree], arguments: list[str], recipe: dict[str, Any] | None 
     """
     given = _from_command_line(tree, arguments)
     merged = copy.deepcopy(recipe or {})
+    for one, other in tree.ALTERNATIVES:
+        for typed, written in ((one, other), (other, one)):
+            if given.get(typed) is not None and written not in given and isinstance(merged.get(written[0]), dict):
+                merged[written[0]].pop(written[1], None)
     for path, value in given.items():
         table = merged
         for part in path[:-1]:
@@ -102,7 +108,7 @@ def validate(
     """`table` as a `tree`, strictly: a number in quotes is not a number. Raises Mistake as `parse` does."""
     try:
         # JSON mode is strict about types and still takes text for a path and a list for a tuple.
-        return tree.model_validate_json(_as_given(table), strict=True)
+        return tree.model_validate_json(_as_given(_with_nothing(tree, table)), strict=True)
     except ValidationError as problem:
         # Where a required key is misspelt, that it is missing is the lesser half of the news.
         error = min(problem.errors(), key=lambda error: error["type"] == "missing")
@@ -120,6 +126,18 @@ def validate(
     in_list = isinstance(error["loc"][-1], int)
     expected = "a table" if in_list and error["type"] == "model_type" else EXPECTED[error["type"]].format(**context)
     raise Mistake(f"{place}: expected {expected}, got {_as_given(error['input'])}")
+
+
+def _with_nothing(tree: type[BaseModel], table: dict[str, Any]) -> dict[str, Any]:
+    """`table` with None for "none", in which TOML has to write that an option is to have no value; not for options of text."""
+    found = dict(table)
+    for name, field in tree.model_fields.items():
+        kind, value = field.annotation, table.get(name)
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, dict):
+            found[name] = _with_nothing(kind, value)
+        elif value == "none" and _may_be_nothing(field) and not {str, Path} & set(_members(field)):
+            found[name] = None
+    return found
 
 
 def _as_given(value: Any) -> str:
@@ -161,6 +179,13 @@ def _members(field: FieldInfo) -> tuple[Any, ...]:
     """The kinds of value an option takes: its annotation, or the members of the union that this is."""
     kind = field.annotation
     return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+
+
+def _may_be_nothing(field: FieldInfo) -> bool:
+    """Whether "none" stands for no value; where it is one of the words that may be given it stands for itself."""
+    kinds = _members(field)
+    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    return type(None) in kinds and "none" not in words
 
 
 def _is_list(field: FieldInfo) -> bool:
@@ -208,7 +233,7 @@ def _from_command_line(tree: type[Options], arguments: list[str]) -> dict[Option
         if _table_of(known[path]):
             given[path] = [_read_table(name, word) for word in values]
         elif _is_list(known[path]):
-            given[path] = values
+            given[path] = [_read_item(known[path], value) for value in values]
         elif values:
             given[path] = _read(known[path], values[0])
         elif _is_switch(known[path]):
@@ -243,7 +268,7 @@ def _following(words: deque[str], field: FieldInfo) -> list[str]:
 def _read(field: FieldInfo, text: str) -> Any:
     """`text` as a value of the option's kind where it reads as one; else as it is, for `validate` to refuse."""
     kinds = _members(field)
-    if type(None) in kinds and text.lower() == "none":
+    if _may_be_nothing(field) and text.lower() == "none":
         return None
     if bool in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -255,6 +280,15 @@ def _read(field: FieldInfo, text: str) -> Any:
     except ValueError:
         pass
     return text
+
+
+def _read_item(field: FieldInfo, text: str) -> Any:
+    """`text` as one item of a list: a number where they are numbers and it reads as one."""
+    kind = typing.get_args(field.annotation)[0]
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
 
 
 def _read_table(name: str, text: str) -> Any:
@@ -320,11 +354,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def to_toml(tree: Options) -> str:
-    """A tree as TOML that `read_recipe` opens again: sections in order, options without a value left out."""
+    """A tree as TOML that `read_recipe` opens again: sections in order, options that have no value by default left out."""
     top, sections = [], []
+    defaults = {path: field.default for path, field in fields(type(tree))}
     for name, value in tree.model_dump(mode="json").items():
         if isinstance(value, dict):
-            inner = [f"{key} = {_toml(item)}" for key, item in value.items() if item is not None]
+            said = {key: "none" if item is None and defaults[name, key] is not None else item for key, item in value.items()}
+            inner = [f"{key} = {_toml(item)}" for key, item in said.items() if item is not None]
             sections.append("\n".join([f"[{name}]", *inner]))
         elif value is not None:
             top.append(f"{name} = {_toml(value)}")

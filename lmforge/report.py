@@ -24,12 +24,13 @@ def loss_curve(run: Run, path: Path | None = None) -> Path:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes.plot(*zip(*train, strict=True), color="#2a6f97", linewidth=1.2, label="training")
     if held_out:
-        bits = [record["val/bits_per_byte"] for record in records if record.get("val/loss") is not None]
-        label = f"held out, at last {held_out[-1][1]:.3f} ({bits[-1]:.3f} bits per byte)"
+        bits = [record["val/bits_per_byte"] for record in records if record.get("val/bits_per_byte") is not None]
+        in_bits = f" ({bits[-1]:.3f} bits per byte)" if bits else ""
+        label = f"held out, at last {held_out[-1][1]:.3f}{in_bits}"
         axes.plot(*zip(*held_out, strict=True), color="#c1121f", marker="o", markersize=4, linewidth=1.2, label=label)
     axes.set_title(run.path.name, loc="left")
     axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats per token)" if not held_out or bits else "loss")
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)

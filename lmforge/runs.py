@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from lmforge.config import Config
+from lmforge.config import StageConfig
+from lmforge.config_post import config_class
 from lmforge.errors import Mistake
 from lmforge.options import read_recipe, to_toml, validate
 
@@ -102,7 +103,7 @@ class Run:
     kept_elsewhere: Path | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: StageConfig) -> Self:
         """The run that a recipe describes."""
         name, elsewhere = config.run.name, config.checkpoint.folder
         return cls(config.run.folder / name, location(elsewhere) / name if elsewhere else None)
@@ -144,9 +145,10 @@ class Run:
         names = [entry.name for entry in self.path.iterdir()]
         return not all(name == ".lock" or name.startswith(f".{self.recipe.name}.") for name in names)
 
-    def config(self) -> Config:
+    def config(self) -> StageConfig:
         """The recipe that the run was started with."""
-        return validate(Config, read_recipe(self.recipe), str(self.recipe))
+        table = read_recipe(self.recipe)
+        return validate(config_class(table, str(self.recipe)), table, str(self.recipe))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint/` to say."""
@@ -162,7 +164,7 @@ class Run:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"{STEP_PREFIX}{step:08d}"
 
-    def begin(self, config: Config) -> int:
+    def begin(self, config: StageConfig) -> int:
         """Lay out the directory, record recipe and environment, and return the number of this attempt (1 for the first).
 
         With `run.overwrite`, what was there goes first.
@@ -175,7 +177,9 @@ class Run:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
         # The recipe first: a directory with anything else and without one is not ours to touch.
         self.path.mkdir(parents=True, exist_ok=True)
-        write_sealed(self.recipe, f"# lmforge pretrain {self.recipe} repeats or continues this run.\n\n{to_toml(config)}")
+        write_sealed(
+            self.recipe, f"# lmforge {config.of_stage} {self.recipe} repeats or continues this run.\n\n{to_toml(config)}"
+        )
         # What ranks of an earlier attempt did last would be taken for what they do.
         shutil.rmtree(self.health, ignore_errors=True)
         for folder in (self.path, self.health, *([] if self.kept_elsewhere else [self.checkpoints])):

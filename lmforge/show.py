@@ -1,15 +1,15 @@
 """`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
 
 import json
-import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lmforge.cluster.environment import find_place
-from lmforge.config import Config
+from lmforge.config import Config, StageConfig
+from lmforge.config_post import AlignConfig, TunedConfig, config_class
 from lmforge.data.hub import is_name
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
 from lmforge.errors import Mistake
 from lmforge.model.flops import CONVENTION, flops_per_token, parameters, training_bytes, weight_bytes
 from lmforge.model.presets import PRESETS
@@ -28,7 +28,8 @@ def show(thing: str) -> str:
     if thing == "presets":
         return _presets()
     if path.suffix == ".toml":
-        config = validate(Config, read_recipe(path), thing).with_name(path.stem)
+        table = read_recipe(path)
+        config = validate(config_class(table, thing), table, thing).with_name(path.stem)
         return f"recipe {thing}\n{to_toml(config)}\n{_arithmetic(config)}"
     if not path.exists():
         if thing in PRESETS:
@@ -46,7 +47,7 @@ def show(thing: str) -> str:
     raise Mistake(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
 
 
-def dry_run(config: Config) -> str:
+def dry_run(config: StageConfig) -> str:
     """The resolved recipe and the batch arithmetic. Raises Mistake where they do not fit together."""
     return f"{to_toml(config)}\n{_arithmetic(config)}"
 
@@ -58,30 +59,53 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise Mistake(f"{folder / MANIFEST}: cannot be read as the manifest of a shard folder or a checkpoint") from None
 
 
-def _arithmetic(config: Config) -> str:
+def _arithmetic(config: StageConfig) -> str:
     place = find_place()
     ranks = place.ranks if place.launched else config.launch.processes
     plan = plan_batches(config, ranks)
-    lines = [f"batch      {plan}", f"run        {config.train.steps:,} steps = {config.train.steps * plan.tokens:,} tokens"]
+    steps = config.train.steps
+    passes = config.train.epochs
+    length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
+    lines = [f"batch      {plan}", f"run        {length}"]
     vocabulary = None
-    if (config.data.folder / MANIFEST).exists():
+    if isinstance(config, Config) and (config.data.folder / MANIFEST).exists():
         tokens = TokenFolder.open(config.data.folder)
         vocabulary = tokens.tokenizer.vocab_size
         held = tokens.split("train").tokens
-        epochs = config.train.steps * plan.tokens / held
-        lines.append(f"data       {config.data.folder}: {held:,} tokens, so {epochs:.2f} epochs")
-    else:
+        lines.append(f"data       {config.data.folder}: {held:,} tokens, so {steps * plan.tokens / held:.2f} epochs")
+    elif isinstance(config, Config):
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
-    shape = shape_of(config.model, vocabulary)
+    shape = _shape(config, vocabulary)
     lines.append(_cost(shape, config.data.length))
+    total, at_rest = float(flops_per_token(shape, config.data.length)), training_bytes(shape)
+    if isinstance(config, TunedConfig) and config.lora.rank is not None:
+        from lmforge.train.material import counted, step_flops_per_token  # with torch, which knows the layers
+
+        (held, trained), total = counted(config, shape), step_flops_per_token(config, shape)
+        at_rest = 4 * held + 8 * trained
+        lines.append(
+            f"adapters   {held - parameters(shape).total:,} more parameters; {trained:,} are trained, so {total:.3g} FLOPs a"
+            f" token and {sized(at_rest)} at rest"
+        )
     check_fits(config.parallel, shape, plan)
-    lines += _spread(config, shape, ranks)
-    total = flops_per_token(shape, config.data.length) * config.train.steps * plan.tokens
-    lines.append(f"compute    {total:.3g} FLOPs in the whole run")
+    lines += _spread(config, shape, ranks, at_rest)
+    if passes is None:
+        lines.append(f"compute    {total * steps * plan.tokens:.3g} FLOPs in the whole run")
     return "\n".join(lines)
 
 
-def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
+def _shape(config: StageConfig, vocabulary: int | None) -> ModelConfig:
+    source = config.model.source
+    if source is None or is_name(source) or (source / "config.json").exists():
+        shape = shape_of(config.model, vocabulary)
+    else:
+        from lmforge.train.origin import find_origin  # with torch, which reads checkpoints
+
+        shape = find_origin(source).shape(config.model, vocabulary)
+    return replace(shape, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else shape
+
+
+def _spread(config: StageConfig, shape: ModelConfig, ranks: int, at_rest: int) -> list[str]:
     """How FSDP would share the model out over the ranks; Mistake where it would not fit them."""
     chosen = config.parallel
     if choose_engine(chosen, ranks) in ("alone", "ddp"):
@@ -91,7 +115,7 @@ def _spread(config: Config, shape: ModelConfig, ranks: int) -> list[str]:
     copies = f"{spread.replicas} copies, each" if spread.hybrid else "one copy"
     where = "host memory" if chosen.offload else "its memory"
     held = spread.shards * spread.tensor * spread.pipeline
-    share = sized(training_bytes(shape) / held)
+    share = sized(at_rest / held)
     average = ", on average" if chosen.splits_model else ""  # who has the embedding or the head has more
     return [f"sharding   {spread}: {copies} over {held} of {ranks} ranks; each holds {share} in {where} at rest{average}"]
 
@@ -174,48 +198,3 @@ def _run(run: Run) -> str:
     if steps and (run.checkpoint(steps[-1]) / MANIFEST).exists():
         lines.append(_checkpoint(run.checkpoint(steps[-1]), _manifest(run.checkpoint(steps[-1]))))
     return "\n".join(lines)
-
-
-def show_samples(of: Path, samples: str | None) -> str:
-    """The text of samples of a run, or of the batch that a bad step's file names, as the model is given them.
-
-    `samples` is FIRST:AFTER_LAST. Raises Mistake where the data is not what was trained on.
-    """
-    if of.is_file():
-        record = _bad_step(of)
-        data, length, seed = Path(record["data"]), record["length"], record["seed"]
-        (first, after), title = record["samples"], f"step {record['step']}: {record['reason']}"
-    elif (run := Run.open(of)).exists():
-        config = run.config()
-        data, length, seed = config.data.folder, config.data.length, config.train.seed
-        first, after, title = 0, 3, f"run {of}"
-    else:
-        raise Mistake(f"{of}: not a run, nor the file of a bad step")
-    tokens = TokenFolder.open(data)
-    stream = Stream(tokens, length=length, seed=seed)
-    if of.is_file() and stream.plan_hash != record["plan_hash"]:
-        raise Mistake(f"{data}: is not what the run was given when {of} was written; prepare it as it was")
-    if samples is not None:
-        found = re.fullmatch(r"(\d+):(\d+)", samples)
-        if not found or int(found[1]) >= int(found[2]):
-            raise Mistake(f"--samples {samples}: expected FIRST:AFTER_LAST, such as 0:3")
-        first, after = int(found[1]), int(found[2])
-    lines = [f"{title}; samples {first} to {after - 1} of {stream.where}"]
-    rows = zip(range(first, after), stream.rows(first, after), stream.indices(first, after), strict=True)
-    for number, row, index in rows:
-        there = row.documents >= 0
-        scored, documents = int((row.targets >= 0).sum()), len(set(row.documents[there]))
-        lines.append(f"\nsample {number} (row {index}): {documents} documents, {scored} scored tokens")
-        lines.append(repr(tokens.tokenizer.decode(row.tokens[there].tolist(), specials=True)))
-    return "\n".join(lines)
-
-
-def _bad_step(file: Path) -> dict[str, Any]:
-    wanted = {"step", "reason", "samples", "data", "length", "seed", "plan_hash"}
-    try:
-        record = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        record = {}
-    if not wanted <= record.keys():
-        raise Mistake(f"{file}: not the file of a bad step")
-    return record

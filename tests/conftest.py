@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cli import run
 from lmforge.data.prepare import prepare
 from tests.preloaded import preloaded
 
@@ -19,6 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+Refusal = Callable[..., str]
 
 
 def corpus() -> str:
@@ -62,6 +64,26 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
         )
 
     return command
+
+
+def only_line(errors: str) -> str:
+    """The one `lmforge: ...` line of standard error, without its first word."""
+    assert errors.startswith("lmforge: "), errors
+    assert errors.count("\n") == 1, errors
+    assert errors.endswith("\n")
+    return errors.removeprefix("lmforge: ").rstrip("\n")
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
+    """`refused(*words, status=2)`: carries out a command line here and returns its only line of complaint."""
+
+    def complaint(*words: object, status: int = 2) -> str:
+        capfd.readouterr()
+        assert run([str(word) for word in words]) == status
+        return only_line(capfd.readouterr().err)
+
+    return complaint
 
 
 def without_shape(options: list[str]) -> list[str]:

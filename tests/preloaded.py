@@ -147,8 +147,10 @@ def _become(wanted: dict[str, Any]) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import lmforge.data.verbs
+    import lmforge.infer.chat
     import lmforge.infer.export
     import lmforge.infer.verbs
+    import lmforge.samples
     import lmforge.show
     import lmforge.train.stages  # noqa: F401
     from lmforge import cli

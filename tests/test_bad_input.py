@@ -31,30 +31,8 @@ from lmforge.model import build
 from lmforge.model.export import export_folder
 from lmforge.model.shapes import preset, resolve
 from lmforge.runs import MANIFEST, PARTIAL, Run, write_sealed
-from tests.conftest import Command, without_shape
+from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
-
-Refusal = Callable[..., str]
-
-
-def only_line(errors: str) -> str:
-    """The one `lmforge: ...` line of standard error, without its first word."""
-    assert errors.startswith("lmforge: "), errors
-    assert errors.count("\n") == 1, errors
-    assert errors.endswith("\n")
-    return errors.removeprefix("lmforge: ").rstrip("\n")
-
-
-@pytest.fixture
-def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
-    """`refused(*words, status=2)`: carries out a command line here and returns its only line of complaint."""
-
-    def complaint(*words: object, status: int = 2) -> str:
-        capfd.readouterr()
-        assert run([str(word) for word in words]) == status
-        return only_line(capfd.readouterr().err)
-
-    return complaint
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -2,21 +2,27 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lmforge import config as options
+from lmforge import config as config_runs
+from lmforge import config_post, config_verbs
+from lmforge.cli import load_config
 from lmforge.config import COMFORTABLE_MICRO_BATCH_TOKENS, Config, TrainOptions, batch_plan
+from lmforge.config_post import config_class
 from lmforge.errors import Mistake
 from lmforge.options import Options, fields, read_recipe, to_toml, validate
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 TREES = [
-    tree for tree in vars(options).values() if isinstance(tree, type) and issubclass(tree, Options) and tree is not Options
+    tree
+    for room in (config_runs, config_post, config_verbs)
+    for tree in vars(room).values()
+    if isinstance(tree, type) and issubclass(tree, Options) and tree.__module__ == room.__name__
 ]
 
 counts = st.integers(1, 400)
@@ -106,7 +112,13 @@ def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules
     for path, field in fields(tree):
         assert field.description, path
         assert "\n" not in field.description, path
-    given = {path[0]: "x" for path, field in fields(tree) if field.is_required()}
+    required = [(path[0], field.annotation) for path, field in fields(tree) if field.is_required()]
+    given: dict[str, Any] = {name: ["x"] if get_origin(kind) is tuple else "x" for name, kind in required}
+    # Epochs, by default, become steps before a recipe is recorded.
+    if issubclass(tree, config_post.TunedTrainOptions):
+        given["steps"] = 5
+    elif issubclass(tree, config_post.TunedConfig):
+        given["train"] = {"steps": 5}
     assert validate(tree, given) == validate(tree, validate(tree, given).model_dump(mode="json"))
 
 
@@ -119,9 +131,55 @@ def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_of_the_house_is_valid_and_survives_being_written_out(recipe: Path) -> None:
-    read = validate(Config, read_recipe(recipe), str(recipe))
+    table = read_recipe(recipe)
+    kind = config_class(table, str(recipe))
+    read = validate(kind, table, str(recipe))
     batch_plan(read.train, read.data.length, read.launch.processes)
-    assert read != Config()
+    assert read != kind()
+    assert validate(kind, tomllib.loads(to_toml(read))) == read
+
+
+@pytest.mark.parametrize(
+    ("verb", "recorded", "typed", "expected"),
+    [
+        (
+            "sft",
+            {"train": {"steps": 9}},
+            ["--schedule.warmup_steps", "5"],
+            {"schedule.warmup_steps": 5, "schedule.warmup_share": None},
+        ),
+        (
+            "sft",
+            {"train": {"steps": 9}, "schedule": {"warmup_share": 0.3}},
+            ["--schedule.warmup_steps", "5"],
+            {"schedule.warmup_share": None},
+        ),
+        ("pretrain", {}, ["--schedule.warmup_share", "0.2"], {"schedule.warmup_share": 0.2}),
+        ("sft", {"train": {"steps": 9}}, ["--train.epochs", "2"], {"train.epochs": 2.0}),
+        ("sft", {}, ["--train.steps", "7"], {"train.epochs": None, "train.steps": 7}),
+        (
+            "pretrain",
+            {"train": {"global_batch_rows": 6}},
+            ["--train.global_batch_tokens", "2048"],
+            {"train.global_batch_rows": None},
+        ),
+        ("pretrain", {"model": {"preset": "nano"}}, ["--model.source", "x"], {"model.preset": None, "model.source": Path("x")}),
+    ],
+)
+def test_what_is_typed_stands_in_place_of_the_recipes_other_way_to_say_it(
+    verb: str, recorded: dict[str, Any], typed: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(validate(config_class({"run": {"stage": verb}}, ""), recorded)))
+    found = load_config([str(recipe), *typed], verb)
+    for name, value in expected.items():
+        section, option = name.split(".")
+        assert getattr(getattr(found, section), option) == value, name
+
+
+def test_an_option_without_a_value_is_written_so_where_it_has_one_by_default() -> None:
+    read = validate(Config, {"watch": {"give_up_seconds": "none"}})
+    assert read.watch.give_up_seconds is None
     assert validate(Config, tomllib.loads(to_toml(read))) == read
 
 

@@ -12,8 +12,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -22,6 +24,7 @@ import zstandard
 
 from lmforge.cli import VERBS
 from lmforge.config import BenchConfig
+from lmforge.config_post import AlignConfig, SftConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build
 from lmforge.model.export import export_folder
@@ -36,10 +39,14 @@ PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 COMMANDS = Path(sys.executable).parent
 
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-OF_A_RUN = {".".join(path) for path, _ in fields(BenchConfig)}
+OF_A_RUN = {".".join(path) for tree in (BenchConfig, SftConfig, AlignConfig) for path, _ in fields(tree)}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in fields(verb.options)}
+# What metrics are called that have a slash in their names.
+METRICS = ("val/", "rewards/", "logps/", "tokens/")
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
-FLAGS = {"help", "debug", "version", "dry-run", "resume", "deterministic", "sweep", "trace"}
+FLAGS = {"method", "help", "debug", "version", "dry-run", "resume", "deterministic", "sweep", "trace"}
+
+TRAINING = ("pretrain", "sft", "align")
 
 TINY_SHAPE = {
     "model.hidden_size": 32,
@@ -89,22 +96,42 @@ def pieces() -> list[Piece]:
 
 
 def shortened(line: str) -> str:
-    """A pretraining in 4 steps of 4 short rows on a CPU, or in 6 where the line itself asks for more steps than its recipe.
+    """A training in 4 steps of 4 short rows on a CPU, or in 6 where the line itself asks for more steps than its recipe.
 
     The shape of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those that the
-    line says, not its recipe. An evaluation sees 32 rows. A benchmark is cut down alike, and times one step.
+    line says, not its recipe. An evaluation on documents sees 32 rows. A benchmark is cut down alike, and times one step.
+    Of games of chess there are a few.
     """
     words = shlex.split(line)
-    if words[:2] == ["lmforge", "evaluate"]:
+    if "recipes/chess/games.py" in words:
+        return f"{line} --games 20 --positions 4 --nodes 10 --workers 1"
+    if words[:2] == ["lmforge", "evaluate"] and "--tasks" not in words:
         return f"{line} --rows 32"
-    if not {"pretrain", "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
+    if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line
-    shape = {} if "--model.source" in words else TINY_SHAPE
+    # One that a page writes itself is not among those of the house.
+    files = [ROOT / word for word in words if word.startswith("recipes/") and (ROOT / word).is_file()]
+    recipes = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".toml"]
+    begun = any("source" in recipe.get("model", {}) for recipe in recipes)
+    shape = {} if begun or {"--model.source", "align"} & set(words) else TINY_SHAPE
     alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
     chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
+    if "grpo" in words:  # whole groups of answers
+        chosen |= {"train.global_batch_rows": 8, "rollout.max_tokens": 16}
     if "bench" in words:
         chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
     return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
+
+
+def shortened_pipeline(path: Path) -> None:
+    """The same stages in a few steps each."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    lines = [f"name = {json.dumps(table['name'])}"]
+    for stage in table["stages"]:
+        words = shlex.split(shortened(shlex.join([stage["verb"], *stage.get("words", ())])))[1:]
+        stage = stage | {"words": words}
+        lines += ["[[stages]]", *(f"{name} = {json.dumps(value)}" for name, value in stage.items())]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 @dataclass
@@ -124,6 +151,11 @@ class Reader:
         if piece.kind == "toml":
             (self.folder / piece.text.splitlines()[0].removeprefix("# ")).write_text(piece.text, encoding="utf-8")
             return None
+        if piece.kind == "python" and (named := re.match(r"# (\w+\.py)\n", piece.text)):
+            (self.folder / named[1]).write_text(piece.text, encoding="utf-8")
+            return None
+        if piece.text.startswith("lmforge run "):
+            shortened_pipeline(self.folder / piece.text.split()[-1])
         if piece.kind == "sh" and piece.text.startswith("make "):
             return make_line(piece.text)
         command = ["sh", "-c", shortened(piece.text)] if piece.kind == "sh" else [sys.executable, "-c", piece.text]
@@ -167,10 +199,32 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     sizes = {name.removeprefix("model."): value for name, value in TINY_SHAPE.items()}
     shape = resolve("smollm-135m", sizes, tokenizer.vocab_size)
     export_folder(build(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    shutil.copytree(folder / "models" / "smollm", folder / "models" / "CodeLlama-7b-hf")
     theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(folder / "models" / "pythia")
     shutil.copy(folder / "tokenizer.json", folder / "models" / "pythia")
     shutil.rmtree(folder / "made")
+    for name, records in conversations().items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return Reader(folder)
+
+
+def conversations() -> dict[str, list[dict[str, Any]]]:
+    """Files of conversations, of pairs and of prompts, by name."""
+    asked = [
+        (f"What is {one} and {other}?", f"{one + other}", f"{one * other + 100}") for one in range(6) for other in range(6)
+    ]
+
+    def turn(role: str, content: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content}]
+
+    return {
+        "chats.jsonl": [{"messages": turn("user", q) + turn("assistant", good)} for q, good, _ in asked],
+        "pairs.jsonl": [
+            {"prompt": turn("user", q), "chosen": turn("assistant", good), "rejected": turn("assistant", bad)}
+            for q, good, bad in asked
+        ],
+        "prompts.jsonl": [{"prompt": turn("user", q), "answer": good} for q, good, _ in asked],
+    }
 
 
 @pytest.mark.parametrize("number", range(len(PIECES)), ids=[str(piece) for piece in PIECES])
@@ -185,8 +239,9 @@ def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
-    # torchrun's own options are tried out with the line that has them.
-    text = "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if not line.startswith("torchrun "))
+    # The options of torchrun and of programs are tried out with the line that has them.
+    lines = page.read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("torchrun ", "python ")))
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN
     assert {name for name in named if "." not in name} <= OF_VERBS | FLAGS
@@ -209,7 +264,7 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
     reader.outcome(len(PIECES) - 1)
     names = re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)*/?)`", text)
     for name in names:
-        if "/" not in name and Path(name).suffix not in OF_FILES:
+        if name.startswith(METRICS) or ("/" not in name and Path(name).suffix not in OF_FILES):
             continue
         if name.startswith(".venv/bin/"):
             assert (COMMANDS / Path(name).name).exists(), name

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from lmforge.model.presets import PRESETS
 from lmforge.model.shapes import preset
 from lmforge.runs import Run
 from lmforge.show import show
+from tests.conftest import Command, Refusal
 
 
 def line(told: str, name: str) -> str:
@@ -60,6 +62,22 @@ def test_a_recipe_is_told_resolved_with_its_arithmetic(tmp_path: Path, tiny_toke
     )
     assert line(told, "run   ") == "run        200 steps = 100,000 tokens"
     assert line(told, "data   ") == f"data       {tiny_tokens}: {tokens:,} tokens, so {100_000 / tokens:.2f} epochs"
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_a_recipe_with_adapters_is_told_what_they_cost(tiny_run: Path, lmforge: Command, method: str) -> None:
+    words = ["align", "--method", method, "--model.source", tiny_run, "--data.files", "pairs.jsonl"]
+    whole, adapted = (lmforge(*words, *more, "--dry-run").stdout for more in ([], ["--lora.rank", 2]))
+    [line] = re.findall(r"^adapters .*$", adapted, re.M)
+    more, trained = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:more|are)", line))
+    width = Run(tiny_run).config().model.hidden_size
+    assert width is not None
+    assert trained == more + (width if method == "reward" else 0)
+    costs = [
+        float(re.findall(r"([\d.e+]+) FLOPs in the whole run|([\d.e+]+) FLOPs a token", said)[-1][1])
+        for said in (whole, adapted)
+    ]
+    assert costs[1] < costs[0]
 
 
 def test_a_recipe_whose_data_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
@@ -115,6 +133,84 @@ def test_a_manifest_that_cannot_be_read_is_a_mistake(tmp_path: Path, content: st
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(Mistake, match=r"manifest\.json: cannot be read"):
         show(str(tmp_path))
+
+
+def write_lines(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def learnt(told: str) -> list[str]:
+    """What stands in brackets, without the bounds of tokens."""
+    return [piece.replace("|", "") for piece in re.findall(r"\[(.*?)\]", told, re.S)]
+
+
+ASKED, ANSWERED = {"role": "user", "content": "One or two?"}, {"role": "assistant", "content": "Two."}
+# "<|end|>" without the bounds between tokens, which `learnt` takes away.
+END = "<end>"
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "said", "taught"),
+    [
+        ({"prompt": "1 + 1 =", "completion": " 2"}, [], "record 0: ", [" 2<endoftext>"]),
+        ({"prompt": "1 + 1 =", "completion": " 2"}, ["--format", "prompts"], "prompt 0: ", []),
+        ({"prompt": "1 + 1 =", "completion": " 2", "label": False}, [], "record 0, bad: ", [" 2<endoftext>"]),
+        ({"prompt": "1 + 1 =", "completion": " 2", "label": True}, ["--as_chat"], "record 0, good: ", [" 2" + END]),
+        ({"prompt": "1 + 1 =", "answer": "2"}, [], "prompt 0: ", []),
+        ({"prompt": "1 + 1 =", "answer": "2"}, ["--as_chat"], "<|user|>", []),
+        ({"messages": [ASKED], "answer": "2"}, ["--format", "prompts"], "<|assistant|>", []),
+        ({"question": "1 + 1 =", "fen": ""}, ["--fields", "prompt=question"], "prompt 0: ", []),
+        ({"chat": [ASKED, ANSWERED]}, ["--fields", "messages=chat"], "record 0: ", ["Two." + END]),
+        # Before the first token there is nothing to predict it from.
+        ({"messages": [ASKED, ANSWERED], "text": "No."}, ["--format", "text", "--mask", "all"], "0: ", ["o.<endoftext>"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, [], "pair 0, rejected: ", ["b<endoftext>", "c<endoftext>"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["--as_chat"], "pair 0, chosen: ", ["b" + END, "c" + END]),
+    ],
+)
+def test_a_file_is_shown_with_what_is_learnt_of_it_as_its_options_say(
+    record: dict[str, Any], words: list[str], said: str, taught: list[str], tiny_run: Path, tmp_path: Path, lmforge: Command
+) -> None:
+    file = write_lines(tmp_path / "file.jsonl", record)
+    done = lmforge("show", "data", file, "--tokenizer", tiny_run, *words)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert learnt(done.stdout) == taught
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data", "FILE", "--as_chat"], "show: --as_chat is for `lmforge show data FILE --tokenizer MODEL` alone"),
+        (["data", "FILE"], "not the file of a bad step; with --tokenizer MODEL a file of examples is shown"),
+        (["data", "FILE", "--tokenizer", "RUN", "--fields", "chat"], "--fields: expected OURS=THEIRS, such as messages=chat"),
+        (["data", "FILE", "--tokenizer", "RUN", "--fields", "prompt=ask"], "file.jsonl, record 1: no field 'ask'"),
+        (["data", "PAIRS", "--tokenizer", "RUN", "--mask", "all"], "--mask all: is for conversations; of pairs the answers"),
+        (["data", "FILE", "--tokenizer", "RUN", "--as_chat"], "--as_chat: is for pairs, judged answers and prompts"),
+    ],
+)
+def test_options_that_say_nothing_of_a_file_are_refused(
+    words: list[str], said: str, tiny_run: Path, tmp_path: Path, refused: Refusal
+) -> None:
+    file = write_lines(tmp_path / "file.jsonl", {"prompt": "1 + 1 =", "completion": " 2"})
+    pairs = write_lines(tmp_path / "pairs.jsonl", {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"})
+    places = {"FILE": file, "PAIRS": pairs, "RUN": tiny_run}
+    assert said in refused("show", *(places.get(word, word) for word in words))
+
+
+def test_the_samples_of_a_run_of_examples_show_what_is_learnt_of_them(tiny_run: Path, tmp_path: Path, lmforge: Command) -> None:
+    turns = [[{**ASKED, "content": f"{n} or {n + 1}?"}, {**ANSWERED, "content": f"Not {n}."}] for n in range(20)]
+    chats = write_lines(tmp_path / "chats.jsonl", *({"messages": turn} for turn in turns))
+    words = ["--model.source", tiny_run, "--data.files", chats, "--data.length", 64, "--data.folder", tmp_path / "examples"]
+    words += ["--train.global_batch_rows", 2, "--train.steps", 1, "--train.device", "cpu", "--train.compile", "off"]
+    done = lmforge("sft", *words, "--run.folder", tmp_path, "--run.name", "chat")
+    assert done.returncode == 0, done.stderr
+    shown = lmforge("show", "data", tmp_path / "chat", "--samples", "0:2")
+    assert shown.returncode == 0, shown.stderr
+    asked = re.findall(r"<\|user\|>([^\[]*?)<\|end\|>", shown.stdout)
+    assert len(asked) >= 2
+    numbers = [int(text.replace("|", "").split()[0]) for text in asked]
+    assert learnt(shown.stdout) == [f"Not {number}.{END}" for number in numbers]
 
 
 def test_what_is_none_of_these_is_a_mistake(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ strategy, or a single process without ranks opens them. `manifest.json`, written
 model shape, recipe, step, position in the data, and the size and checksums of every file. Nothing here unpickles code.
 """
 
-from lmforge.checkpoint.loading import StoredModel, load
+from lmforge.checkpoint.loading import load
 from lmforge.checkpoint.manifest import (
     Manifest,
     Unsound,
@@ -19,6 +19,7 @@ from lmforge.checkpoint.manifest import (
 )
 from lmforge.checkpoint.retention import Keep
 from lmforge.checkpoint.saving import Saver
+from lmforge.checkpoint.weights import StoredModel, adapters_of, load_weights
 
 __all__ = [
     "Keep",
@@ -26,9 +27,11 @@ __all__ = [
     "Saver",
     "StoredModel",
     "Unsound",
+    "adapters_of",
     "candidates",
     "find",
     "load",
+    "load_weights",
     "read_manifest",
     "rng_state",
     "set_rng_state",

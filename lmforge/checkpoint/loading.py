@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -32,12 +31,13 @@ def load(folder: Path, state: State) -> None:
     Nothing is sent between ranks: each reads its own parts. Raises Unsound where what is read is not what was written,
     and Mistake where a tensor is missing or has another shape; tensors may then be half-filled.
     """
-    reader = _Reader(folder)
+    reader = Reader(folder)
     _check_stored(folder, state, reader.read_metadata().state_dict_metadata)
-    _read(state, reader)
+    read_tensors(state, reader)
 
 
-def _read(state: State, reader: "_Reader") -> None:
+def read_tensors(state: State, reader: "Reader") -> None:
+    """As `load`, of tensors that are known to be stored so."""
     try:
         with torch.no_grad():
             dcp.load(state, storage_reader=reader, no_dist=True)
@@ -47,25 +47,6 @@ def _read(state: State, reader: "_Reader") -> None:
             if isinstance(cause, Unsound | Mistake | OSError):
                 raise cause from None
         raise
-
-
-class StoredModel:
-    """The model's tensors in a checkpoint, by name: their shapes and dtypes (on the meta device), and each when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._reader = _Reader(folder)
-        stored = self._reader.read_metadata().state_dict_metadata
-        self.tensors = {
-            name.removeprefix("model."): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-            for name, found in stored.items()
-            if isinstance(found, TensorStorageMetadata) and name.startswith("model.")
-        }
-
-    def read(self, name: str) -> Tensor:
-        """The whole of a tensor, on the CPU. Raises Unsound where it is not what was written."""
-        value = torch.empty_like(self.tensors[name], device="cpu")
-        _read({"model": {name: value}}, self._reader)
-        return value
 
 
 def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None:
@@ -83,7 +64,7 @@ def _check_stored(folder: Path, state: State, stored: Mapping[str, Any]) -> None
             )
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """PyTorch's reader, less its trust: it checks what it reads, and DCP pickles its metadata, which can run anything."""
 
     def __init__(self, folder: Path) -> None:

@@ -172,7 +172,7 @@ def start(device: str = "auto", threads: int | None = None) -> Ranks:
     if chosen.type == "cpu" or threads:
         torch.set_num_threads(threads or local_threads(place.local_ranks))
     if chosen.type == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
     if place.ranks == 1:
         return Ranks(place, chosen, None)
     global _store, _starts, _speaks
@@ -210,7 +210,7 @@ def _follow_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors, as the GPU allocator does.
 
     It returns large blocks to the kernel, so that every activation of every step is mapped, zeroed and faulted in anew:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,6 +11,27 @@ from lmforge.data.packing import Row
 
 # What an objective tells of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Extras:
+    """What some objectives know of each token beyond what a model is fed: tensors [rows, length] by name.
+
+    reference  fp32, the log-probability of the target under the reference model
+    old        fp32, that of the target as it was sampled
+    advantage  fp32, of the completion that the token is in
+    label      fp32, 1 in a completion that is desirable, 0 in one that is not
+    overlong   fp32, 1 in a completion that was cut at the longest allowed, else 0
+
+    A plain object, because mixed precision of FSDP casts the tensors of its arguments to bf16, those inside of tuples,
+    dictionaries and dataclasses too, and sums of log-probabilities in bf16 are off by whole nats.
+    """
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Extras":
+        """The extras of what `change` makes of each of the tensors."""
+        return Extras(**{name: change(tensor) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,7 @@ class Batch:
     positions  int64, from 0 at each document's start, or at the row's where the document began in an earlier row
     documents  int32, equal within a document, numbered from 0 in each row, −1 on padding
     keys       int64, what randomness is drawn from for each token (noise.py); None where nothing is random, as in evaluation
+    extras     what else an objective asks for; None where it asks for nothing
     """
 
     tokens: torch.Tensor
@@ -29,25 +51,42 @@ class Batch:
     positions: torch.Tensor
     documents: torch.Tensor
     keys: torch.Tensor | None = None
+    extras: Extras | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
         """Stack rows of one length."""
-        return cls(*(torch.from_numpy(np.stack([getattr(row, field.name) for row in rows])) for field in fields(Row)))
+        tokens, targets, positions, documents = (
+            _stacked([getattr(row, field.name) for row in rows]) for field in fields(Row) if field.name != "extras"
+        )
+        names = rows[0].extras
+        extras = Extras(**{name: _stacked([row.extras[name] for row in rows]) for name in names}) if names else None
+        return cls(tokens, targets, positions, documents, extras=extras)
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
         """All rows of several batches of one length, in order."""
-        return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
+        together: dict[str, Any] = {name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors}
+        extras = batches[0].extras and Extras(
+            **{name: torch.cat([batch.extra(name) for batch in batches]) for name in batches[0].extras.tensors}
+        )
+        return cls(**together, extras=extras)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch of what `change` makes of each of the tensors."""
-        return Batch(**{name: change(tensor) for name, tensor in self.tensors.items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return Batch(**changed, extras=self.extras and self.extras.map(change))
+
+    def extra(self, name: str) -> torch.Tensor:
+        """One of the extras, [rows, length]. ValueError where the batch has come without it."""
+        if self.extras is None or name not in self.extras.tensors:
+            raise ValueError(f"this objective needs {name!r} of each token, which the batch does not have")
+        return self.extras.tensors[name]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are there, by name."""
-        present = {field.name: getattr(self, field.name) for field in fields(self)}
+        """What a model is fed, by name: those that are there."""
+        present = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "extras"}
         return {name: tensor for name, tensor in present.items() if tensor is not None}
 
     @property
@@ -68,3 +107,7 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The same in page-locked memory, from which a copy to a GPU need not be waited for."""
         return self.map(torch.Tensor.pin_memory)
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(arrays))

@@ -90,7 +90,7 @@ class Source:
         texts: list[File] = []
         size = 0
         for file in self.files:
-            kind = _suffix(file.name)
+            kind = suffix(file.name)
             if kind not in LINES and kind != ".parquet":
                 if texts and size + file.size > UNIT_BYTES:
                     units.append(self._text_unit(texts))
@@ -129,7 +129,7 @@ def open_source(spec: str, text_field: str = "text") -> Source:
         paths = list(_walk(root))
         # Among other files a bare .json is a settings file more often than a corpus.
         kinds = TEXT | LINES | {".parquet"}
-        known = [path for path in paths if _suffix(path.name) in kinds and path.suffix != ".json"]
+        known = [path for path in paths if suffix(path.name) in kinds and path.suffix != ".json"]
         if not known:
             raise Mistake(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
         return _source(spec, root, known, text_field, left_out=len(paths) - len(known))
@@ -168,7 +168,7 @@ def _reads_as_code(path: Path) -> bool:
     return path.suffix == ".py" and not generated
 
 
-def _suffix(name: str) -> str:
+def suffix(name: str) -> str:
     """What a file holds, by its name without the compression."""
     path = Path(name)
     return Path(path.stem if path.suffix in COMPRESSED else name).suffix.lower()
@@ -186,8 +186,8 @@ class TextUnit:
 
     def read(self) -> Iterator[Document]:
         for path in self.paths:
-            with _opened(path) as file:
-                yield Document(path, _decoded(file.read(), path, 0))
+            with opened(path) as file:
+                yield Document(path, decoded(file.read(), path, 0))
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class LinesUnit:
         return self.stop - self.start
 
     def read(self) -> Iterator[Document]:
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             at, stop = self.start, self.stop
             if Path(self.path).suffix in COMPRESSED:
                 stop = -1
@@ -238,7 +238,7 @@ class LinesUnit:
 
     def _text(self, line: bytes, at: int) -> str:
         try:
-            record = json.loads(_decoded(line, self.path, at))
+            record = json.loads(decoded(line, self.path, at))
         except (ValueError, RecursionError) as error:
             raise Mistake(f"{self._place(at)}: not JSON: {error}") from None
         if not isinstance(record, dict):
@@ -259,7 +259,7 @@ class LinesUnit:
 
     def _place(self, at: int) -> str:
         """file:line, counted only when something is wrong."""
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             seen, line = 0, 1
             while seen < at:
                 seen, line = seen + len(file.readline()), line + 1
@@ -309,7 +309,7 @@ def _parquet_units(file: File, text_field: str) -> Iterator[Unit]:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[BinaryIO]:
+def opened(path: str) -> Iterator[BinaryIO]:
     """A file as its bytes, decompressed by its name; what the disk or the compression says of it becomes a Mistake."""
     try:
         with _decompressed(path) as file:
@@ -327,7 +327,8 @@ def _decompressed(path: str) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(path, compression="detect"), 1 << 18)
 
 
-def _decoded(raw: bytes, path: str, at: int) -> str:
+def decoded(raw: bytes, path: str, at: int) -> str:
+    """Bytes of a file, from byte `at` on, as text; Mistake where they are not UTF-8."""
     try:
         return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ import torch
 
 from lmforge.data.batch import Batch
 from lmforge.data.noise import token_keys
-from lmforge.data.stream import Stream
+from lmforge.data.stream import Rows
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Rows,
         *,
         global_batch_rows: int,
         micro_batch_rows: int,

@@ -6,11 +6,11 @@ every transition is scored exactly once. The row's own bookkeeping makes it self
 targets stop at each document's edge.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import numpy as np
-
-from lmforge.data.shards import Split
 
 UNSCORED = -100
 PADDING = -1
@@ -24,13 +24,37 @@ class Row:
     targets: np.ndarray  # int64, UNSCORED where there is nothing to predict
     positions: np.ndarray  # int64, from 0 at each document's start and at the row's
     documents: np.ndarray  # int32, 0, 1, … in the row; PADDING after the last token
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32, what else is known of each token, by name
+
+    @classmethod
+    def padding(cls, length: int, extras: Sequence[str] = ()) -> Self:
+        """A row of nothing, to be filled."""
+        return cls(
+            np.zeros(length, np.int64),
+            np.full(length, UNSCORED, np.int64),
+            np.zeros(length, np.int64),
+            np.full(length, PADDING, np.int32),
+            {name: np.zeros(length, np.float32) for name in extras},
+        )
+
+
+class Tokens(Protocol):
+    """Documents one after another, as one sequence of tokens (shards.Split)."""
+
+    tokens: int
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop − 1."""
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents begin strictly between `start` and `stop`, int64."""
 
 
 @dataclass(frozen=True)
 class Concat:
     """The rows of a split under concat packing."""
 
-    split: Split
+    split: Tokens
     length: int
 
     @property
@@ -42,19 +66,16 @@ class Concat:
         """Row `index`. A row at or beyond `rows` is all padding."""
         begin = index * self.length
         inputs = max(0, min(self.length, self.split.tokens - 1 - begin))
-        tokens = np.zeros(self.length, np.int64)
-        targets = np.full(self.length, UNSCORED, np.int64)
-        positions = np.zeros(self.length, np.int64)
-        documents = np.full(self.length, PADDING, np.int32)
+        row = Row.padding(self.length)
         if inputs:
             span = self.split.read(begin, begin + inputs + 1)
             # A document may start at the token that is only a target here: it crosses a boundary, so it is unscored.
             starts = self.split.document_starts(begin, begin + inputs + 1) - begin
-            tokens[:inputs] = span[:-1]
-            targets[:inputs] = span[1:]
-            targets[starts - 1] = UNSCORED
+            row.tokens[:inputs] = span[:-1]
+            row.targets[:inputs] = span[1:]
+            row.targets[starts - 1] = UNSCORED
             edges = np.concatenate(([0], starts[starts < inputs], [inputs]))
             lengths = np.diff(edges)
-            positions[:inputs] = np.arange(inputs) - np.repeat(edges[:-1], lengths)
-            documents[:inputs] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return Row(tokens, targets, positions, documents)
+            row.positions[:inputs] = np.arange(inputs) - np.repeat(edges[:-1], lengths)
+            row.documents[:inputs] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return row

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+from uuid import uuid4
 
 from lmforge.errors import Mistake
 
@@ -13,12 +14,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def sealing(path: Path) -> Iterator[BinaryIO]:
+def sealing(path: Path, unique: bool = False) -> Iterator[BinaryIO]:
     """A file to write that appears under its name, synced, when the block ends well, and not at all otherwise.
 
-    Mistake naming the folder when the disk is full.
+    With `unique` several processes, of other hosts too, may write it at once: the last one's stays. Mistake naming the
+    folder when the disk is full.
     """
-    beside = path.with_name(path.name + ".partial")
+    beside = path.with_name(f"{path.name}{f'.{uuid4().hex}' if unique else ''}.partial")
     try:
         with open(beside, "wb") as file:
             yield file

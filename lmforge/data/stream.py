@@ -7,6 +7,7 @@ row it is. Ranks, batches and threads are not known here.
 import json
 import warnings
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -20,37 +21,41 @@ from lmforge.errors import Mistake
 ALGORITHM = 1
 
 
-class Stream:
-    """The rows of one split: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
+class Packing(Protocol):
+    """How rows are made of what is stored: how many there are, and each of them by its number."""
 
-    An unshuffled stream ends in rows that are all padding, so that an evaluation may ask for whole batches and every
-    row still counts once.
+    @property
+    def rows(self) -> int: ...
+
+    def row(self, index: int) -> Row:
+        """Row `index`. A row at or beyond `rows` is all padding."""
+
+
+class Rows:
+    """The rows of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
+
+    Unshuffled rows end in rows that are all padding, so that an evaluation may ask for whole batches and every row still
+    counts once.
     """
 
-    def __init__(self, folder: TokenFolder, *, split: str = "train", length: int, seed: int = 0, shuffle: bool = True):
-        """`length` in tokens. Mistake if the folder has no such split."""
+    def __init__(
+        self, packing: Packing, *, name: str, where: str, plan: list[Any], length: int, seed: int = 0, shuffle: bool = True
+    ):
+        """`length` in tokens; `plan` says all that rows depend on, but for the seed; `name` keys the order."""
         if length < 1:
             raise ValueError(f"rows of {length} tokens")
         self.length = length
-        self.where = f"{folder.path}: {split}"
-        self._source = split
+        self.where = where
+        self._name = name
         self._seed = seed
         self._shuffle = shuffle
-        tokens = folder.split(split)
-        self._packing = Concat(tokens, length)
+        self.packing = packing
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
-        plan = ["concat", ALGORITHM, split, tokens.digest, length, seed if shuffle else None]
-        self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())
-        if shuffle and tokens.tokens <= length:
-            warnings.warn(
-                f"{self.where} holds {tokens.tokens} tokens, less than one row of {length}: "
-                "every row is the same text and padding",
-                stacklevel=2,
-            )
+        self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps([*plan, seed if shuffle else None]).encode())
 
     @property
     def rows_per_epoch(self) -> int:
-        return self._packing.rows
+        return self.packing.rows
 
     def row(self, n: int) -> Row:
         """Sample `n`: a pure function of (data, length, seed, n)."""
@@ -61,7 +66,7 @@ class Stream:
         rows = []
         for n, index in zip(range(start, stop), self.indices(start, stop), strict=True):
             try:
-                rows.append(self._packing.row(int(index)))
+                rows.append(self.packing.row(int(index)))
             except Mistake as mistake:
                 raise Mistake(f"sample {n}: {mistake}") from mistake
         return rows
@@ -80,4 +85,27 @@ class Stream:
         return samples
 
     def _order_of_epoch(self, epoch: int) -> Order:
-        return permutation(self.rows_per_epoch, key(self._seed, "source", self._source, epoch))
+        return permutation(self.rows_per_epoch, key(self._seed, "source", self._name, epoch))
+
+
+class Stream(Rows):
+    """The rows of one split of a folder of token shards."""
+
+    def __init__(self, folder: TokenFolder, *, split: str = "train", length: int, seed: int = 0, shuffle: bool = True):
+        """`length` in tokens. Mistake if the folder has no such split."""
+        tokens = folder.split(split)
+        super().__init__(
+            Concat(tokens, length),
+            name=split,
+            where=f"{folder.path}: {split}",
+            plan=["concat", ALGORITHM, split, tokens.digest, length],
+            length=length,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        if shuffle and tokens.tokens <= length:
+            warnings.warn(
+                f"{self.where} holds {tokens.tokens} tokens, less than one row of {length}: "
+                "every row is the same text and padding",
+                stacklevel=2,
+            )

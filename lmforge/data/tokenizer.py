@@ -8,6 +8,7 @@ all of that is switched off, and what stands between documents is put there by `
 import codecs
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -148,9 +149,13 @@ class Tokenizer:
         starts = [at for at in range(len(dressed)) if dressed[at : at + len(plain)] == plain]
         return dressed[: starts[0]] if starts else []
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each."""
-        return [encoding.ids for encoding in self._tokens.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str], *, inside: bool = False) -> list[list[int]]:
+        """`encode` of each. `inside`: as it reads after other tokens, where some tokenizers put no blank before a word."""
+        if not inside or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
+            return [encoding.ids for encoding in self._tokens.encode_batch_fast(list(texts), add_special_tokens=False)]
+        tokens, before = self._after
+        after = [before + text for text in texts]
+        return [encoding.ids[1:] for encoding in tokens.encode_batch_fast(after, add_special_tokens=False)]
 
     def pieces(self, text: str, length: int = PIECE_CHARACTERS) -> Iterator[str]:
         """A long text in pieces of about `length` characters whose ids, joined, are those of the whole.
@@ -178,12 +183,12 @@ class Tokenizer:
 
     def stream_decoder(self) -> "StreamDecoder":
         """Text as ids come, one at a time."""
-        return StreamDecoder(self._pieces, self._special_ids, self._drops_first_blank)
+        return StreamDecoder(self._pieces, self.special_ids, self._drops_first_blank)
 
     def token_bytes(self) -> np.ndarray:
         """How many UTF-8 bytes of text each id stands for, int32 [vocab_size]; 0 for special tokens."""
         sizes = np.array([len(piece) for piece in self._pieces], np.int32)
-        sizes[list(self._special_ids)] = 0
+        sizes[list(self.special_ids)] = 0
         return sizes
 
     def id_of(self, token: str) -> int | None:
@@ -222,10 +227,23 @@ class Tokenizer:
                 return self._ids[token]
         return None
 
+    def piece(self, id: int) -> bytes:
+        """The bytes that an id stands for within a text; of a special token, its spelling."""
+        return self._pieces[id]
+
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """What is no text: the tokens that its file calls special, and those that begin and end a text."""
         named = {id for id in (self.separator_id, self.bos_id) if id is not None}
         return frozenset(named | {t["id"] for t in self._json.get("added_tokens", []) if t["special"]})
+
+    @cached_property
+    def _after(self) -> tuple[tokenizers.Tokenizer, str]:
+        """The same with one token more, for a text to stand after, and its spelling, which no text can guess."""
+        tokens, before = tokenizers.Tokenizer.from_str(self._tokens.to_str()), secrets.token_hex(16)
+        tokens.encode_special_tokens = True
+        tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
+        return tokens, before
 
     @cached_property
     def _decoders(self) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lmforge.config import DownloadOptions, PrepareOptions
+from lmforge.config_verbs import DownloadOptions, PrepareOptions
 from lmforge.data import hub
+from lmforge.data.functions import write_function_pairs
 from lmforge.data.prepare import prepare
 
 LINE_EVERY_SECONDS = 5.0
@@ -15,6 +16,10 @@ LINE_EVERY_SECONDS = 5.0
 def run_prepare(options: PrepareOptions) -> int:
     """Prepare a corpus and print a summary. Raises Mistake."""
     began = time.perf_counter()
+    if options.source == "functions":
+        counts = write_function_pairs(options.out)
+        print(f"{options.out}: {counts['train']:,} requests with functions to learn from, {counts['held_out']:,} held out")
+        return 0
     chosen = options.model_dump(exclude={"source", "out"})
     if options.tokenizer is not None:
         chosen["tokenizer"] = hub.local_folder(options.tokenizer, "tokenizer.json")

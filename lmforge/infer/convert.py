@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from lmforge.config import ImportOptions
+from lmforge.config_verbs import ImportOptions
 from lmforge.data.hub import local_folder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake

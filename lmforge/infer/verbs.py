@@ -3,40 +3,54 @@
 import json
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
-from lmforge.cluster.environment import Place, local_threads
-from lmforge.cluster.ranks import Ranks, choose_device
-from lmforge.config import EvaluateOptions, GenerateOptions
-from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
+from lmforge.cluster import ranks as cluster
+from lmforge.cluster.ranks import Ranks
+from lmforge.config_verbs import EvaluateOptions, GenerateOptions
 from lmforge.errors import Mistake
 from lmforge.infer.engine import Completion, generate
 from lmforge.infer.evaluate import evaluate, scorer
-from lmforge.infer.opening import Opened, open_model
+from lmforge.infer.measured import measured_rows
+from lmforge.infer.opening import Opened, open_model, settle
 from lmforge.infer.sampling import Sampling
+from lmforge.infer.tasks import load_tasks, run_task
 from lmforge.parallel.precision import choose_dtype
 
 DEFAULT_LENGTH = 1024
 
 
-def _open(path: Path, device: str, dtype: str) -> tuple[Opened, torch.device]:
-    chosen = choose_device(device)
-    if chosen.type == "cpu":
-        torch.set_num_threads(local_threads(1))
-    return open_model(path, chosen, choose_dtype(dtype, chosen)[0], say=lambda line: print(line, file=sys.stderr)), chosen
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
-    """Measure a model on held-out documents and print the result. Raises Mistake."""
-    result = measure(options)
+    """Measure a model on held-out documents, or by tasks; the first of the ranks that share this prints. Raises Mistake."""
+    ranks = cluster.start(options.device)
+    try:
+        if options.tasks or options.harness:
+            results = score_tasks(options, ranks)
+            if ranks.first:
+                _print_scores(results, options.output)
+        else:
+            result = measure(options, ranks)
+            if ranks.first:
+                _print_measured(result, options)
+        return 0
+    finally:
+        cluster.stop()
+
+
+def _print_measured(result: dict[str, Any], options: EvaluateOptions) -> None:
     if options.output == "json":
         print(json.dumps(result, indent=1))
     else:
@@ -45,37 +59,115 @@ def run_evaluate(options: EvaluateOptions) -> int:
             f"{result['model']} on {result['data']} ({measured}): "
             f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
         )
-    return 0
 
 
-def measure(options: EvaluateOptions) -> dict[str, Any]:
+def _open_on(ranks: Ranks, options: EvaluateOptions) -> Opened:
+    """The model, whole on every rank; where one cannot open it, none goes on."""
+    with ranks.agreeing():
+        dtype = choose_dtype(options.dtype, ranks.device)[0]
+        return open_model(options.model, ranks.device, dtype, say=_to_standard_error if ranks.first else lambda line: None)
+
+
+def measure(options: EvaluateOptions, ranks: Ranks) -> dict[str, Any]:
     """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, targets, bytes, and what was measured on what."""
-    opened, device = _open(options.model, options.device, options.dtype)
-    recipe = opened.recipe or {}
-    data = options.data or (Path(recipe["data"]["folder"]) if "data" in recipe else None)
+    opened = _open_on(ranks, options)
+    data = options.data or opened.data
     if data is None:
-        raise Mistake(f"{options.model}: does not say what it was trained on; name a folder of token shards with --data")
-    tokens = TokenFolder.open(data)
-    if tokens.tokenizer.hash != opened.tokenizer.hash:
-        raise Mistake(f"{data}: prepared with another tokenizer than the model's; prepare it with --tokenizer {opened.origin}")
-    length = options.length or recipe.get("data", {}).get("length") or DEFAULT_LENGTH
+        raise Mistake(f"{options.model}: does not say what it was trained on; name files or token shards with --data")
+    length = options.length or (opened.recipe or {}).get("data", {}).get("length") or DEFAULT_LENGTH
     if opened.config.longest_row_tokens is not None:
         length = min(length, opened.config.longest_row_tokens)
-    stream = Stream(tokens, split=options.split, length=length, shuffle=False)
-    score = scorer(opened.model, torch.from_numpy(opened.tokenizer.token_bytes()).to(device))
-    alone = Ranks(Place(), device, None)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with ranks.agreeing():
+        stream, split = measured_rows(opened, data, options.split, length)
+    score = scorer(opened.model, torch.from_numpy(opened.tokenizer.token_bytes()).to(ranks.device))
+    silent = not (ranks.first and sys.stderr.isatty())
+    with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:
         task = bar.add_task("evaluating", total=None)
         result = evaluate(
             score,
             stream,
-            alone,
+            ranks,
             rows=options.rows,
             batch_rows=options.batch_rows,
             on_rows=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    about = {"model": str(opened.origin), "data": str(data), "split": options.split, "length": length}
+    about = {"model": str(opened.origin), "data": str(data), "split": split, "length": length}
     return {**about, **result, "targets": int(result["targets"]), "bytes": int(result["bytes"])}
+
+
+def score_tasks(options: EvaluateOptions, ranks: Ranks) -> list[dict[str, Any]]:
+    """What `lmforge evaluate` prints of tasks: `task`, `metrics` and what else there is to tell, of each.
+
+    What was answered goes to the file of `options.answers`, which is not to be there yet: it is made first of all.
+    """
+    with ExitStack() as stack:
+        with ranks.agreeing():
+            file = stack.enter_context(_new_file(options.answers)) if options.answers and ranks.first else None
+        results, answered = _score(options, ranks)
+        if file is not None:
+            file.writelines(json.dumps(told, ensure_ascii=False) + "\n" for told in answered)
+    return results
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[TextIO]:
+    """A file that was not there, open for writing; it goes again where nothing came of it. Raises Mistake."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            try:
+                yield file
+                file.flush()
+            except BaseException:
+                path.unlink()
+                raise
+    except FileExistsError:
+        raise Mistake(f"{path}: is there already; name another file") from None
+    except OSError as problem:
+        raise Mistake(f"{path}: could not be written ({problem.strerror}); choose another file") from None
+
+
+def _score(options: EvaluateOptions, ranks: Ranks) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of each task the scores, and of each question of theirs what was answered."""
+    harness: Callable[..., dict[str, dict[str, Any]]] | None = None
+    with ranks.agreeing():
+        tasks = [load_tasks(path) for path in options.tasks]
+        examples = load_tasks(options.examples) if options.examples else None
+        if options.harness:
+            from lmforge.infer.harness import run_harness as harness
+    opened = _open_on(ranks, options)
+    common: dict[str, Any] = {"limit": options.limit, "batch_rows": options.batch_rows}
+    results, answered = [], []
+    for task in tasks:
+        result = run_task(
+            task,
+            opened,
+            ranks,
+            few_shot=options.few_shot or 0,
+            examples=examples,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            **common,
+        )
+        answered += [{"task": task.name, **told} for told in result.pop("answered")]
+        results.append({"model": str(opened.origin), **result})
+    if harness is not None:
+        scores = harness(opened, options.harness, ranks, folder=options.harness_folder, few_shot=options.few_shot, **common)
+        results += [{"model": str(opened.origin), "task": name, "metrics": told} for name, told in scores.items()]
+    return results, answered
+
+
+def _print_scores(results: list[dict[str, Any]], output: str) -> None:
+    if output == "json":
+        print(json.dumps(results, indent=1))
+        return
+    table = Table("task", "metric", "score", "± standard error", "questions", title=results[0]["model"])
+    for result in results:
+        errors, questions = result.get("standard_errors", {}), result.get("questions", "")
+        for name, score in result["metrics"].items():
+            if isinstance(score, int | float):
+                error = f"{errors[name]:.4f}" if name in errors else ""
+                table.add_row(result["task"], name, f"{score:.4f}", error, f"{questions}")
+    Console().print(table)
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -83,7 +175,7 @@ def run_generate(options: GenerateOptions) -> int:
     prompts = list(options.prompts)
     if not prompts:
         prompts = [_from_standard_input()]
-    opened, _ = _open(options.model, options.device, options.dtype)
+    opened = open_model(options.model, *settle(options.device, options.dtype), say=_to_standard_error)
     seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     write = partial(

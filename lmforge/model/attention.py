@@ -44,24 +44,18 @@ class Mask:
     context: ContextShare | None = None
 
 
-def attention_mask(
-    documents: torch.Tensor, window: int | None, seen: torch.Tensor | None = None, context: ContextShare | None = None
-) -> Mask:
+def attention_mask(documents: torch.Tensor, window: int | None, context: ContextShare | None = None) -> Mask:
     """The mask of one batch, to be made once per forward and window.
 
     Args:
         documents: int32 [rows, queries], equal within a document, -1 on padding.
         window: how many tokens back a token sees, itself included; None is all of its document.
-        seen: int32 [rows, keys], the documents of all keys when queries are only the last of them (a cache); default
-            `documents`.
         context: set where the queries are a share of each row, and the keys are all of it.
     """
-    if context is not None:
-        seen = context.whole(documents, 1)
-    keys = documents if seen is None else seen
+    keys = documents if context is None else context.whole(documents, 1)
     slots = torch.arange(keys.shape[1], device=keys.device)
     asked = torch.cat([slots[first : first + count] for first, count in _stretches(documents.shape[1], slots.numel(), context)])
-    if documents.is_cuda and (seen is None or context is not None):
+    if documents.is_cuda:
         rows, length = documents.shape
         make = _compiled_create_block_mask()
         rule = seen_by(documents, keys, asked, window)
@@ -70,6 +64,17 @@ def attention_mask(
     if window is not None:
         order &= slots > asked[:, None] - window
     return Mask(dense=((documents[:, :, None] == keys[:, None, :]) & order)[:, None], context=context)
+
+
+def slots_seen(positions: torch.Tensor, slots: torch.Tensor, window: int | None) -> Mask:
+    """The mask of a forward pass with a cache, in which the key of a row's token at position p is in slot p.
+
+    positions: int64 [rows, queries]; slots: int64 [keys], their numbers from 0.
+    """
+    seen = slots <= positions[:, :, None]
+    if window is not None:
+        seen &= slots > positions[:, :, None] - window
+    return Mask(dense=seen[:, None])
 
 
 def _stretches(queries: int, keys: int, context: ContextShare | None) -> list[tuple[int, int]]:

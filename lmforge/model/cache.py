@@ -1,31 +1,52 @@
 """The keys and values of tokens already read, so that generation reads each token once.
 
-A row is a line of slots filled from the left, the same number in every row: rows of unlike lengths are padded at their
-left. Slots say what came before what, positions (given to the model) say which angle a token turns by, and the document
-of a slot, -1 on padding, says what belongs together.
+A row holds one text: the keys and values of its token at position p are in its slot p. Rows have lengths of their own, and
+the rows in use are always the first ones, so that a step of decoding reads and writes one block of memory.
 """
+
+from collections.abc import Sequence
 
 import torch
 
 from lmforge.errors import Mistake
+from lmforge.model.attention import Mask, slots_seen
 from lmforge.model.shapes import ModelConfig
 
 
 class LayerCache:
-    """One layer's keys and values: [rows, key_value_heads, max_length, head_dim] each."""
+    """One layer's keys and values of the rows that a forward pass reads: views [rows, key_value_heads, slots, head_dim]."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys = keys
-        self.values = values
-        self.filled = 0
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        self._keys = keys
+        self._values = values
+        self._at = rows, positions
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new tokens' [rows, key_value_heads, length, head_dim]; returns all so far, as views."""
-        end = self.filled + keys.shape[2]
-        self.keys[:, :, self.filled : end] = keys
-        self.values[:, :, self.filled : end] = values
-        self.filled = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        rows, positions = self._at
+        self._keys[rows, :, positions] = keys.transpose(1, 2).to(self._keys.dtype)
+        self._values[rows, :, positions] = values.transpose(1, 2).to(self._values.dtype)
+        return self._keys, self._values
+
+
+class Reading:
+    """What one forward pass reads and writes of a cache: some of its rows, and of them the slots that are in use.
+
+    `layers` has a LayerCache for each block.
+    """
+
+    def __init__(self, cache: "Cache", first: int, positions: torch.Tensor, end: int) -> None:
+        self._positions = positions
+        self._slots = torch.arange(end, device=positions.device)
+        last = first + positions.shape[0]
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        self.layers = [
+            LayerCache(keys[first:last, :, :end], values[first:last, :, :end], rows, positions) for keys, values in cache.kept
+        ]
+
+    def mask(self, window: int | None) -> Mask:
+        """What a token sees: the slots of its row up to its own, at most `window` of them."""
+        return slots_seen(self._positions, self._slots, window)
 
 
 class Cache:
@@ -46,20 +67,22 @@ class Cache:
         limit = config.longest_row_tokens
         if limit is not None and max_length > limit:
             raise Mistake(f"this model reads at most {limit} tokens, not {max_length}: shorten prompt plus new tokens")
-        shape = (rows, config.num_key_value_heads, max_length, config.head_dim)
-        self.layers = [
-            LayerCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
-            for _ in range(config.num_hidden_layers)
-        ]
+        # Of each layer keys, then values. Zeros: what attention leaves out is still multiplied, by 0.
+        shape = (2, rows, config.num_key_value_heads, max_length, config.head_dim)
+        self.kept = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.max_length = max_length
-        self.length = 0
-        self._documents = torch.full((rows, max_length), -1, device=device, dtype=torch.int32)
 
-    def extend(self, documents: torch.Tensor) -> torch.Tensor:
-        """Take the documents [rows, length] of the tokens about to be read; returns those of all tokens so far."""
-        end = self.length + documents.shape[1]
+    def reading(self, first: int, positions: torch.Tensor, end: int) -> Reading:
+        """For a forward pass over tokens at `positions` int64 [rows, length] of the rows from `first` on.
+
+        `end` is one more than the largest of the positions. Those of a row are consecutive; where its tokens end before
+        the others', what pads it at the right is written to slots that its later tokens take.
+        """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
-        self._documents[:, self.length : end] = documents
-        self.length = end
-        return self._documents[:, :end]
+        return Reading(self, first, positions, end)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy rows over other rows."""
+        for kept in self.kept:
+            kept[:, list(targets)] = kept[:, list(sources)]

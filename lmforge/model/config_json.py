@@ -57,6 +57,14 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+_CLASSIFIER = "ForSequenceClassification"
+_REWARDS = {
+    "llama": f"Llama{_CLASSIFIER}",
+    "mistral": f"Mistral{_CLASSIFIER}",
+    "qwen2": f"Qwen2{_CLASSIFIER}",
+    "qwen3": f"Qwen3{_CLASSIFIER}",
+    "gpt2": f"GPT2{_CLASSIFIER}",
+}
 
 
 def fields_of(content: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +74,7 @@ def fields_of(content: dict[str, Any]) -> dict[str, Any]:
     if model_type not in FAMILIES:
         raise Mistake(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILIES)}')
     gpt2 = model_type == "gpt2"
-    found: dict[str, Any] = {"model_type": model_type, **_ABSENT[model_type]}
+    found: dict[str, Any] = {"model_type": model_type, **_ABSENT[model_type], "reward": _is_reward(content)}
     for ours in _ALL_MODELS if gpt2 else _LLAMA_FAMILY:
         theirs = _GPT2_SPELLING.get(ours, ours) if gpt2 else ours
         if theirs in content:
@@ -101,7 +109,10 @@ def fields_of(content: dict[str, Any]) -> dict[str, Any]:
 def content_of(fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a model with these fields (all of ModelConfig's, rope_scaling as a dictionary)."""
     model_type = fields["model_type"]
-    content: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
+    architecture = (_REWARDS if fields["reward"] else _ARCHITECTURES)[model_type]
+    content: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
+    if fields["reward"]:
+        content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     if model_type == "gpt2":
         content |= {_GPT2_SPELLING.get(name, name): fields[name] for name in _ALL_MODELS}
         content["layer_norm_epsilon"] = fields["layer_norm_epsilon"]
@@ -125,6 +136,16 @@ def content_of(fields: dict[str, Any]) -> dict[str, Any]:
         content["layer_types"] = list(kinds)
         content["max_window_layers"] = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
     return content
+
+
+def _is_reward(content: dict[str, Any]) -> bool:
+    """Whether it is a model with one label. Raises Mistake for one with several."""
+    if not any(str(name).endswith(_CLASSIFIER) for name in content.get("architectures") or ()):
+        return False
+    labels = content.get("num_labels") or len(content.get("id2label") or (0, 1))  # two where nothing is said
+    if labels != 1:
+        raise Mistake(f"num_labels: a classifier of {labels} labels is not supported; only reward models, which have one")
+    return True
 
 
 def speaks(content: dict[str, Any]) -> bool:

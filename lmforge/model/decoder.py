@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.functional import silu
 
 from lmforge.model.attention import Mask, attend, attention_mask
-from lmforge.model.cache import Cache, LayerCache
+from lmforge.model.cache import LayerCache, Reading
 from lmforge.model.dropout import Noise
-from lmforge.model.layers import Head, LanguageModel, RMSNorm
+from lmforge.model.layers import Head, LanguageModel, RMSNorm, project
+from lmforge.model.neftune import disturbed
 from lmforge.model.rope import Rotation, rotation
 from lmforge.model.shapes import ModelConfig
 
@@ -33,15 +34,17 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, turn: Rotation, mask: Mask, cache: LayerCache | None, noise: Noise | None = None
+    ) -> torch.Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        q, k, v = (project(layer, x, noise).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = turn.turn(q).transpose(1, 2), turn.turn(k).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return project(self.o_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), noise)
 
 
 class FeedForward(nn.Module):
@@ -52,8 +55,9 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
+        gated = silu(project(self.gate_proj, x, noise)) * project(self.up_proj, x, noise)
+        return project(self.down_proj, gated, noise)
 
 
 class Block(nn.Module):
@@ -78,9 +82,9 @@ class Block(nn.Module):
         noise: Noise | None = None,
     ) -> torch.Tensor:
         """hidden [rows, length, hidden_size] → the same shape and dtype."""
-        attended = self.self_attn(self.input_layernorm(hidden), turn, mask, cache)
+        attended = self.self_attn(self.input_layernorm(hidden), turn, mask, cache, noise=noise)
         hidden = hidden + (attended if noise is None else noise.drop(attended, 0))
-        fed = self.mlp(self.post_attention_layernorm(hidden))
+        fed = self.mlp(self.post_attention_layernorm(hidden), noise=noise)
         return hidden + (fed if noise is None else noise.drop(fed, 1))
 
 
@@ -101,7 +105,7 @@ class Decoder(LanguageModel):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.lm_head = Head(config.hidden_size, config.vocab_size)
+        self.lm_head = Head(config.hidden_size, config.outputs)
         self.tie()
 
     def tie(self) -> None:
@@ -122,20 +126,21 @@ class Decoder(LanguageModel):
         return self.model.norm
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
-        embedded = self.model.embed_tokens(tokens)
-        return embedded if noise is None else noise.drop(embedded)
+        return disturbed(self.model.embed_tokens(tokens), noise)
 
     def run_blocks(
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         documents: torch.Tensor,
-        cache: Cache | None = None,
+        cache: Reading | None = None,
         numbers: Iterable[int] | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        seen = None if cache is None else cache.extend(documents)
-        masks = {window: attention_mask(documents, window, seen, self.context) for window in set(self.config.windows)}
+        masks = {
+            window: attention_mask(documents, window, self.context) if cache is None else cache.mask(window)
+            for window in set(self.config.windows)
+        }
         turn = rotation(positions, self.config)
         for number in range(len(self.blocks)) if numbers is None else numbers:
             kept = None if cache is None else cache.layers[number]

@@ -5,7 +5,7 @@ the micro-batches and what is recomputed. Here a token's key (data/noise.py) and
 random numbers, of which each feature has its own.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,18 +19,25 @@ _DRAWS = 4
 _LEVELS = 1 << 16
 # Places in a block: its attention's output and its feed-forward's.
 SITES_OF_BLOCK = 2
+# Other places: before the first block, and from there on those of the adapters in a block (lora.py).
+NEFTUNE_SITE = -1
+ADAPTER_SITE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What a forward pass draws from: the `rate` of dropout, and `keys` int64 [rows, length] for the tokens that are here."""
+    """What a forward pass draws from: the `rate` of dropout, and `keys` int64 [rows, length] for the tokens that are here.
+
+    `loudness` fp32 [rows, length], where there is any, is how far NEFTune disturbs a number of a token's embedding at most.
+    """
 
     rate: float
     keys: Tensor
+    loudness: Tensor | None = None
 
     def of_block(self, number: int) -> "Noise":
         """The same for block `number`. Made outside of the block, so that one compilation serves all of them."""
-        return replace(self, keys=_at(self.keys, 1 + SITES_OF_BLOCK * number))
+        return Noise(self.rate, _at(self.keys, 1 + SITES_OF_BLOCK * number))
 
     def drop(self, x: Tensor, site: int = 0) -> Tensor:
         return dropout(x, self.rate, self.keys, site)
@@ -48,14 +55,18 @@ def dropout(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
     dropped = round(rate * _LEVELS)
     if dropped == 0:
         return x
-    width = x.shape[-1]
-    steps = torch.arange(-(-width // _DRAWS), device=x.device)
+    zeroed = draws(keys, site, x.shape[-1]) < dropped - _LEVELS // 2
+    return x.masked_fill(zeroed, 0.0) * (_LEVELS / (_LEVELS - dropped))
+
+
+def draws(keys: Tensor, site: int, width: int) -> Tensor:
+    """Whole numbers [..., width], each of −2¹⁵ … 2¹⁵ − 1 equally likely: those of `keys` int64 [...] at a `site`."""
+    steps = torch.arange(-(-width // _DRAWS), device=keys.device)
     counters = _at(keys, site).unsqueeze(-1) + steps * _signed(_STEP)
-    draws = _draws(_mix(counters))[..., :width]
-    return x.masked_fill(draws < dropped - _LEVELS // 2, 0.0) * (_LEVELS / (_LEVELS - dropped))
+    return _cut(_mix(counters))[..., :width]
 
 
-def _draws(numbers: Tensor) -> Tensor:
+def _cut(numbers: Tensor) -> Tensor:
     """int64 [..., n] → [..., 4n], the 16 bits of each draw as a signed number, the lowest bits first."""
     if torch.compiler.is_compiling():
         # Fused, shifting costs nothing; and torch 2.13 writes past the end of a view in a narrower dtype on a CPU.

@@ -19,6 +19,7 @@ from lmforge.model.foreign_config import ForeignConfig
 from lmforge.model.foreign_weights import as_stored
 from lmforge.model.safetensors_file import NAMES
 from lmforge.model.shapes import ModelConfig
+from lmforge.model.weights import CLASSIFIER_HEAD, HEAD
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,7 +42,7 @@ def export_folder(
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     read: Callable[[str], torch.Tensor] | None = None,
-    more: Mapping[str, dict[str, Any]] | None = None,
+    more: Mapping[str, dict[str, Any] | str] | None = None,
 ) -> None:
     """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if given.
 
@@ -54,12 +55,12 @@ def export_folder(
         overwrite: replace the folder if it exists and is a model's. Otherwise an existing one is a Mistake.
         read: gives the tensor of a name, when those of `model` only show shape and dtype (on the meta device). Each is read
             when it is written, so that no more than one of them is in memory; those of a wrapped model all at once.
-        more: what other JSON files hold, by their names; what is in config.json is joined to it.
+        more: what other files hold, by their names, JSON or text; what is in config.json is joined to it.
     """
     folder = Path(folder)
     tensors = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
+        tensors.pop(HEAD, None)
     wanted = {name: tensor.shape for name, tensor in build(config, seed=None, device="meta").named_parameters()}
     if {name: tensor.shape for name, tensor in tensors.items()} != wanted:
         raise ValueError("the tensors to export are not those of the config")
@@ -68,22 +69,30 @@ def export_folder(
     if isinstance(config, ForeignConfig):
         tensors = as_stored(config, {name: read(name) for name in tensors} if read else tensors)
         read = None
+    value_of = read or tensors.__getitem__
+    if config.reward:
+        head = tensors.pop(HEAD)
+        tensors = {**tensors, CLASSIFIER_HEAD: head}
+        ours, value_of = value_of, lambda name: ours(HEAD if name == CLASSIFIER_HEAD else name)
     if folder.exists():
         if not overwrite:
             raise Mistake(f"{folder}: exists already; choose another folder, or ask to overwrite it")
         if not (folder / "config.json").is_file():
             raise Mistake(f"{folder}: holds no model, so it is not overwritten; choose another folder")
-    with _replacing(folder) as beside:
+    with replacing(folder) as beside:
         for name in _tokenizer_files(tokenizer_folder):
             shutil.copyfile(name, beside / name.name)
         kept = dtype or next(iter(tensors.values())).dtype
         files = dict(more or {})
         shape = {**config.to_hugging_face(), "torch_dtype": str(kept).removeprefix("torch.")}
-        files["config.json"] = {**files.get("config.json", {}), **shape}
+        described = files.get("config.json", {})
+        assert isinstance(described, dict)
+        files["config.json"] = {**described, **shape}
         for file, content in files.items():
             if not (beside / file).exists():
-                (beside / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_tensors(beside, tensors, read or tensors.__getitem__, dtype, shard_bytes)
+                text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+                (beside / file).write_text(text, encoding="utf-8")
+        _write_shards(beside, tensors, value_of, dtype, shard_bytes)
 
 
 def _tokenizer_files(folder: str | Path | None) -> list[Path]:
@@ -95,7 +104,7 @@ def _tokenizer_files(folder: str | Path | None) -> list[Path]:
     return found
 
 
-def _write_tensors(
+def _write_shards(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
     read: Callable[[str], torch.Tensor],
@@ -114,14 +123,14 @@ def _write_tensors(
     places: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, {name: tensors[name] for name in names}, read, dtype)
+        write_tensors(folder / file, {name: tensors[name] for name in names}, read, dtype)
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(
+def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None
 ) -> None:
     """One safetensors file, a tensor at a time: the library's own writer wants all of them in memory.
@@ -144,7 +153,7 @@ def _write_file(
 
 
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write in, renamed to `folder` at the end; if anything fails it is gone, and what was there before stays."""
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     previous = folder.with_name(f".{folder.name}.{os.getpid()}.previous")

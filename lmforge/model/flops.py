@@ -34,14 +34,14 @@ def parameters(config: ModelConfig) -> Parameters:
         return Parameters(*counted(config))
     width, inner = config.hidden_size, config.intermediate_size
     matrix = config.vocab_size * width
-    heads = 1 if config.tie_word_embeddings else 2
+    head = config.outputs * width
+    unshared = 0 if config.tie_word_embeddings else head
     if config.family == "gpt2":
         attention = 4 * width * width + 4 * width
         feed_forward = 2 * width * inner + inner + width
         blocks = config.num_hidden_layers * (attention + feed_forward + 4 * width) + 2 * width
         places = config.max_position_embeddings * width
-        total = blocks + heads * matrix + places
-        return Parameters(total, matrix + places, blocks + matrix)
+        return Parameters(blocks + matrix + unshared + places, matrix + places, blocks + head)
     queries = config.num_attention_heads * config.head_dim
     kept = config.num_key_value_heads * config.head_dim
     attention = 2 * width * queries + 2 * width * kept
@@ -49,7 +49,7 @@ def parameters(config: ModelConfig) -> Parameters:
     attention += config.qk_norm * 2 * config.head_dim
     feed_forward = 3 * width * inner + config.mlp_bias * (2 * inner + width)
     blocks = config.num_hidden_layers * (attention + feed_forward + 2 * width) + width
-    return Parameters(blocks + heads * matrix, matrix, blocks + matrix)
+    return Parameters(blocks + matrix + unshared, matrix, blocks + head)
 
 
 def flops_per_token(config: ModelConfig, length: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lmforge.errors import Mistake
 from lmforge.model.foreign_config import BY_DISTANCE, ForeignConfig, library, opened
+from lmforge.model.foreign_reading import ForeignCache, ForeignReader
 from lmforge.model.layers import Head, LanguageModel
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -97,18 +98,19 @@ class ForeignModel(LanguageModel):
         for module, name, value in self._constants:
             module._buffers[name] = value.to(device)
 
-    def cache(self, rows: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype) -> "ForeignCache":
-        limit = self.config.longest_row_tokens
-        if limit is not None and max_length > limit:
-            raise Mistake(f"this model reads at most {limit} tokens, not {max_length}: shorten prompt plus new tokens")
+    def cache(self) -> ForeignCache:
+        """An empty one, for tokens that follow each other to be read into."""
         return ForeignCache(library().DynamicCache(config=self.base.config))
+
+    def reader(self, rows: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> ForeignReader:
+        return ForeignReader(self, max_length, device)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         documents: Tensor,
-        cache: "ForeignCache | None" = None,
+        cache: ForeignCache | None = None,
         keys: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
@@ -136,21 +138,6 @@ class ForeignModel(LanguageModel):
             )
         hidden = outcome.last_hidden_state
         return hidden if self._scale == 1 else hidden * self._scale
-
-
-class ForeignCache:
-    """transformers' keys and values, and what ours has to know of the tokens behind them."""
-
-    def __init__(self, past: Any) -> None:
-        self.past = past
-        self._read: tuple[Tensor, Tensor] | None = None
-
-    def extend(self, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Take those of the tokens about to be read, [rows, length]; returns those of all tokens so far."""
-        if self._read is not None:
-            positions, documents = (torch.cat(pair, dim=1) for pair in zip(self._read, (positions, documents), strict=True))
-        self._read = positions, documents
-        return positions, documents
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from torch.nn.functional import gelu
 
 from lmforge.errors import Mistake
 from lmforge.model.attention import Mask, attend, attention_mask
-from lmforge.model.cache import Cache, LayerCache
+from lmforge.model.cache import LayerCache, Reading
 from lmforge.model.dropout import Noise
-from lmforge.model.layers import Head, LanguageModel
+from lmforge.model.layers import Head, LanguageModel, project
+from lmforge.model.neftune import disturbed
 from lmforge.model.shapes import ModelConfig
 
 
@@ -37,12 +38,12 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, mask: Mask, cache: LayerCache | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: Mask, cache: LayerCache | None, noise: Noise | None = None) -> torch.Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        q, k, v = (part.view(heads).transpose(1, 2) for part in project(self.c_attn, x, noise).chunk(3, dim=-1))
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.c_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return project(self.c_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), noise)
 
 
 class FeedForward(nn.Module):
@@ -52,8 +53,8 @@ class FeedForward(nn.Module):
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
         self.approximate = "none" if config.hidden_act == "gelu" else "tanh"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(gelu(self.c_fc(x), approximate=self.approximate))
+    def forward(self, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
+        return project(self.c_proj, gelu(project(self.c_fc, x, noise), approximate=self.approximate), noise)
 
 
 class Block(nn.Module):
@@ -70,9 +71,9 @@ class Block(nn.Module):
         self, hidden: torch.Tensor, mask: Mask, cache: LayerCache | None = None, noise: Noise | None = None
     ) -> torch.Tensor:
         """hidden [rows, length, hidden_size] → the same shape and dtype."""
-        attended = self.attn(self.ln_1(hidden), mask, cache)
+        attended = self.attn(self.ln_1(hidden), mask, cache, noise=noise)
         hidden = hidden + (attended if noise is None else noise.drop(attended, 0))
-        fed = self.mlp(self.ln_2(hidden))
+        fed = self.mlp(self.ln_2(hidden), noise=noise)
         return hidden + (fed if noise is None else noise.drop(fed, 1))
 
 
@@ -94,7 +95,7 @@ class GPT2(LanguageModel):
         super().__init__()
         self.config = config
         self.transformer = Trunk(config)
-        self.lm_head = Head(config.hidden_size, config.vocab_size)
+        self.lm_head = Head(config.hidden_size, config.outputs)
         self.tie()
 
     def tie(self) -> None:
@@ -119,20 +120,18 @@ class GPT2(LanguageModel):
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
             raise Mistake(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
-        embedded = self.transformer.wte(tokens) + self.transformer.wpe(positions)
-        return embedded if noise is None else noise.drop(embedded)
+        return disturbed(self.transformer.wte(tokens) + self.transformer.wpe(positions), noise)
 
     def run_blocks(
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         documents: torch.Tensor,
-        cache: Cache | None = None,
+        cache: Reading | None = None,
         numbers: Iterable[int] | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        seen = None if cache is None else cache.extend(documents)
-        mask = attention_mask(documents, None, seen, self.context)
+        mask = attention_mask(documents, None, self.context) if cache is None else cache.mask(None)
         for number in range(len(self.blocks)) if numbers is None else numbers:
             kept = None if cache is None else cache.layers[number]
             hidden = self.blocks[number](hidden, mask, kept, None if noise is None else noise.of_block(number))

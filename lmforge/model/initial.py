@@ -6,6 +6,7 @@ nothing else: not on the order of construction, the device, the number of ranks,
 
 import hashlib
 import math
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -22,6 +23,8 @@ _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 
 
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+# What low-rank adapters (lora.py) call their tensors.
+ADAPTERS = (".lora_A.weight", ".lora_B.weight")
 
 
 def initial_value(
@@ -31,10 +34,15 @@ def initial_value(
 
     Norm weights are one and biases zero; the rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
     projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
-    `embedding_deviation` is that of the input embedding where it is to differ.
+    `embedding_deviation` is that of the input embedding where it is to differ. Of a low-rank adapter's pair the first is
+    uniform in ±1/sqrt(inputs), which is Kaiming's with a slope of sqrt(5), and the second zero: at first they add nothing.
     """
-    if name.endswith(".bias"):
+    generator = torch.Generator().manual_seed(_key(seed, name))
+    if name.endswith((".bias", ADAPTERS[1])):
         return torch.zeros(shape)
+    if name.endswith(ADAPTERS[0]):
+        bound = shape[1] ** -0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if len(shape) == 1:
         return torch.ones(shape)
     deviation = config.initializer_range
@@ -42,7 +50,6 @@ def initial_value(
         deviation /= math.sqrt(2 * config.num_hidden_layers)
     if embedding_deviation is not None and name.endswith(_INPUT_EMBEDDINGS):
         deviation = embedding_deviation
-    generator = torch.Generator().manual_seed(_key(seed, name))
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 
 
@@ -64,6 +71,7 @@ def initialise(model: nn.Module, seed: int, embedding_deviation: float | None = 
             raise Mistake("model.embedding_initializer_range: transformers initialises this model; leave that option out")
         # A tied head is drawn too, and dropped.
         drawn = ((name, value) for name, value in first_values(model.config, partial(_key, seed)) if name in expected)
+        initialise_adapters(model, seed)
     else:
         config: ModelConfig = model.config  # type: ignore[assignment]
         drawn = (
@@ -71,8 +79,20 @@ def initialise(model: nn.Module, seed: int, embedding_deviation: float | None = 
             for name, parameter in expected.items()
         )
     for name, value in drawn:
-        parameter = expected[name]
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-        parameter.copy_(value)
+        place(expected[name], value)
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int, new: Collection[str] = ()) -> None:
+    """As `initialise`, of the low-rank adapters and what else is `new`: for a model whose other weights come from elsewhere."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(ADAPTERS) or name in new:
+            place(parameter, initial_value(name, parameter.shape, model.config, seed))  # type: ignore[arg-type]
+
+
+def place(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter its whole value, in place and in its own dtype; of a sharded one (DTensor) this rank's part is kept."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+    parameter.copy_(value)

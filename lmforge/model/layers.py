@@ -1,16 +1,26 @@
 """The small modules that both families are made of, and what every model offers."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lmforge.data.batch import Batch
 from lmforge.model.attention import ContextShare
-from lmforge.model.cache import Cache
+from lmforge.model.cache import Reading
 from lmforge.model.dropout import Noise
+from lmforge.model.neftune import loudness
+from lmforge.model.reading import Reader
 from lmforge.model.shapes import ModelConfig
+
+if TYPE_CHECKING:
+    from lmforge.model.lora import LoraConfig
+
+
+def project(layer: nn.Module, x: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+    """`layer(x)`; one with adapters (lora.py) has a dropout of its own, and is given what to draw from."""
+    return layer(x) if noise is None or not hasattr(layer, "lora_A") else layer(x, noise)
 
 
 class RMSNorm(nn.Module):
@@ -31,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """The output projection: weight [vocab, width]."""
+    """The output projection: weight [vocab, width], or [1, width] of a reward model."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
@@ -61,6 +71,10 @@ class LanguageModel(nn.Module):
     # Share of the numbers that dropout zeroes where a batch brings keys: after the embedding, and of what attention and
     # feed-forward add to the hidden states. Attention's probabilities are never dropped.
     dropout: float = 0.0
+    # How strong the noise is that NEFTune adds to embeddings (neftune.py), where a batch brings keys.
+    neftune_alpha: float = 0.0
+    # Which low-rank adapters it has.
+    lora: "LoraConfig | None" = None
     # Where hidden states are a part of the sequence of the tokens given (tensor parallel): which one, of how many.
     sequence_part: tuple[int, int] = (0, 1)
 
@@ -77,19 +91,23 @@ class LanguageModel(nn.Module):
         Args:
             tokens, positions: int64 [rows, length]; positions restart at each document.
             documents: int32 [rows, length], equal within a document, -1 on padding.
-            cache: keys and values of the tokens before these, extended in place; the tokens given follow them.
-            keys: int64 [rows, length], what dropout draws from; None is none.
+            cache: keys and values of the tokens before these, where the new ones' are put too (cache.Reading); each row is
+                one document then.
+            keys: int64 [rows, length], what dropout and NEFTune draw from; None is neither.
         """
-        noise = self.noise(keys)
+        noise = self.noise(keys, documents)
         hidden = self.embed(tokens, positions, noise)
         return self.final_norm(self.run_blocks(hidden, positions, documents, cache, noise=noise))
 
-    def noise(self, keys: torch.Tensor | None) -> Noise | None:
-        """What dropout draws from on this rank, for tokens with these keys; None where there is no dropout."""
-        if keys is None or not self.dropout:
+    def noise(self, keys: torch.Tensor | None, documents: torch.Tensor) -> Noise | None:
+        """What dropout and NEFTune draw from on this rank, for tokens with these keys; None where there is neither."""
+        drops = self.dropout or (self.lora is not None and self.lora.dropout)
+        if keys is None or not (drops or self.neftune_alpha):
             return None
         part, parts = self.sequence_part
-        return Noise(self.dropout, keys.chunk(parts, dim=1)[part])
+        loud = loudness(documents, self.config.hidden_size, self.neftune_alpha) if self.neftune_alpha else None
+        mine = None if loud is None else loud.chunk(parts, dim=1)[part]
+        return Noise(self.dropout, keys.chunk(parts, dim=1)[part], mine)
 
     def share(self, batch: Batch) -> Batch:
         """What of a batch this rank computes: all of it, but for the ranks of a context."""
@@ -104,16 +122,19 @@ class LanguageModel(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         documents: torch.Tensor,
-        cache: Cache | None = None,
+        cache: Reading | None = None,
         numbers: Iterable[int] | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
         """`hidden` after the blocks of these `numbers`, all of them by default; the same shape and dtype."""
         raise NotImplementedError
 
-    def cache(self, rows: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """Room for what decoding keeps of `max_length` tokens in each of `rows`, to be handed to `forward`."""
-        return Cache(self.config, rows, max_length, device=device, dtype=dtype)
+    def reader(self, rows: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:
+        """What reads at most `rows` growing texts of at most `max_length` tokens, with its cache in `dtype` (reading.py).
+
+        Raises Mistake when the model cannot read that many tokens.
+        """
+        return Reader(self, rows, max_length, device=device, dtype=dtype)
 
     def tie(self) -> None:
         """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""

@@ -42,6 +42,9 @@ class ModelConfig:
 
     model_type decides which options exist, since a shape must survive the trip through transformers: q/k norm is
     qwen3's, a bias on q, k, v but not on the output is qwen2's, a sliding window is mistral's and the qwens'.
+
+    With `reward` the head gives one number, what a text is worth, in place of one for each token: what transformers calls
+    sequence classification with one label. Such a head is not tied to anything, and no token that ends texts is its padding.
     """
 
     vocab_size: int
@@ -65,6 +68,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     hidden_act: str = ""
+    reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -86,6 +90,12 @@ class ModelConfig:
         ):
             if not getattr(self, name):
                 object.__setattr__(self, name, derived)
+        if self.reward:
+            object.__setattr__(self, "tie_word_embeddings", False)
+            # transformers reads the reward at the last token that is no padding: none that ends a text may be called that.
+            ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+            if self.pad_token_id in ends:
+                object.__setattr__(self, "pad_token_id", None)
         _check_numbers(self)
         _check_options(self)
 
@@ -93,6 +103,11 @@ class ModelConfig:
     def family(self) -> str:
         """Which module computes this shape: "llama" (decoder.py) or "gpt2" (gpt2.py)."""
         return FAMILIES[self.model_type]
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers the head gives."""
+        return 1 if self.reward else self.vocab_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:

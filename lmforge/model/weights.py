@@ -6,7 +6,7 @@ bytes (safetensors_file.py). Nothing is unpickled. Checkpoints of a run in progr
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,16 +20,22 @@ from lmforge.errors import Mistake
 from lmforge.model import build
 from lmforge.model.foreign import ForeignModel
 from lmforge.model.foreign_weights import Joint, as_computed
+from lmforge.model.initial import ADAPTERS
+from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import LoraConfig, addition
 from lmforge.model.safetensors_file import SafetensorsFile
 
 Files = dict[str, tuple[SafetensorsFile, str]]  # by our name of a tensor: where it is, and what it is called there
 # Constants that older versions of transformers stored among the weights.
+# Our head, and what transformers calls that of a model with labels.
+HEAD, CLASSIFIER_HEAD = "lm_head.weight", "score.weight"
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @torch.no_grad()
-def load_folder(folder: str | Path, model: nn.Module) -> None:
-    """Fill a model's parameters, in place and in their own dtype, from the safetensors of a folder.
+def load_folder(folder: str | Path, model: nn.Module, new: Collection[str] = ()) -> None:
+    """Fill a model's parameters, in place and in their own dtype, from the safetensors of a folder; those that are `new` to
+    it, such as another head, stay as they are.
 
     The model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in as few
     and as long reads as there can be, and holds little more than that part. It may lack what other stages of a pipeline
@@ -39,7 +45,8 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
     folder = Path(folder)
     here = dict(model.named_parameters())
     whole_model = model if isinstance(model, ForeignModel) else build(model.config, seed=None, device="meta")  # type: ignore[arg-type]
-    expected = dict(whole_model.named_parameters())
+    # Low-rank adapters are no part of the folder's model.
+    expected = {name: each for name, each in whole_model.named_parameters() if not name.endswith(ADAPTERS) and name not in new}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     places = {name: file for file in opened for name in file.tensors}
     joints: list[Joint] = []
@@ -47,7 +54,8 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
         ours, joints = as_computed(model.config, places)
     else:
         ours = {stored: _our_name(stored, expected) for stored in places}
-    files = {name: (places[stored], stored) for stored, name in ours.items() if not name.endswith(_CONSTANTS)}
+    passed_over = (*_CONSTANTS, *new)
+    files = {name: (places[stored], stored) for stored, name in ours.items() if not name.endswith(passed_over)}
     _settle_tied_head(whole_model, expected, files)
     whole = dict(expected)
     with _reading(places, shapes_only=True) as read:
@@ -59,14 +67,39 @@ def load_folder(folder: str | Path, model: nn.Module) -> None:
         for _, stored in wanted:
             _refuse_whole_numbers(file.tensors[stored].dtype, f"{file.path}: {stored}")
         with file.reading():
-            file.read_all([(target, stored, part) for each, stored in wanted for target, part in [_own_part(each)]])
+            file.read_all([(target, stored, part) for each, stored in wanted for target, part in [own_part(each)]])
     with _reading(places) as read:
         for joint in joints:
             for name, value in joint.made(read).items():
                 _refuse_whole_numbers(value.dtype, f"{folder}: {name}")
-                target, part = _own_part(here[name])
+                target, part = own_part(here[name])
                 if target.numel():
                     target.copy_(value[part])
+
+
+@torch.no_grad()
+def add_adapters(model: LanguageModel, lora: LoraConfig, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Add what low-rank adapters add, whole tensors by our names, to the weights of a model in place.
+
+    The model may be sharded, each rank adds to its own part; it may lack what other stages of a pipeline have; new adapters
+    that it has stay as they are. Raises Mistake, beginning with `where` they come from, unless each fits a layer of it.
+    """
+    here = dict(model.named_parameters())
+    whole_model = model if isinstance(model, ForeignModel) else build(model.config, seed=None, device="meta")
+    shapes = {name: [*each.shape] for name, each in whole_model.named_parameters()}
+    transposed = model.config.family == "gpt2"  # whose weights lie on their side
+    for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in ADAPTERS if name.endswith(end)):
+        down, up = (tensors.get(f"{layer}{end}") for end in ADAPTERS)
+        if down is None or up is None or down.shape[0] != up.shape[1] or down.shape[0] != lora.rank:
+            raise Mistake(f"{where}: {layer}: not a pair of matrices of rank {lora.rank}; copy the folder again")
+        sizes = [down.shape[1], up.shape[0]] if transposed else [up.shape[0], down.shape[1]]
+        name = f"{layer}.weight"
+        if shapes.get(name) != sizes:
+            found = "has none" if name not in shapes else f"has {shapes[name]}"
+            raise Mistake(f"{where}: adapters for another model: they are for {name} {sizes}, and the model {found}")
+        if name in here:
+            target, part = own_part(here[name])
+            target += addition(lora.scale, down, up, transposed)[part].to(target.device)
 
 
 @contextmanager
@@ -119,7 +152,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _our_name(stored: str, expected: Mapping[str, object]) -> str:
-    """GPT-2's first releases name their tensors without the leading `transformer.`."""
+    """GPT-2's first releases name their tensors without the leading `transformer.`; classifiers call their head otherwise."""
+    if stored == CLASSIFIER_HEAD:
+        return HEAD
     longer = f"transformer.{stored}"
     gpt2 = "transformer.wte.weight" in expected
     return longer if gpt2 and not stored.startswith(("transformer.", "lm_head.")) else stored
@@ -127,10 +162,10 @@ def _our_name(stored: str, expected: Mapping[str, object]) -> str:
 
 def _settle_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], files: Files) -> None:
     """A tied matrix may be stored under the embedding's name, the head's, or both."""
-    if "lm_head.weight" in expected or "lm_head.weight" not in files:
+    if HEAD in expected or HEAD not in files:
         return
-    head = files.pop("lm_head.weight")
-    tied = next(name for name, parameter in expected.items() if parameter is model.get_parameter("lm_head.weight"))
+    head = files.pop(HEAD)
+    tied = next(name for name, parameter in expected.items() if parameter is model.get_parameter(HEAD))
     files.setdefault(tied, head)
 
 
@@ -157,7 +192,7 @@ def _refuse_differences(folder: Path, expected: Mapping[str, nn.Parameter], file
         )
 
 
-def _own_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def own_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """What this rank holds of a parameter, and which part of the whole that is."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)

@@ -1,7 +1,8 @@
 """Output head and cross-entropy in one, a chunk of tokens at a time, so that logits are never whole.
 
 At a vocabulary of 128,000 the logits of 8,192 tokens are 4 GiB in fp32, and their gradient as much again. Here the
-gradient of a chunk is finished while its logits are at hand, and both are gone before the next chunk.
+gradient of a chunk is finished while its logits are at hand, and both are gone before the next chunk. Log-probabilities
+of single tokens, whose gradients come later, are in logprobs.py.
 """
 
 from typing import Any
@@ -15,13 +16,17 @@ CHUNK_TOKENS = 2048
 IGNORED = -100
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+def score_chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [n] (0 where not scored), exp(logit − the row's highest) [n, vocab], its sums over all parts [n, 1].
 
-    In `_wide`. `weight` is that of `part` of the vocabulary. The exponentials are made once, for the loss and for its
-    gradient: they cost more than any other pass over the logits on a CPU.
+    In `wide`. `weight` is that of `part` of the vocabulary; logits are divided by `temperature`. The exponentials are
+    made once, for the loss and for its gradient: they cost more than any other pass over the logits on a CPU.
     """
-    logits = (hidden @ weight.t()).to(_wide(hidden))
+    logits = (hidden @ weight.t()).to(wide(hidden))
+    if temperature != 1:
+        logits.div_(temperature)
     place, here = _places(targets, weight.shape[0], part)
     chosen = logits.gather(1, place) * here
     highest = part.highest(logits.amax(-1, keepdim=True))
@@ -37,9 +42,37 @@ def _places(targets: Tensor, size: int, part: Vocabulary) -> tuple[Tensor, Tenso
     return places.clamp(0, size - 1), (places >= 0) & (places < size)
 
 
-def _wide(hidden: Tensor) -> torch.dtype:
+def wide(hidden: Tensor) -> torch.dtype:
     """fp32, in which losses are computed and summed whatever the dtype of the model; fp64 for a model in fp64."""
     return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def add_gradients(
+    scored: tuple[Tensor, Tensor, Tensor],
+    chunk: tuple[Tensor, Tensor, Tensor, Vocabulary],
+    hidden_gradient: Tensor,
+    weight_gradient: Tensor | None,
+) -> None:
+    """Write the gradient of a chunk's losses to `hidden_gradient` [n, width] and add it to `weight_gradient` [vocab, width],
+    which is None where the head is frozen.
+
+    `scored` is what score_chunk gave, the exponentials, which are overwritten, and their sums, and how much each token's
+    loss counts [n, 1], 0 where it is not scored; `chunk` is what score_chunk was given.
+    """
+    exponentials, sums, share = scored
+    hidden, weight, targets, part = chunk
+    # softmax − one-hot, in place of the exponentials.
+    gradient = exponentials.mul_(share / sums)
+    place, here = _places(targets, weight.shape[0], part)
+    gradient.scatter_add_(1, place, -(here * share))
+    gradient = gradient.to(hidden.dtype)
+    torch.mm(gradient, weight, out=hidden_gradient)
+    if weight_gradient is None:
+        return
+    if weight_gradient.dtype == gradient.dtype:
+        weight_gradient.addmm_(gradient.t(), hidden)
+    else:
+        weight_gradient += gradient.t() @ hidden
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -47,36 +80,35 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: Vocabulary) -> Tensor:
         compute = weight.to(hidden.dtype)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+        total = torch.zeros((), dtype=wide(hidden), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wanted else None
         # Wide, or the small contributions of late chunks vanish beside the sum of the early ones.
-        weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden)) if wanted else None
+        weight_gradient = torch.zeros_like(weight, dtype=wide(hidden)) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
-            losses, exponentials, sums = _chunk(hidden[rows], compute, targets[rows], part)
+            losses, exponentials, sums = score_chunk(hidden[rows], compute, targets[rows], part)
             total += losses.sum()
-            if hidden_gradient is None or weight_gradient is None:
+            if hidden_gradient is None:
                 continue
-            # softmax − one-hot, in place of the exponentials; a row that is not scored gets zero.
-            gradient = exponentials.mul_((targets[rows] != IGNORED).unsqueeze(1) / sums)
-            place, here = _places(targets[rows], weight.shape[0], part)
-            gradient.scatter_add_(1, place, -here.to(sums.dtype))
-            gradient = gradient.to(hidden.dtype)
-            torch.mm(gradient, compute, out=hidden_gradient[rows])
-            if weight_gradient.dtype == gradient.dtype:
-                weight_gradient.addmm_(gradient.t(), hidden[rows])
-            else:
-                weight_gradient += gradient.t() @ hidden[rows]
+            share = (targets[rows] != IGNORED).unsqueeze(1).to(sums.dtype)
+            add_gradients(
+                (exponentials, sums, share),
+                (hidden[rows], compute, targets[rows], part),
+                hidden_gradient[rows],
+                weight_gradient,
+            )
         if wanted:
             ctx.save_for_backward(hidden_gradient, weight_gradient)
             ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         scale = upstream[0]
-        return hidden_gradient * scale.to(hidden_gradient.dtype), (weight_gradient * scale).to(ctx.weight_dtype), None, None
+        if weight_gradient is not None:
+            weight_gradient = (weight_gradient * scale).to(ctx.weight_dtype)
+        return hidden_gradient * scale.to(hidden_gradient.dtype), weight_gradient, None, None
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -101,5 +133,5 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     flat, wanted = shared.hidden.reshape(-1, hidden.shape[-1]), shared.targets.reshape(-1)
     compute = shared.weight.to(flat.dtype)
     chunks = zip(flat.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS), strict=True)
-    losses = torch.cat([_chunk(part, compute, chosen, shared.vocabulary)[0] for part, chosen in chunks])
+    losses = torch.cat([score_chunk(part, compute, chosen, shared.vocabulary)[0] for part, chosen in chunks])
     return shared.all_tokens(losses.view(shared.targets.shape))

@@ -72,12 +72,8 @@ class SharedHead:
         return sum_ if self.tokens_group is None else _SumOverTokens.apply(sum_, self.tokens_group)
 
     def all_tokens(self, losses: Tensor) -> Tensor:
-        """The losses [rows, length] of all tokens, from those of this rank's."""
-        if self.tokens_group is None:
-            return losses
-        parts = [torch.empty_like(losses) for _ in range(self.tokens_group.size())]
-        dist.all_gather(parts, losses.contiguous(), group=self.tokens_group)
-        return torch.cat(parts, dim=1)
+        """The losses [rows, length] of all tokens, the same on every rank, from those of this rank's."""
+        return losses if self.tokens_group is None else _AllTokens.apply(losses, self.tokens_group)
 
 
 class _SumOverTokens(torch.autograd.Function):
@@ -92,3 +88,18 @@ class _SumOverTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         return upstream[0], None
+
+
+class _AllTokens(torch.autograd.Function):
+    """What all ranks have, side by side; each goes on with the same, so the gradient of its own part belongs to it whole."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream[0].chunk(ctx.group.size(), dim=1)[ctx.group.rank()], None

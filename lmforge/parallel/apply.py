@@ -12,7 +12,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.parallel.context import Context
 from lmforge.parallel.ddp import Replicated
 from lmforge.parallel.engine import Loss, Scored, Spread
-from lmforge.parallel.fits import choose_engine, model_ranks, stages_a_rank
+from lmforge.parallel.fits import check_adapters, check_neftune, choose_engine, model_ranks, stages_a_rank
 from lmforge.parallel.fsdp1 import FlatSharded
 from lmforge.parallel.fsdp2 import FullySharded
 from lmforge.parallel.mesh import CONTEXT, TENSOR, sharding_of
@@ -75,10 +75,14 @@ def spread(
     The model has fp32 weights on the ranks' device; or it is on the meta device and `fill` gives it its weights, once
     it is as small on each rank as it is going to be. Masters stay fp32. With `dtype` bf16, FSDP gathers and computes in
     bf16 and reduces gradients in fp32; the other engines use autocast, whose gradients are fp32 as well. With `float8` the
-    products in the blocks are of float8 numbers. Raises Mistake where the strategy or float8 does not fit the ranks, the
-    same on all.
+    products in the blocks are of float8 numbers. Raises Mistake where the strategy or float8 does not fit the ranks or the
+    model, the same on all.
     """
     engine = choose_engine(strategy, ranks.count, ranks.device.type)
+    if model.lora is not None:
+        check_adapters(strategy, float8)
+    if model.neftune_alpha:
+        check_neftune(strategy)
     if float8:
         check_float8(ranks.device, dtype)
         use_float8(model)

@@ -55,6 +55,20 @@ def choose_engine(strategy: Chosen, ranks: int, device_type: str | None = None) 
     return engine
 
 
+def check_adapters(chosen: Chosen, float8: bool) -> None:
+    """Raise Mistake where low-rank adapters cannot be trained as chosen."""
+    if chosen.tensor_ranks > 1 or chosen.pipeline_ranks > 1:
+        raise Mistake("parallel.tensor_ranks, pipeline_ranks: not with low-rank adapters; shard with engine = fsdp2 instead")
+    if float8:
+        raise Mistake("train.float8: not with low-rank adapters; leave one of the two out")
+
+
+def check_neftune(chosen: Chosen) -> None:
+    """Raise Mistake where a rank does not see how long a document is."""
+    if chosen.context_ranks > 1:
+        raise Mistake("model.neftune_alpha: not with parallel.context_ranks, which cut documents; leave one of the two out")
+
+
 def check_fits(chosen: Chosen, shape: ModelConfig, plan: BatchPlan) -> None:
     """Raise Mistake, which says the way out, where tensor, context or pipeline parallelism cannot be had as chosen."""
     if shape.family == "transformers" and model_ranks(chosen) > 1:

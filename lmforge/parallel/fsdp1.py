@@ -1,9 +1,11 @@
 """FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`: for those who come from it, and to compare with.
 
 Each unit's parameters are one flat tensor, of which each rank keeps a part. Names and shapes are those of the model only
-through torch's state-dict functions, which checkpoints go through here.
+through torch's state-dict functions, which checkpoints go through here. Of a unit that is partly frozen (adapters), it
+makes room for the whole gradient all the same; the other engines do not.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,8 +21,12 @@ from lmforge.cluster.ranks import Ranks
 from lmforge.errors import Mistake
 from lmforge.model import build
 from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import add_lora
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.mesh import SHARD, Sharding
+
+# Said above, and by it once for each block in as many lines as the block has tensors.
+warnings.filterwarnings("ignore", message=r"(?s).* has both parameters with requires_grad=True and False")
 
 STRATEGIES = {
     "full-shard": ShardingStrategy.FULL_SHARD,
@@ -117,6 +123,8 @@ class FlatSharded(Spread):
         # FSDP1 lets nobody run its modules while their weights are whole, so a copy decodes.
         config = self.model.config
         copy = build(config, seed=None, device=self.ranks.device)
+        if self.model.lora is not None:
+            add_lora(copy, self.model.lora)
         with FullyShardedDataParallel.summon_full_params(self.scored, writeback=False), torch.no_grad():
             filled = {name.removeprefix(_SCORED_PREFIX): value for name, value in self.scored.named_parameters()}
             for name, parameter in copy.named_parameters():

@@ -146,6 +146,8 @@ class FullySharded(Spread):
     def whole(self) -> Iterator[LanguageModel]:
         units, context = self._units(), self.model.context
         self.model.context = None  # each decodes whole rows
+        # Before its first forward the root does not know its units, and one that ran by itself would take itself for a root.
+        self._root()._get_fsdp_state()._lazy_init()
         for unit in units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
@@ -153,6 +155,12 @@ class FullySharded(Spread):
             yield self.model
         finally:
             self.model.context = context
+            # Torch remembers which units ran, for the next backward pass to gather ahead; a rank that ran none here would
+            # gather another one than its peers, and all would wait for ever.
+            ran = self._root()._get_fsdp_state()._comm_ctx.post_forward_order
+            for unit_that_ran in ran:
+                unit_that_ran._post_forward_indices.clear()
+            ran.clear()
             for unit in units:
                 unit.reshard()
                 # The root and the head are never freed between forward and backward.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lmforge.config import BatchPlan, Config, batch_plan
+from lmforge.config import BatchPlan, StageConfig, batch_plan
 from lmforge.errors import Mistake
 
 if TYPE_CHECKING:  # a dry run asks for a strategy without importing torch
@@ -136,7 +136,7 @@ def sharding(
     return Sharding(name, alike // shards, shards, keep_gathered=name == "hybrid-grad-shard", **more)
 
 
-def plan_batches(config: Config, ranks: int) -> BatchPlan:
+def plan_batches(config: StageConfig, ranks: int) -> BatchPlan:
     """How the global batch of a recipe is cut for so many ranks in all. Raises Mistake where it does not divide."""
     _, places = data_place(config.parallel, 0, ranks)
     return batch_plan(config.train, config.data.length, places)

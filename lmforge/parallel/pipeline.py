@@ -41,14 +41,14 @@ class Stage(nn.Module):
         # What the loss told of each micro-batch since it was last emptied.
         self.told: list[Metrics] = []
 
-    def forward(self, received: Tensor, instead: Loss | None = None, **tensors: Tensor) -> Tensor:
+    def forward(self, received: Tensor, instead: Loss | None = None, **tensors: Any) -> Tensor:
         """`received` is tokens at the first stage, else the hidden states of the stage before.
 
         Returns hidden states; at the last stage the sum of losses [1], or what `instead` of the loss gives.
         """
         (model,) = self._model
         batch = model.share(Batch(**tensors))
-        noise = model.noise(batch.keys)
+        noise = model.noise(batch.keys, batch.documents)
         hidden = model.embed(batch.tokens, batch.positions, noise) if self.first else received
         hidden = model.run_blocks(hidden, batch.positions, batch.documents, numbers=self._numbers, noise=noise)
         if not self.last:

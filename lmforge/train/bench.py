@@ -38,7 +38,9 @@ from lmforge.runs import MANIFEST
 from lmforge.train.building import noise_seed, peak_of, prepare_model
 from lmforge.train.determinism import be_deterministic
 from lmforge.train.loop import train_step
+from lmforge.train.material import has_weights
 from lmforge.train.metrics import peak_memory_gib
+from lmforge.train.origin import Origin, find_origin
 
 PHASE_STEPS = 3
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -130,7 +132,8 @@ def measure(config: BenchConfig) -> dict[str, Any]:
         there = (config.data.folder / MANIFEST).exists()
         tokens = TokenFolder.open(config.data.folder) if there else None
         vocabulary = tokens.tokenizer.vocab_size if tokens else None
-        shape = shape_of(config.model, vocabulary)
+        origin = find_origin(config.model.source) if config.model.source else None
+        shape = origin.shape(config.model, vocabulary) if origin else shape_of(config.model, vocabulary)
         check_fits(config.parallel, shape, plan)
         data: Loader | RandomBatches
         if tokens:
@@ -147,7 +150,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
         else:
             data = RandomBatches(shape.vocab_size, plan, ranks.device, seed=place)
         try:
-            timed = _time(config, shape, plan, data, ranks)
+            timed = _time(config, shape, origin if has_weights(config) else None, plan, data, ranks)
         finally:
             data.close()
         return ranks.share({**timed, "data": str(config.data.folder) if there else "random tokens"})
@@ -155,11 +158,13 @@ def measure(config: BenchConfig) -> dict[str, Any]:
         cluster.stop()
 
 
-def _time(config: BenchConfig, shape: ModelConfig, plan: BatchPlan, data: Any, ranks: Ranks) -> dict[str, Any]:
+def _time(
+    config: BenchConfig, shape: ModelConfig, origin: Origin | None, plan: BatchPlan, data: Any, ranks: Ranks
+) -> dict[str, Any]:
     dtype, _ = choose_dtype(config.train.dtype, ranks.device)
     compiled, _ = choose_compile(config.train.compile, ranks.device, config.train.steps)
     objective = NextToken()
-    trained, optimizer = prepare_model(config, shape, objective, ranks, dtype, compiled, fresh=True)
+    trained, optimizer = prepare_model(config, shape, objective, ranks, dtype, compiled, fresh=True, origin=origin)
     on_gpu = ranks.device.type == "cuda"
     number = itertools.count()
 

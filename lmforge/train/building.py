@@ -4,33 +4,37 @@ from functools import partial
 
 import torch
 
+from lmforge.checkpoint import Unsound
 from lmforge.cluster.ranks import Ranks
-from lmforge.config import Config
-from lmforge.data.hub import local_folder
+from lmforge.config import StageConfig
+from lmforge.config_post import TunedConfig
+from lmforge.errors import Mistake
 from lmforge.model import build
-from lmforge.model.flops import parameters, peak_flops
-from lmforge.model.initial import initialise
+from lmforge.model.flops import peak_flops
+from lmforge.model.initial import initialise, initialise_adapters
 from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import add_lora
 from lmforge.model.shapes import ModelConfig
-from lmforge.model.weights import load_folder
-from lmforge.objectives.language import NextToken
+from lmforge.objectives.objective import Objective
 from lmforge.parallel.apply import Strategy, spread
 from lmforge.parallel.engine import Spread
-from lmforge.train.material import has_weights
+from lmforge.train.material import adapters_of, counted
 from lmforge.train.metrics import measured_peak_flops
 from lmforge.train.optim import build_optimizer
+from lmforge.train.origin import Origin
 
 MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def prepare_model(
-    config: Config,
+    config: StageConfig,
     shape: ModelConfig,
-    objective: NextToken,
+    objective: Objective,
     ranks: Ranks,
     dtype: torch.dtype,
     compiled: bool,
     fresh: bool,
+    origin: Origin | None = None,
 ) -> tuple[Spread, torch.optim.Optimizer]:
     """The model of a recipe spread over the ranks, with first weights unless others are about to be loaded, and its optimizer.
 
@@ -38,6 +42,10 @@ def prepare_model(
     """
     model = build(shape, seed=None, device="meta").to(MASTERS[config.train.master_dtype])
     model.dropout = config.model.dropout
+    if isinstance(config, TunedConfig):
+        model.neftune_alpha = config.model.neftune_alpha
+        if (adapters := adapters_of(config)) is not None:
+            add_lora(model, adapters)
     trained = spread(
         model,
         objective.loss,
@@ -46,34 +54,39 @@ def prepare_model(
         compiled=compiled,
         float8=config.train.float8,
         strategy=Strategy(**config.parallel.model_dump()),
-        fill=partial(_fill, config, ranks, fresh=fresh),
+        fill=partial(_fill, config, origin, ranks, fresh=fresh),
     )
     return trained, build_optimizer(trained.model, config.optimizer, trained.shapes())
 
 
-def _fill(config: Config, ranks: Ranks, model: LanguageModel, fresh: bool) -> None:
+def _fill(config: StageConfig, origin: Origin | None, ranks: Ranks, model: LanguageModel, fresh: bool) -> None:
     """Give a model its first weights; with `fresh` false they are about to be loaded. Nothing is sent between ranks."""
-    source = config.model.source
     if not fresh:
         return
     with ranks.agreeing():
-        if has_weights(config):
-            assert source is not None
-            load_folder(local_folder(source), model)
-        else:
-            initialise(model, config.train.seed, config.model.embedding_initializer_range)
+        try:
+            if origin is not None:
+                initialise_adapters(model, config.train.seed, new=origin.fill(model))
+            else:
+                initialise(model, config.train.seed, config.model.embedding_initializer_range)
+        except Unsound as reason:
+            raise Mistake(f"{config.model.source}: {reason}; name another checkpoint") from None
 
 
-def noise_seed(config: Config) -> int | None:
+def noise_seed(config: StageConfig) -> int | None:
     """What the keys of tokens are made from; None where nothing is drawn from them."""
-    return config.train.seed if config.model.dropout else None
+    drawn = config.model.dropout > 0
+    if isinstance(config, TunedConfig):
+        drawn = drawn or config.model.neftune_alpha > 0 or (config.lora.rank is not None and config.lora.dropout > 0)
+    return config.train.seed if drawn else None
 
 
-def checkpoint_bytes(config: Config, shape: ModelConfig) -> int:
+def checkpoint_bytes(config: StageConfig, shape: ModelConfig) -> int:
     """About what a checkpoint takes: the masters, and what the optimizer keeps of each."""
     of_state = config.optimizer.state_dtype if config.train.master_dtype == "fp32" else config.train.master_dtype
     states = 2 if config.optimizer.name == "adamw" else 1
-    return parameters(shape).total * (MASTERS[config.train.master_dtype].itemsize + states * MASTERS[of_state].itemsize)
+    total, trained = counted(config, shape)
+    return total * MASTERS[config.train.master_dtype].itemsize + trained * states * MASTERS[of_state].itemsize
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:

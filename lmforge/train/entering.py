@@ -9,7 +9,7 @@ import torch
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest, Unsound
-from lmforge.config import Config
+from lmforge.config import StageConfig
 from lmforge.errors import Mistake
 from lmforge.parallel.engine import Spread
 from lmforge.runs import Run
@@ -28,8 +28,9 @@ class Entry:
     lines: list[str]
 
 
-def enter(run: Run, config: Config) -> Entry:
-    """Decide what becomes of a run directory: begun, continued or refused (Mistake). Changes nothing but the lock."""
+def enter(run: Run, config: StageConfig) -> bool:
+    """Decide what becomes of a run directory: begun (False), continued (True) or refused (Mistake). Changes nothing but the
+    lock."""
     if run.path.exists() and not run.path.is_dir():
         raise Mistake(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.foreign():
@@ -44,9 +45,7 @@ def enter(run: Run, config: Config) -> Entry:
             " or give this one another --run.name"
         )
     run.lock()
-    if config.run.overwrite or not there:
-        return Entry(None, None, [])
-    return find_entry(run, config.train.steps)
+    return there and not config.run.overwrite
 
 
 def find_entry(run: Run, steps: int, before: int | None = None) -> Entry:
@@ -108,7 +107,7 @@ def load_entry(
     return entry
 
 
-def check_continues(entry: Entry, config: Config, material: Material) -> None:
+def check_continues(entry: Entry, config: StageConfig, material: Material) -> None:
     """Raise Mistake where the checkpoint of `entry` is of another run than `config` describes."""
     manifest = entry.manifest
     if manifest is None:
@@ -127,15 +126,15 @@ def check_continues(entry: Entry, config: Config, material: Material) -> None:
     optimizer = manifest.recipe["optimizer"].get("name", "adamw")  # the only one there was, before it had a name
     if optimizer != config.optimizer.name:
         raise Mistake(f"{entry.folder}: saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}; {ways}")
-    if manifest.tokenizer_hash != material.tokens.tokenizer.hash:
-        raise Mistake(f"{entry.folder}: trained with another tokenizer than {config.data.folder} was prepared with; {ways}")
+    if manifest.tokenizer_hash != material.tokenizer.hash:
+        raise Mistake(f"{entry.folder}: trained with another tokenizer than {material.data} was prepared with; {ways}")
     if manifest.rows != material.plan.rows:
         raise Mistake(f"{entry.folder}: its global batch has {manifest.rows} rows, this recipe's {material.plan.rows}; {ways}")
     if manifest.plan_hash != material.train.plan_hash:
         raise Mistake(f"{entry.folder}: trained on other data, or with another data.length or train.seed; {ways}")
 
 
-def changes(entry: Entry, config: Config) -> list[str]:
+def changes(entry: Entry, config: StageConfig) -> list[str]:
     """A line that names the options that differ from the checkpoint's recipe."""
     if entry.manifest is None:
         return []

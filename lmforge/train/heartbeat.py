@@ -28,6 +28,7 @@ PHASES = (
     "save",
     "evaluate",
     "sample",
+    "judge",
     "barrier",
 )
 # What is left in the file when a rank has ended.

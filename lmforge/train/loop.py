@@ -31,7 +31,8 @@ SETTLED_STEPS = 3
 class Batches(Protocol):
     """Where batches come from: this rank's micro-batches of any step, and the time spent waiting for them."""
 
-    data_seconds: float
+    @property
+    def data_seconds(self) -> float: ...
 
     def batches(self, step: int) -> list[Batch]: ...
 
@@ -63,6 +64,7 @@ class Parts:
     sample: Callable[[int], None]
     flops_per_token: float
     peak_flops: float | None
+    validate_at_start: bool = False
 
 
 def train_step(
@@ -115,10 +117,14 @@ def train(parts: Parts, start: int) -> tuple[int, int]:
     since = _Since(parts, start)
     done = start
     try:
+        if start == 0 and parts.validate_at_start:
+            parts.watch.mark("evaluate", 0)
+            _write(parts, {"step": 0, "tokens": 0, **since.pausing(partial(parts.validate, 0))})
         while done < parts.steps:
             step = done
             parts.watch.mark("data", step)
             micro_batches = parts.batches.batches(step + guard.left_out)
+            since.count(micro_batches)
             lr, graphs = parts.learning_rate(step), compiled_graphs()
             gradient_norm, _ = train_step(
                 parts.spread,
@@ -205,11 +211,17 @@ def _write(parts: Parts, record: dict[str, Any]) -> None:
 
 
 class _Since:
-    """Rates since the last log step, of training alone: validation, saving and sampling are taken out."""
+    """Rates since the last log step, of training alone: validation, saving and samples are taken out. Padding is no token."""
 
     def __init__(self, parts: Parts, start: int) -> None:
         self._parts = parts
         self._step, self._began, self._paused, self._waited = start, time.perf_counter(), 0.0, 0.0
+        self._tokens = torch.zeros((), dtype=torch.float64, device=parts.ranks.device)
+
+    def count(self, batches: Sequence[Batch]) -> None:
+        """These are trained on; the host does not wait."""
+        for batch in batches:
+            self._tokens += (batch.documents >= 0).sum()
 
     def pausing(self, work: Callable[[], Any]) -> Any:
         began = time.perf_counter()
@@ -220,12 +232,14 @@ class _Since:
     def restart(self, step: int) -> None:
         """The run went back to this step."""
         self._step, self._began, self._paused, self._waited = step, time.perf_counter(), 0.0, self._parts.batches.data_seconds
+        self._tokens.zero_()
 
     def read(self, step: int) -> dict[str, Any]:
         """Called after something waited for the device, so that the clock means work that is done."""
         parts, now, steps = self._parts, time.perf_counter(), step - self._step
         seconds = max(1e-9, now - self._began - self._paused)
-        per_second = steps * parts.plan.tokens / seconds
+        # Ranks that share rows count each of them.
+        per_second = float(parts.ranks.sum_(self._tokens.clone())) / parts.spread.batch_copies / seconds
         per_rank = per_second / parts.ranks.count
         rates = {
             "tokens_per_second": per_second,

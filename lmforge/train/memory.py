@@ -3,6 +3,7 @@
 Storages are watched, not autograd's saved tensors: activation checkpointing keeps some where autograd's hooks do not look.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -44,5 +45,6 @@ class Activations(TorchDispatchMode):
 
     def bytes_alive(self) -> int:
         """Of all that was made since this was entered, what somebody still holds."""
+        gc.collect()  # what only a circle of references holds is nobody's
         alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._made.values())
         return sum(storage.nbytes() for storage in alive if storage is not None)

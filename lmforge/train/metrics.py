@@ -107,6 +107,10 @@ def clock(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+# What alignment's lines tell beside the loss.
+TOLD = {"rewards/accuracy": "preferred", "rewards/margin": "margin", "reward": "reward", "pass@1": "pass", "kl": "KL"}
+
+
 class Teller:
     """Says things on the first rank: a bar that moves on a terminal, plain lines elsewhere, and all of it to the log."""
 
@@ -159,7 +163,11 @@ class Teller:
         if "loss" in record:
             parts.append(f"loss {record['loss']:.4f}")
         if "val/loss" in record:
-            parts.append(f"val {record['val/loss']:.4f} ({record['val/bits_per_byte']:.3f} bits/byte)")
+            bits = f" ({record['val/bits_per_byte']:.3f} bits/byte)" if "val/bits_per_byte" in record else ""
+            parts.append(f"val {record['val/loss']:.4f}{bits}")
+        if "val/reward" in record:
+            parts.append(f"val reward {record['val/reward']:.2f}")
+        parts += [f"{words} {record[name]:.2f}" for name, words in TOLD.items() if name in record]
         if "lr" in record:
             parts.append(f"lr {record['lr']:.2e}")
             parts.append(f"grad {record['grad_norm']:.2f}")

@@ -57,8 +57,9 @@ def _parameter_groups(
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
-    # A pipeline's rank has some of the tensors only; a pattern may be for others.
-    chosen = choose_groups(shapes or trainable, options.groups)
+    # A pipeline's rank has some of the tensors only; a pattern may be for others. None is for a tensor that is frozen.
+    frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
+    chosen = choose_groups([name for name in shapes or trainable if name not in frozen], options.groups)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         numbers: dict[str, Any] = {
@@ -136,14 +137,15 @@ def _state(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str,
 def learning_rate(step: int, steps: int, options: ScheduleOptions, peak: float) -> float:
     """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
 
-    The peak is reached at step `warmup_steps`, and the final learning rate at the last step. warmup-stable-decay stays
+    The peak is reached after the warm-up, and the final learning rate at the last step. warmup-stable-decay stays
     at the peak until `decay_steps` steps are left.
     """
-    if step < options.warmup_steps:
-        return peak * (step + 1) / (options.warmup_steps + 1)
+    warmup = options.warmup(steps)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
     if options.name == "constant":
         return peak
-    last_at_peak = options.warmup_steps
+    last_at_peak = warmup
     if options.name == "warmup-stable-decay":
         last_at_peak = max(last_at_peak, steps - 1 - (options.decay_steps or max(1, steps // 5)))
         if step <= last_at_peak:

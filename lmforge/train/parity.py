@@ -23,6 +23,7 @@ from lmforge.data.batch import Batch
 from lmforge.data.noise import token_keys
 from lmforge.model import build
 from lmforge.model.initial import initialise
+from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.language import NextToken
 from lmforge.parallel.apply import Strategy, spread
@@ -58,6 +59,8 @@ class Case:
     shape: ModelConfig = SMALL
     optimizer: OptimizerOptions = OPTIMIZER
     dropout: float = 0.0
+    neftune_alpha: float = 0.0
+    lora: LoraConfig | None = None
     float8_emulated: bool = False
 
 
@@ -110,7 +113,9 @@ def trial(case: Case, task: Task, ranks: Ranks) -> Outcome:
     """Train as `case` says, on all ranks together. Raises Mistake where it does not fit them."""
     objective = NextToken()
     model = build(case.shape, seed=None, device="meta")
-    model.dropout = case.dropout
+    model.dropout, model.neftune_alpha = case.dropout, case.neftune_alpha
+    if case.lora is not None:
+        add_lora(model, case.lora)
     if case.float8_emulated:
         use_float8(model, emulate=True)
     trained = spread(

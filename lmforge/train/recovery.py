@@ -4,14 +4,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from lmforge.checkpoint import Saver
-from lmforge.config import Config
+from lmforge.config import StageConfig
+from lmforge.config_post import AlignConfig, TunedConfig
 from lmforge.errors import RunFailed
 from lmforge.parallel.engine import Spread
 from lmforge.runs import Run, remove, write_sealed
+from lmforge.train.completions import place_of
 from lmforge.train.entering import find_entry, load_entry
 from lmforge.train.guard import Bad, Guard
 from lmforge.train.material import Material
@@ -22,7 +25,7 @@ class Recovery:
     """Every rank has one, and calls `go_back` at the same step. `say` gets a line for people, on the first rank."""
 
     run: Run
-    config: Config
+    config: StageConfig
     material: Material
     trained: Spread
     optimizer: torch.optim.Optimizer
@@ -31,10 +34,10 @@ class Recovery:
     say: Callable[[str], None]
 
     def tell(self, bad: Bad) -> None:
-        """Say that a step was left out, and record which samples it was given, for `lmforge show data` to open."""
+        """Say that a step was left out, and record which samples or answers it was given, for `lmforge show data` to open."""
         if not self.trained.ranks.first:
             return
-        rows, folder = self.material.plan.rows, self.run.path / "bad"
+        folder = self.run.path / "bad"
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{bad.step:08d}-batch-{bad.batch}.json"
         record = {
@@ -42,14 +45,31 @@ class Recovery:
             "reason": bad.reason,
             "loss": repr(bad.loss),
             "grad_norm": repr(bad.grad_norm),
-            "samples": [bad.batch * rows, (bad.batch + 1) * rows],
-            "data": str(self.config.data.folder),
+        }
+        if isinstance(self.config, AlignConfig) and self.config.kind == "prompts":
+            place = place_of(bad.batch, self.config.rollout, self.trained.ranks.count)
+            record |= place
+            told = "its answers were not written (rollout.table_every)"
+            if place["answers"] is not None:
+                told = f"its answers are in {self.run.path / place['answers']}"
+        else:
+            record |= self._samples(bad.batch)
+            told = f"its samples are named in {path}"
+        write_sealed(path, json.dumps(record, indent=1) + "\n")
+        self.say(f"step {bad.step}: {bad.reason}; not used, and {told}")
+
+    def _samples(self, batch: int) -> dict[str, Any]:
+        rows = self.material.plan.rows
+        record = {
+            "samples": [batch * rows, (batch + 1) * rows],
+            "data": self.material.data,
             "length": self.config.data.length,
             "seed": self.config.train.seed,
             "plan_hash": self.material.train.plan_hash,
         }
-        write_sealed(path, json.dumps(record, indent=1) + "\n")
-        self.say(f"step {bad.step}: {bad.reason}; not used, and its samples are named in {path}")
+        if isinstance(self.config, TunedConfig):
+            record["fit"] = self.config.data.packing == "best-fit"
+        return record
 
     def go_back(self, done: int) -> int:
         """Load the newest checkpoint of `done` steps or fewer, and drop those after it. Returns its step.

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lmforge.cluster.ranks import Ranks
-from lmforge.config import BatchPlan, Config
+from lmforge.config import BatchPlan, StageConfig
 from lmforge.errors import RunFailed
 from lmforge.model.activations import block_bytes, saved_bytes
 from lmforge.model.flops import parameters
@@ -25,6 +25,8 @@ from lmforge.model.shapes import ModelConfig
 from lmforge.objectives.chunked import CHUNK_TOKENS
 from lmforge.parallel.fits import choose_engine
 from lmforge.parallel.mesh import sharding_of
+from lmforge.train.material import counted
+from lmforge.train.policy import has_reference
 
 GIB = 2**30
 # What arithmetic leaves out: short-lived copies, and memory in pieces too small for what is asked. On a CPU, where the C
@@ -115,7 +117,7 @@ class Setting:
 class Need:
     """What a run needs on each rank. `number_bytes` is that of the compute dtype."""
 
-    config: Config
+    config: StageConfig
     shape: ModelConfig
     plan: BatchPlan
     number_bytes: int
@@ -124,10 +126,12 @@ class Need:
     def weights_bytes(self, setting: Setting) -> int:
         """Bytes of a rank that do not go with its rows: parameters, gradients and states, at rest and gathered."""
         chosen, shape, number_bytes = self.config.parallel, self.shape, self.number_bytes
-        total = parameters(shape).total // chosen.tensor_ranks
+        total, trained = (count // chosen.tensor_ranks for count in counted(self.config, shape))
         master = 4 if self.config.train.master_dtype == "fp32" else 2
         states = (1 if self.config.optimizer.name == "sgd" else 2) * (4 if self.config.optimizer.state_dtype == "fp32" else 2)
-        resting = total // setting.shards * (2 * master + states)
+        resting = total // setting.shards * master + trained // setting.shards * (master + states)
+        if has_reference(self.config):
+            resting += parameters(shape).total // setting.shards * master
         bytes_now = 0 if setting.offload and self.on_gpu else resting
         if setting.engine in ("fsdp1", "fsdp2"):
             matrix = shape.vocab_size * shape.hidden_size
@@ -135,9 +139,9 @@ class Need:
             unit = max(matrix, block)
             whole = total if setting.keep_gathered else 2 * unit
             # Gradients of a unit before they are reduced, and as they are: in fp32.
-            bytes_now += whole * number_bytes + unit * (number_bytes + 4)
+            bytes_now += whole * number_bytes + min(unit, trained) * (number_bytes + 4)
             if not chosen.reduce_every_micro_batch:
-                bytes_now += total * 4
+                bytes_now += trained * 4
         elif number_bytes < master:
             bytes_now += total * number_bytes  # autocast keeps what it has cast
         return bytes_now

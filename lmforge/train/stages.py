@@ -5,6 +5,8 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,34 +16,49 @@ from lmforge import checkpoint, report
 from lmforge.checkpoint import Keep, Saver
 from lmforge.cluster import ranks as cluster
 from lmforge.cluster.ranks import Ranks
-from lmforge.config import Config
+from lmforge.config import Config, StageConfig
+from lmforge.config_post import AlignConfig, SftConfig
 from lmforge.data.batch import Batch
 from lmforge.data.loader import Loader
 from lmforge.data.sealing import NO_ROOM
 from lmforge.errors import Mistake, PeerLost, RunFailed
 from lmforge.infer.engine import generate
-from lmforge.infer.evaluate import evaluate
+from lmforge.infer.evaluate import evaluate, shared_out
 from lmforge.infer.sampling import Sampling
 from lmforge.model.attention import backend_name
-from lmforge.model.flops import CONVENTION, flops_per_token, parameters
+from lmforge.model.flops import CONVENTION
 from lmforge.objectives.language import NextToken, score_text
+from lmforge.objectives.objective import Objective
 from lmforge.parallel.engine import Spread
 from lmforge.parallel.fits import choose_engine
 from lmforge.parallel.mesh import data_place, sharding_of
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.runs import Run, is_local
+from lmforge.train.alignment import feed_of, objective_of
 from lmforge.train.building import checkpoint_bytes, noise_seed, peak_of, peak_words, prepare_model
 from lmforge.train.determinism import be_deterministic, refusal
 from lmforge.train.disk import DiskWatch
-from lmforge.train.entering import Entry, changes, check_continues, enter, finished, kept, load_entry
+from lmforge.train.entering import Entry, changes, check_continues, enter, find_entry, finished, kept, load_entry
+from lmforge.train.examples import open_examples, prepare_examples
+from lmforge.train.feed import Built, Feed
 from lmforge.train.guard import Guard
 from lmforge.train.loop import Parts, train
-from lmforge.train.material import Material, check_tracker, fetch_source, has_weights, open_material
-from lmforge.train.metrics import MetricsFile, Teller, clock
+from lmforge.train.material import (
+    Material,
+    check_tracker,
+    counted,
+    fetch_source,
+    open_material,
+    step_flops_per_token,
+)
+from lmforge.train.metrics import Meter, MetricsFile, Teller, clock
 from lmforge.train.optim import learning_rate, state_by_name
+from lmforge.train.origin import as_begun, settled
+from lmforge.train.policy import check_prompts, open_prompts, policy_of, rollouts_of
 from lmforge.train.recovery import Recovery
 from lmforge.train.room import Need, within_memory
 from lmforge.train.saves import Saves
+from lmforge.train.tasks import asker, open_tasks
 from lmforge.train.watch import Watch
 
 # What gloo and NCCL say when the other end is gone.
@@ -50,24 +67,64 @@ LOST_PEER = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a model's life does its own way.
+
+    fetch      has what the recipe names on this host; called once a host
+    open       data, tokenizer, shape and plan, for so many ranks
+    objective  what a batch is worth
+    feed       where batches come from once the model is there; every rank calls it
+    """
+
+    fetch: Callable[[Any], None]
+    open: Callable[[Any, int], Material]
+    objective: Callable[[Any], Objective]
+    feed: Callable[[Built, Any], Feed] = lambda built, config: Feed(built.loader)
+
+
 def pretrain(config: Config) -> int:
     """Train a model on token shards: from random or given weights, or on from this run's newest checkpoint.
 
     Every rank calls it. Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
     Mistake before anything of the run is touched, and RunFailed after that.
     """
+    return run_stage(config, Stage(fetch_source, open_material, lambda config: NextToken()))
+
+
+def sft(config: SftConfig) -> int:
+    """Fine-tune a model on conversations; as `pretrain` in all else."""
+    return run_stage(config, Stage(prepare_examples, open_examples, lambda config: NextToken()))
+
+
+def align(config: AlignConfig) -> int:
+    """Align a model with what people prefer, or what a function rewards; as `pretrain` in all else."""
+    if config.align.method == "grpo":
+        return run_stage(config, Stage(check_prompts, open_prompts, policy_of, rollouts_of))
+    return run_stage(config, Stage(prepare_examples, open_examples, objective_of, feed_of))
+
+
+def run_stage(config: StageConfig, stage: Stage) -> int:
+    """Carry out a stage: enter the run, open what it is made from, build, train. See `pretrain`."""
     be_deterministic(config.train.deterministic)
     ranks = cluster.start(config.train.device, config.train.threads)
     run = Run.of(config)
     try:
-        entry = ranks.decide(partial(enter, run, config))
+        goes_on = ranks.decide(partial(enter, run, config))
         with ranks.agreeing():
             check_tracker(config)
             choose_engine(config.parallel, ranks.count, ranks.device.type)
             sharding_of(config.parallel, ranks.count, ranks.place.local_ranks)
-        ranks.once_a_host(partial(fetch_source, config))
+        config = ranks.decide(partial(settled, config))
+        ranks.once_a_host(partial(stage.fetch, config))
         with ranks.agreeing():
-            material = open_material(config, ranks.count)
+            material = stage.open(config, ranks.count)
+            config = config.of_rows(material.uses * material.train.rows_per_epoch, material.plan.rows)
+        material = replace(material, tasks=ranks.decide(partial(open_tasks, config, material)))
+        entry = ranks.decide(partial(find_entry, run, config.train.steps)) if goes_on else Entry(None, None, [])
+        config, noted = as_begun(config, entry.manifest)
+        entry = replace(entry, lines=[*entry.lines, *noted])
+        with ranks.agreeing():
             check_continues(entry, config, material)
         attempt = ranks.decide(partial(run.begin, config))
         log = run.log(attempt, ranks.place.rank)
@@ -87,7 +144,7 @@ def pretrain(config: Config) -> int:
             number_bytes = choose_dtype(config.train.dtype, ranks.device)[0].itemsize
             need = Need(config, material.shape, material.plan, number_bytes, ranks.device.type == "cuda")
             with within_memory(need, ranks, watch.where):
-                status = _pretrain(config, run, entry, material, ranks, watch, teller)
+                status = _train(config, stage, run, entry, material, ranks, watch, teller)
             phase = "interrupted" if status else "done"
             return status
         except RunFailed as failed:
@@ -121,7 +178,16 @@ def next_bytes(run: Run) -> int:
         return 0  # it is being written, or deleted
 
 
-def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks: Ranks, watch: Watch, teller: Teller) -> int:
+def _train(
+    config: StageConfig,
+    stage: Stage,
+    run: Run,
+    entry: Entry,
+    material: Material,
+    ranks: Ranks,
+    watch: Watch,
+    teller: Teller,
+) -> int:
     if entry.folder is not None and entry.manifest is not None and entry.manifest.step >= config.train.steps:
         entry = ranks.decide(partial(finished, run, entry, config.train.steps))
     for line in [*entry.lines, *changes(entry, config)]:
@@ -134,8 +200,17 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
     dtype, dtype_why = choose_dtype(config.train.dtype, ranks.device)
     with ranks.agreeing():
         compiled, compile_why = choose_compile(config.train.compile, ranks.device, config.train.steps - start)
-    objective = NextToken()
-    trained, optimizer = prepare_model(config, material.shape, objective, ranks, dtype, compiled, fresh=entry.folder is None)
+    objective = stage.objective(config)
+    trained, optimizer = prepare_model(
+        config,
+        material.shape,
+        objective,
+        ranks,
+        dtype,
+        compiled,
+        fresh=entry.folder is None,
+        origin=material.origin,
+    )
     guard = Guard(ranks, spike_sigmas=config.faults.spike_sigmas, window_steps=config.faults.spike_window_steps)
     if entry.folder is not None:
         watch.mark("loading", start)
@@ -176,17 +251,24 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
 
     def state(kinds: tuple[str, ...]) -> dict[str, Any]:
         whole = trained.state(optimizer, state_by_name)
+        if feed.state is not None and "optimizer" in kinds:
+            return whole | {"rollouts": feed.state()}
         return {kind: whole[kind] for kind in kinds}
 
+    built = Built(run, material, objective, trained, loader, watch, dtype, start, entry.folder, teller.say, teller.complain)
+    ask = asker(config, material, trained, watch, teller)
+    feed = Feed(loader)
     began = time.perf_counter()
     try:
+        feed = stage.feed(built, config)
+        measure = _validator(config, material, trained, watch, objective, feed)
         done, stopped = train(
             Parts(
                 spread=trained,
                 weight=objective.weight,
                 optimizer=optimizer,
                 learning_rate=lambda step: learning_rate(step, config.train.steps, config.schedule, config.optimizer.lr),
-                batches=loader,
+                batches=feed.batches,
                 plan=material.plan,
                 ranks=ranks,
                 watch=watch,
@@ -196,6 +278,7 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
                 clip_norm=config.optimizer.clip_norm,
                 log_every=config.log.every_steps,
                 validate_every=config.validation.every_steps,
+                validate_at_start=config.validation.at_start,
                 sample_every=config.sample.every_steps,
                 guard=guard,
                 bad_steps=config.faults.bad_steps,
@@ -209,9 +292,9 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
                     state=state,
                     about=about_step,
                 ),
-                validate=_validator(config, material, trained, watch),
+                validate=lambda step: measure(step) | ask(step),
                 sample=_sampler(config, material, trained, teller),
-                flops_per_token=flops_per_token(material.shape, config.data.length),
+                flops_per_token=step_flops_per_token(config, material.shape),
                 peak_flops=peak,
             ),
             start,
@@ -220,22 +303,23 @@ def _pretrain(config: Config, run: Run, entry: Entry, material: Material, ranks:
         raise RunFailed(str(problem)) from problem
     finally:
         saver.leave()
+        feed.close()
         loader.close()
         if metrics is not None:
             metrics.close()
     if stopped:
         teller.say(
             f"stopped by {signal.Signals(stopped).name} after step {done}, which is saved;"
-            f" to continue: lmforge pretrain {shlex.quote(str(run.recipe))}"
+            f" to continue: lmforge {config.of_stage} {shlex.quote(str(run.recipe))}"
         )
         return 128 + stopped
     teller.say(f"trained {done - start} steps in {clock(time.perf_counter() - began)}: {run.checkpoint(done)}")
-    if ranks.first:
+    if ranks.first and any(record.get("loss") is not None for record in run.read_metrics()):
         teller.say(f"loss curve: {report.loss_curve(run)}")
     return 0
 
 
-def _saver(run: Run, config: Config, material: Material, trained: Spread, dtype: torch.dtype, teller: Teller) -> Saver:
+def _saver(run: Run, config: StageConfig, material: Material, trained: Spread, dtype: torch.dtype, teller: Teller) -> Saver:
     chosen = config.checkpoint
     return Saver(
         run,
@@ -246,30 +330,29 @@ def _saver(run: Run, config: Config, material: Material, trained: Spread, dtype:
             "rows": material.plan.rows,
             "model": material.shape.to_hugging_face(),
             "recipe": config.model_dump(mode="json"),
-            "tokenizer_hash": material.tokens.tokenizer.hash,
-            "world": {"ranks": trained.ranks.count, "engine": trained.name, "dtype": str(dtype)},
+            "tokenizer_hash": material.tokenizer.hash,
+            "world": {"ranks": trained.ranks.count, "engine": trained.name, "dtype": str(dtype), "data": material.data},
         },
-        tokenizer=material.tokens.tokenizer,
+        tokenizer=material.tokenizer,
         say=teller.complain,
         asynchronous=chosen.asynchronous,
         expected_bytes=checkpoint_bytes(config, material.shape),
     )
 
 
-def _introduce(config: Config, material: Material, trained: Spread, teller: Teller, fresh: bool) -> None:
+def _introduce(config: StageConfig, material: Material, trained: Spread, teller: Teller, fresh: bool) -> None:
     """Say what is about to be trained, on what, and by whom."""
-    ranks, length = trained.ranks, config.data.length
+    ranks, shape = trained.ranks, material.shape
+    total, learnt = counted(config, shape)
     on_gpu = ranks.device.type == "cuda"
     where = torch.cuda.get_device_name(ranks.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
-    shape = material.shape
     teller.say(
-        f"model      {parameters(shape).total:,} parameters ({shape.model_type}),"
-        f" {flops_per_token(shape, length):.3g} FLOPs a token"
+        f"model      {total:,} parameters ({shape.model_type}){'' if learnt == total else f', {learnt:,} of them trained'},"
+        f" {step_flops_per_token(config, shape):.3g} FLOPs a token"
     )
     if fresh:
-        teller.say(f"weights    {f'of {config.model.source}' if has_weights(config) else f'random, seed {config.train.seed}'}")
-    tokens = material.tokens.split("train").tokens
-    teller.say(f"data       {config.data.folder}: {tokens:,} tokens, {material.train.rows_per_epoch:,} rows an epoch")
+        teller.say(f"weights    {f'of {config.model.source}' if material.origin else f'random, seed {config.train.seed}'}")
+    teller.say(f"data       {material.about_data}")
     teller.say(f"batch      {material.plan}")
     teller.say(f"engine     {trained.name}, {ranks.count} {'rank' if ranks.count == 1 else 'ranks'} on {where}")
 
@@ -278,7 +361,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _float8(config: Config) -> str:
+def _float8(config: StageConfig) -> str:
     return ", products of the blocks in float8 (MFU is of the bf16 peak all the same)" if config.train.float8 else ""
 
 
@@ -286,8 +369,14 @@ def _on(switch: bool) -> str:
     return "on" if switch else "off"
 
 
-def _validator(config: Config, material: Material, trained: Spread, watch: Watch) -> Any:
-    token_bytes = torch.from_numpy(material.tokens.tokenizer.token_bytes()).to(trained.ranks.device)
+def _validator(
+    config: StageConfig, material: Material, trained: Spread, watch: Watch, objective: Objective, feed: Feed
+) -> Callable[[int], dict[str, float]]:
+    if feed.validate is not None:
+        return feed.validate
+    if (held_out := material.held_out) is None:
+        return lambda step: {}
+    token_bytes = torch.from_numpy(material.tokenizer.token_bytes()).to(trained.ranks.device)
     place = data_place(config.parallel, trained.ranks.place.rank, trained.ranks.count)
 
     def validate(step: int) -> dict[str, float]:
@@ -298,7 +387,7 @@ def _validator(config: Config, material: Material, trained: Spread, watch: Watch
 
         measured = evaluate(
             score,
-            material.held_out,
+            held_out,
             trained.ranks,
             rows=config.validation.rows,
             batch_rows=material.plan.micro_batch_rows,
@@ -306,16 +395,25 @@ def _validator(config: Config, material: Material, trained: Spread, watch: Watch
         )
         return {"val/loss": measured["loss"], "val/bits_per_byte": measured["bits_per_byte"]}
 
-    return validate
+    def validate_objective(step: int) -> dict[str, float]:
+        meter = Meter(trained.ranks)
+        for batch in shared_out(held_out, place, rows=config.validation.rows, batch_rows=material.plan.micro_batch_rows):
+            watch.mark("evaluate", step)
+            with torch.no_grad():
+                _, metrics = trained.score(feed.add(batch.to(trained.ranks.device)), instead=objective.loss)
+            meter.add(metrics)
+        return {f"val/{name}": value for name, value in meter.read().items()}
+
+    return validate if isinstance(objective, NextToken) else validate_objective
 
 
-def _sampler(config: Config, material: Material, trained: Spread, teller: Teller) -> Any:
+def _sampler(config: StageConfig, material: Material, trained: Spread, teller: Teller) -> Any:
     def sample(step: int) -> None:
         # Every rank writes the same text: sharded weights are gathered together, and nobody waits for one that writes.
         with trained.whole() as model, torch.compiler.set_stance("force_eager"), trained.autocast():
             completions = generate(
                 model,
-                material.tokens.tokenizer,
+                material.tokenizer,
                 config.sample.prompts,
                 max_tokens=config.sample.max_tokens,
                 sampling=Sampling(config.sample.temperature),

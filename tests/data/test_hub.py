@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
 
-from tests.conftest import Command
+from tests.conftest import Command, only_line
 from tests.data.hub_server import COMMIT, Hub, serving, variables
 
 FILES = ("config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -39,12 +39,6 @@ def hub(weights: bytes) -> Iterator[Hub]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
-
-
-def only_line(errors: str) -> str:
-    assert errors.startswith("lmforge: "), errors
-    assert errors.count("\n") == 1, errors
-    return errors
 
 
 def test_a_download_is_weights_configuration_and_tokenizer_and_a_second_one_fetches_nothing(

@@ -1,3 +1,4 @@
+import gc
 import os
 import secrets
 import threading
@@ -111,6 +112,7 @@ def test_thousands_of_steps_open_no_more_files(stream: Stream) -> None:
     with Loader(stream, global_batch_rows=2, micro_batch_rows=1) as loader:
         for step in range(100):  # until every shard has been met
             loader.batches(step)
+        gc.collect()  # what other tests have left open
         before = len(os.listdir("/proc/self/fd"))
         for step in range(100, 2000):
             loader.batches(step)
@@ -123,7 +125,7 @@ def test_waiting_is_counted_and_a_stall_is_said(
     """A real stall: the rows are behind a lock that someone else holds."""
     monkeypatch.setattr("lmforge.data.loader.PATIENCE_SECONDS", 0.1)
     with Loader(stream, global_batch_rows=2, micro_batch_rows=1) as loader:
-        lock = stream._packing.split._lock
+        lock = stream.packing.split._lock
         lock.acquire()
         threading.Timer(0.5, lock.release).start()
         began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Run by torch's launcher in every rank: several whole pretraining runs, one after another, in one set of processes.
+"""Run by torch's launcher in every rank: several whole runs, one after another, in one set of processes.
 
-    several_runs.py CASES.json     a list of command lines of `lmforge pretrain`, without the verb
+    several_runs.py CASES.json     a list of command lines of verbs that train; those without a verb are of pretrain
 
 Starting ranks costs more than a tiny run, so that many cases share one start.
 """
@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 from lmforge.cli import leave, load_config
-from lmforge.train.stages import pretrain
+from lmforge.train import stages
 
 if __name__ == "__main__":
     standard = sys.stdout, sys.stderr
     for words in json.loads(Path(sys.argv[1]).read_text()):
-        status = pretrain(load_config(words))
+        verb, rest = ("pretrain", words) if words[0].startswith("-") else (words[0], words[1:])
+        status = getattr(stages, verb)(load_config(rest, verb))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"
     leave(0)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from lmforge.model.lora import LoraConfig
 from lmforge.model.shapes import ModelConfig
 from lmforge.train.parity import SMALL, Case, cases
 
@@ -57,6 +58,21 @@ CASES_OF_DROPOUT = {
     "split gpt2": ("context 2", "pipeline 2, 4"),
 }
 
+# Those in which frozen and trained parameters meet in one unit, bucket or flat tensor, or are computed again.
+CASES_OF_LORA = {
+    "llama": (
+        "ddp",
+        "fsdp1 full",
+        "fsdp2 full",
+        "fsdp2 hybrid-grad",
+        "fsdp2, 2 micro-batches reduced once",
+        "fsdp2, offload",
+        "fsdp2, compiled, recompute",
+        "context 2",
+    ),
+    "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, recompute op"),
+}
+
 
 def shapes_on(ranks: int) -> list[str]:
     """Which shapes are tried on so many ranks."""
@@ -75,3 +91,16 @@ def dropout_cases(shape: str, ranks: int) -> list[Case]:
     """The cases that are tried on a shape with dropout; one of them compiled."""
     found = [case for case in chosen_cases(shape, ranks) if case.name.startswith(CASES_OF_DROPOUT.get(shape, ()))]
     return [replace(case, dropout=0.2) for case in found if not case.compiled or case.strategy.recompute != "none"]
+
+
+def lora_cases(shape: str, ranks: int) -> list[Case]:
+    """The cases that are tried on a shape with adapters and their dropout, one of them compiled; and of GPT-2 with NEFTune."""
+    chosen = CASES_OF_LORA.get(shape, ())
+    found = [case for case in chosen_cases(shape, ranks) if chosen and case.name.startswith(chosen)]
+    # Ranks of a context do not see how long a document is.
+    alpha = 5.0 if shape == "gpt2" else 0.0
+    return [
+        replace(case, lora=LoraConfig(3, 6.0, dropout=0.1), neftune_alpha=alpha)
+        for case in found
+        if not case.compiled or case.strategy.recompute != "none"
+    ]

@@ -1,9 +1,9 @@
 """Run by torch's launcher in every rank: trials of strategies, one after another, in one set of processes.
 
-    strategies.py FOLDER SEED [dropout]
+    strategies.py FOLDER SEED [dropout | lora]
 
-With the word, of models with dropout, and fewer of them. Writes FOLDER/NAME.json of each trial (what it measured and how far
-it is from one process) from the first rank, and FOLDER/NAME-RANK.json of the memory that each rank held.
+With a word, of models with dropout, or with low-rank adapters, and fewer of them. Writes FOLDER/NAME.json of each trial (what
+it measured and how far it is from one process) from the first rank, and FOLDER/NAME-RANK.json of the memory each rank held.
 """
 
 import json
@@ -15,15 +15,17 @@ import torch
 
 from lmforge.cluster import ranks as cluster
 from lmforge.train.parity import Task, alone, difference, trial
-from tests.distributed.shapes import SHAPES, chosen_cases, dropout_cases, shapes_on
+from tests.distributed.shapes import SHAPES, chosen_cases, dropout_cases, lora_cases, shapes_on
+
+CHOICES = {"dropout": dropout_cases, "lora": lora_cases}
 
 if __name__ == "__main__":
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
     ranks = cluster.start("cpu", threads=1)
-    with_dropout = sys.argv[3:] == ["dropout"]
-    task = Task(rows=4 * ranks.count, length=48, seed=seed, steps=6 if with_dropout else 10)
+    word = (sys.argv[3:] or [""])[0]
+    task = Task(rows=4 * ranks.count, length=48, seed=seed, steps=6 if word else 10)
     for shape in shapes_on(ranks.count):
-        chosen = (dropout_cases if with_dropout else chosen_cases)(shape, ranks.count)
+        chosen = CHOICES.get(word, chosen_cases)(shape, ranks.count)
         if not chosen:
             continue
         reference = alone(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.first else None

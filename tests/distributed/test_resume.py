@@ -205,13 +205,10 @@ def test_three_ranks_under_ddp_go_on_to_the_same_bits(recipe: Recipe, tmp_path: 
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize(
-    "number", [random.SystemRandom().choice((signal.SIGINT, signal.SIGUSR1))], ids=lambda number: number.name
-)
-def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(
-    recipe: Recipe, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     """At the keyboard, or by a scheduler that warns before the time is up."""
+    number = random.SystemRandom().choice((signal.SIGINT, signal.SIGUSR1))
+    print(f"interrupted by {number.name}")
     broken, unbroken = Run(tmp_path / "broken"), Run(tmp_path / "unbroken")
 
     def interrupt(process: subprocess.Popen[str]) -> None:

@@ -1,8 +1,12 @@
 """Decoding against the plain definition (read everything again for each token), and what becomes of the tokens as text."""
 
+import math
+import random
 import secrets
 import string
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
-from lmforge.infer.engine import Completion, decode, generate
+from lmforge.errors import Mistake, RunFailed
+from lmforge.infer.engine import Completion, Engine, Request, Token, decode, generate
 from lmforge.infer.sampling import Sampling
 from lmforge.model import build
+from lmforge.model.export import export_folder
 from lmforge.model.layers import LanguageModel
 from lmforge.model.shapes import ModelConfig
 from tests.infer.conftest import Scripted
+from tests.model.conftest import MODEL_TYPES, built, drawn_config
 
 GREEDY = Sampling(temperature=0.0)
 SIZES: dict[str, Any] = {
@@ -52,7 +59,10 @@ def decoded(
     model: LanguageModel, prompts: list[list[int]], max_tokens: int, sampling: Sampling, seed: int = 0
 ) -> list[list[int]]:
     steps = decode(model, prompts, vocab_size=97, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_ids=frozenset({0}))
-    return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+    written: list[list[int]] = [[] for _ in prompts]
+    for token in chain.from_iterable(steps):
+        written[token.request].append(token.id)
+    return written
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -96,7 +106,8 @@ def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
 def test_an_ended_row_gives_no_more_tokens_while_others_go_on(scripted: Scripted) -> None:
     model = scripted({10: 11, 11: 0, 20: 21, 21: 22, 22: 23, 23: 0})
     steps = decode(model, [[10], [20]], vocab_size=261, max_tokens=99, sampling=GREEDY, seed=0, stop_ids=frozenset({0}))
-    assert list(steps) == [[11, 21], [0, 22], [None, 23], [None, 0]]
+    told = [{token.request: token.id for token in step} for step in steps]
+    assert told == [{0: 11, 1: 21}, {0: 0, 1: 22}, {1: 23}, {1: 0}]
 
 
 def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
@@ -108,6 +119,15 @@ def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_
     assert generate(model, byte_tokenizer, ["a"], max_tokens=3, sampling=GREEDY, seed=0)[0].tokens == [start + 1] * 3
     hot = generate(model, byte_tokenizer, ["a"] * 20, max_tokens=10, sampling=Sampling(50.0), seed=fresh_seed())
     assert all(token < 261 for completion in hot for token in completion.tokens)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
+def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: Sampling) -> None:
+    model = build(ModelConfig(**SIZES, intermediate_size=40), seed=1)
+    with torch.no_grad():
+        model.lm_head.weight[7, 3] = torch.nan
+    with pytest.raises(RunFailed, match="the model's logits are NaN or infinite after 4 tokens"):
+        decoded(model, [[5, 6, 7, 8]], 3, sampling)
 
 
 def test_an_empty_list_of_ids_is_no_prompt(scripted: Scripted) -> None:
@@ -139,7 +159,9 @@ class Told:
 
 def test_end_of_text_ends_a_row_and_is_no_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     [completion] = generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)
-    assert completion == Completion([*byte_tokenizer.encode("ey"), byte_tokenizer.separator_id], "ey", "stop")
+    ids = [*byte_tokenizer.encode("ey"), byte_tokenizer.separator_id]
+    assert completion == Completion(ids, "ey", "stop", completion.logprobs)
+    assert len(completion.logprobs) == 3
 
 
 def test_a_row_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
@@ -210,6 +232,15 @@ def test_a_stop_text_ends_a_row_and_no_part_of_it_is_ever_told(
     assert "".join(told.pieces[0]) == completion.text
 
 
+def test_a_row_that_a_stop_text_ended_is_written_no_further(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+    a, b, c = byte_tokenizer.encode("abc")
+    model, rows = scripted({a: b, b: c, c: a}), list[int]()
+    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    told = generate(model, byte_tokenizer, ["a", "c"], max_tokens=6, sampling=GREEDY, seed=0, stop=["ab"])
+    assert [each.text for each in told] == ["bc", ""]
+    assert rows == [2, 2, 1, 1]
+
+
 def test_of_stop_texts_that_are_complete_at_once_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for stops in (["cd", "d"], ["d", "cd"]):
         [completion] = generate(spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop=stops)
@@ -266,3 +297,162 @@ def test_sampled_text_streams_to_exactly_what_is_returned(tiny_model_and_tokeniz
         assert "\n\n" not in completion.text
         assert " a" not in completion.text
         assert completion.reason == "stop" or len(completion.tokens) == 60
+
+
+def own_logprobs(model: LanguageModel, prompt: list[int], written: list[int]) -> torch.Tensor:
+    """Log-softmax [written, vocab] of reading everything at once, before each written token."""
+    ids = torch.tensor([prompt + written[:-1]])
+    with torch.no_grad():
+        hidden = model(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids, dtype=torch.int32))
+        return model.lm_head(hidden)[0, len(prompt) - 1 :].log_softmax(-1)
+
+
+def requests_of(seed: int, count: int) -> list[Request]:
+    """Unlike in everything."""
+    draw = random.Random(seed)
+    ways = [Sampling(), GREEDY, Sampling(0.7, top_k=9), Sampling(1.3, top_p=0.9)]
+    return [
+        Request(prompt, draw.randrange(1, 20), draw.choice(ways), draw.randrange(2**40), frozenset({0, 1}), draw.randrange(4))
+        for prompt in random_prompts(seed, [draw.randrange(1, 20) for _ in range(count)])
+    ]
+
+
+def served(model: LanguageModel, requests: list[Request], rows: int, draw: random.Random) -> list[list[Token]]:
+    """What is written for each request, where they come in any order and at any step, into as many slots."""
+    engine = Engine(model, vocab_size=97, rows=rows, max_length=40)
+    coming = draw.sample(range(len(requests)), len(requests))
+    numbers: dict[int, int] = {}
+    written: list[list[Token]] = [[] for _ in requests]
+    while coming or engine.running:
+        while coming and engine.free and draw.random() < 0.5:
+            next_one = coming.pop()
+            numbers[engine.add(requests[next_one])] = next_one
+        assert engine.free + engine.running == rows
+        for token in engine.step():
+            written[numbers[token.request]].append(token)
+    return written
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_request_writes_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
+    seed = fresh_seed()
+    model, requests, draw = build(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed), requests_of(seed, 10), random.Random(seed)
+    alone = served(model, requests, 1, draw)
+    for rows in (3, 10):
+        for one, among in zip(alone, served(model, requests, rows, draw), strict=True):
+            assert [(token.id, token.last) for token in one] == [(token.id, token.last) for token in among]
+            # The same sums, in products of another size.
+            assert [token.logprob for token in one] == pytest.approx([token.logprob for token in among], abs=1e-4)
+    for request, tokens in zip(requests, alone, strict=True):
+        ended = tokens[-1].id in request.stop_ids
+        assert [token.last for token in tokens] == [None] * (len(tokens) - 1) + ["stop" if ended else "length"]
+        assert ended or len(tokens) == request.max_tokens
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
+    seed = fresh_seed()
+    model = build(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    for temperature in (1.0, 0.0, 0.5):
+        requests = [
+            Request(prompt, 12, Sampling(temperature), seed, frozenset(), 3) for prompt in random_prompts(seed, [1, 9, 20])
+        ]
+        for request, tokens in zip(requests, served(model, requests, 3, random.Random(seed)), strict=True):
+            own = own_logprobs(model, list(request.prompt), [token.id for token in tokens])
+            expected = (own / (temperature or 1.0)).log_softmax(-1)
+            for row, token in zip(expected, tokens, strict=True):
+                # fp32 sums in another order.
+                assert token.logprob == pytest.approx(float(row[token.id]), abs=2e-4)
+                assert [logprob for _, logprob in token.top] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
+                assert [float(row[id]) for id, _ in token.top] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
+
+
+def test_of_a_narrowed_distribution_only_tokens_that_can_be_drawn_are_told() -> None:
+    model = build(ModelConfig(**SIZES, intermediate_size=40), seed=1)
+    [[token]] = served(model, [Request([5], 1, Sampling(1.0, top_k=2), 1, frozenset(), 5)], 1, random.Random(0))
+    assert len(token.top) == 2
+    assert sum(math.exp(logprob) for _, logprob in token.top) == pytest.approx(1)
+
+
+def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_would() -> None:
+    seed = fresh_seed()
+    model, requests = build(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
+    requests = [replace(request, max_tokens=12, stop_ids=frozenset()) for request in requests]
+    alone = served(model, requests, 1, random.Random(seed))
+    engine = Engine(model, vocab_size=97, rows=4, max_length=40)
+    numbers = [engine.add(request) for request in requests[:3]]
+    first = engine.step()
+    engine.cancel(numbers[1])
+    engine.cancel(numbers[1])
+    late = engine.add(requests[3])
+    never = engine.add(requests[1])
+    engine.cancel(never)
+    assert (engine.running, engine.free) == (3, 1)
+    told = [*first]
+    while engine.running:
+        told += engine.step()
+    written = {number: [token.id for token in told if token.request == number] for number in (*numbers, late, never)}
+    ids = [[token.id for token in tokens] for tokens in alone]
+    assert written == {numbers[0]: ids[0], numbers[1]: ids[1][:1], numbers[2]: ids[2], late: ids[3], never: []}
+    assert engine.step() == []
+
+
+def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
+    engine = Engine(build(ModelConfig(**SIZES, intermediate_size=40), seed=1), vocab_size=97, rows=1, max_length=10)
+    with pytest.raises(ValueError, match="an empty prompt"):
+        engine.add(Request([], 5, GREEDY, 0, frozenset()))
+    with pytest.raises(Mistake, match="6 tokens of prompt and 5 new ones are 11, and there is room for 10"):
+        engine.add(Request([1] * 6, 5, GREEDY, 0, frozenset()))
+    engine.add(Request([1] * 5, 5, GREEDY, 0, frozenset()))
+    with pytest.raises(Mistake, match="all 1 slots are taken"):
+        engine.add(Request([1], 1, GREEDY, 0, frozenset()))
+    for _ in range(5):
+        assert engine.running == 1
+        engine.step()
+    assert engine.free == 1
+
+
+def test_each_of_several_samples_has_a_seed_of_its_own() -> None:
+    model = build(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
+    about: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": Sampling(), "stop_ids": frozenset()}
+
+    def written(prompts: list[list[int]], n: int, seed: int) -> list[list[int]]:
+        rows: list[list[int]] = [[] for _ in range(n * len(prompts))]
+        for token in chain.from_iterable(decode(model, prompts, n=n, seed=seed, **about)):
+            rows[token.request].append(token.id)
+        return rows
+
+    rows = written([[5, 6], [7], [5, 6]], 3, seed=4)
+    assert len({tuple(row) for row in rows}) == 9
+    assert written([[5, 6]], 2, seed=4) == rows[:2]
+    assert written([[5, 6]], 2, seed=5) != rows[:2]
+
+
+def test_several_completions_of_a_prompt_follow_each_other(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+    completions = generate(spelling("abcd"), byte_tokenizer, ["a", "c"], n=2, max_tokens=9, sampling=GREEDY, seed=0)
+    assert [completion.text for completion in completions] == ["bcd", "bcd", "d", "d"]
+    assert [len(completion.logprobs) for completion in completions] == [4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    draw = random.Random(fresh_seed())
+    torch.manual_seed(draw.randrange(2**31))
+    # Positions scaled for long texts are transformers' own affair with generate; tests/model compares their logits.
+    config = drawn_config(model_type, draw, **({} if model_type == "gpt2" else {"rope_scaling": None}))
+    model = built(config)
+    assert isinstance(model, LanguageModel)
+    export_folder(model, config, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    prompts = [[draw.randrange(config.vocab_size) for _ in range(draw.randrange(1, 25))] for _ in range(4)]
+    about: dict[str, Any] = {"vocab_size": config.vocab_size, "sampling": GREEDY, "seed": 0, "stop_ids": frozenset()}
+    written: list[list[int]] = [[] for _ in prompts]
+    for token in chain.from_iterable(decode(model, prompts, max_tokens=20, **about)):
+        written[token.request].append(token.id)
+    for prompt, ours in zip(prompts, written, strict=True):
+        ids, about = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **about)[0, len(prompt) :].tolist()
+        parted = next((at for at, pair in enumerate(zip(ours, found, strict=True)) if pair[0] != pair[1]), None)
+        if parted is not None:  # at a tie: another order of summing may choose either, and what follows is another text
+            own = own_logprobs(model, prompt, found[: parted + 1])[-1]
+            assert abs(float(own[ours[parted]] - own[found[parted]])) < 1e-4

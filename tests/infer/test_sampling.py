@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmforge.infer.sampling import Sampling, choose, filtered_probabilities
+from lmforge.infer.sampling import Sampling, choose, distribution, uniforms
 
 # Apart enough that fp32 tells them apart.
 logits_of_one_row = st.lists(st.integers(-2000, 2000).map(lambda number: number / 100), min_size=1, max_size=12, unique=True)
@@ -49,51 +49,112 @@ def test_probabilities_are_those_of_the_definition(logits: list[float], temperat
     likeliest_first = sorted(plainly(logits, Sampling(temperature, top_k)), reverse=True)
     assume(top_p == 1 or all(abs(rim - top_p) > 1e-4 for rim in accumulate(likeliest_first)))
     sampling = Sampling(temperature, top_k, top_p)
-    ours = filtered_probabilities(torch.tensor([logits]), sampling)[0].tolist()
+    ours = distribution(torch.tensor([logits]), sampling)[0].tolist()
     assert ours == pytest.approx(plainly(logits, sampling), rel=1e-4, abs=1e-7)
 
 
-def test_without_temperature_the_likeliest_token_is_chosen() -> None:
+def drawn(logits: torch.Tensor, sampling: Sampling, seed: int = 0) -> torch.Tensor:
+    return choose(logits, sampling, uniforms(seed, len(logits)))[0]
+
+
+def test_without_temperature_the_likeliest_token_is_chosen_and_told_by_the_models_own_distribution() -> None:
     logits = torch.randn(50, 30, generator=fresh_generator())
-    assert torch.equal(choose(logits, Sampling(0.0, top_k=5, top_p=0.5), []), logits.argmax(-1))
-
-
-@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(2e-38), Sampling(1e-4)])
-def test_every_way_of_narrowing_ends_in_the_likeliest_token(sampling: Sampling) -> None:
-    generator = fresh_generator()
-    logits = 5 * torch.randn(40, 30, generator=generator)
-    assert torch.equal(choose(logits, sampling, [generator] * 40), logits.argmax(-1))
+    tokens, probabilities = choose(logits, Sampling(0.0, top_k=5, top_p=0.5), uniforms(0, 50))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.equal(probabilities, logits.softmax(-1))
 
 
 @pytest.mark.parametrize(
     "sampling",
+    [
+        Sampling(1.0, top_k=1),
+        Sampling(1.0, top_p=1e-9),
+        Sampling(1.0, top_p=1e-60),
+        Sampling(1e-50),
+        Sampling(2e-38),
+        Sampling(1e-30),
+        Sampling(1e-4),
+    ],
+)
+def test_every_way_of_narrowing_ends_in_the_likeliest_token(sampling: Sampling) -> None:
+    generator = fresh_generator()
+    logits = 5 * torch.randn(40, 30, generator=generator)
+    tokens, probabilities = choose(logits, sampling, uniforms(generator.initial_seed(), 40))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert probabilities.isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.5, top_k=3, top_p=0.5)])
+@pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
+def test_what_is_no_distribution_is_told_by_the_probability_of_the_token(sampling: Sampling, vocab: int, number: float) -> None:
+    logits = torch.randn(6, vocab, generator=fresh_generator())
+    logits[3] = number
+    tokens, probabilities = choose(logits, sampling, uniforms(0, 6))
+    found = probabilities.gather(1, tokens[:, None])[:, 0]
+    assert found.isnan().tolist() == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("vocab", [12, 128, 300])
+@pytest.mark.parametrize(
+    "sampling",
     [Sampling(), Sampling(0.6), Sampling(1.7), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(1.2, top_k=6, top_p=0.8)],
 )
-def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: Sampling) -> None:
+def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: Sampling, vocab: int) -> None:
     generator, draws = fresh_generator(), 4000
-    logits = 2 * torch.randn(1, 12, generator=generator)
+    logits = 2 * torch.randn(1, vocab, generator=generator)
     probabilities = torch.tensor(plainly(logits[0].tolist(), sampling))
-    tokens = choose(logits.expand(draws, -1), sampling, [generator] * draws)
-    counts = tokens.bincount(minlength=12)
+    tokens = drawn(logits.expand(draws, -1), sampling, generator.initial_seed())
+    counts = tokens.bincount(minlength=vocab)
     assert (counts[probabilities == 0] == 0).all()
-    # Six standard deviations: once in 500 million for each of the 12 tokens.
+    # Six standard deviations: once in 500 million for each token.
     allowed = 6 * (draws * probabilities * (1 - probabilities)).sqrt() + 1
     assert ((counts - draws * probabilities).abs() <= allowed).all()
 
 
+def test_a_number_draws_the_token_at_which_the_sum_passes_it() -> None:
+    generator = fresh_generator()
+    logits = 4 * torch.randn(200, 1000, generator=generator)
+    drawing = uniforms(generator.initial_seed(), 200)
+    tokens, probabilities = choose(logits, Sampling(), drawing)
+    after = probabilities.double().cumsum(-1)
+    before = (after - probabilities).gather(1, tokens[:, None])[:, 0]
+    after = after.gather(1, tokens[:, None])[:, 0]
+    assert ((before <= drawing + 1e-6) & (drawing <= after + 1e-6)).all()  # fp32 probabilities sum to 1 to 1e-7 or so
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_the_least_and_the_largest_number_draw_a_token_that_can_be_drawn(number: float) -> None:
+    logits = 3 * torch.randn(300, 700, generator=fresh_generator())
+    logits[:, :100] = logits[:, -150:] = -torch.inf
+    tokens, probabilities = choose(logits, Sampling(), torch.full((300,), number, dtype=torch.float64))
+    assert (probabilities.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_numbers_are_even_and_those_of_neighbouring_seeds_have_nothing_in_common() -> None:
+    seed = fresh_generator().initial_seed()
+    rows = torch.stack([uniforms(seed + row, 2000) for row in range(8)])
+    assert ((rows >= 0) & (rows < 1)).all()
+    assert torch.equal(uniforms(seed, 10), rows[0, :10])
+    # Six standard deviations of a mean of 2,000, and of a correlation.
+    assert ((rows.mean(-1) - 0.5).abs() < 6 * (12 * 2000) ** -0.5).all()
+    assert ((torch.corrcoef(rows) - torch.eye(8)).abs() < 6 * 2000**-0.5).all()
+
+
 def test_tokens_that_tie_with_the_kth_stay() -> None:
-    probabilities = filtered_probabilities(torch.tensor([[1.0, 3.0, 1.0, 0.0]]), Sampling(top_k=2))[0]
+    probabilities = distribution(torch.tensor([[1.0, 3.0, 1.0, 0.0]]), Sampling(top_k=2))[0]
     assert (probabilities > 0).tolist() == [True, True, True, False]
 
 
-def test_a_row_draws_from_its_own_generator_only() -> None:
-    logits = torch.randn(8, 20, generator=fresh_generator())
-    together = choose(logits, Sampling(), [torch.Generator().manual_seed(row) for row in range(8)])
+def test_a_row_draws_from_its_own_number_only() -> None:
+    generator = fresh_generator()
+    logits, drawing = torch.randn(8, 20, generator=generator), uniforms(generator.initial_seed(), 8)
+    together, _ = choose(logits, Sampling(), drawing)
     for row in range(8):
-        assert choose(logits[row : row + 1], Sampling(), [torch.Generator().manual_seed(row)]) == together[row]
+        assert choose(logits[row : row + 1], Sampling(), drawing[row : row + 1])[0] == together[row]
 
 
 def test_masked_logits_are_never_drawn() -> None:
     logits = torch.full((500, 8), -torch.inf)
     logits[:, 3] = 0.0
-    assert (choose(logits, Sampling(2.0), [fresh_generator()] * 500) == 3).all()
+    assert (drawn(logits, Sampling(2.0), fresh_generator().initial_seed()) == 3).all()

@@ -18,7 +18,7 @@ from lmforge.infer.opening import open_model
 from lmforge.infer.sampling import Sampling
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
-from tests.conftest import Command
+from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]
 
@@ -81,6 +81,43 @@ def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run
     assert (measured["data"], measured["split"], measured["length"]) == (str(tiny_tokens), "held_out", 48)
 
 
+def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
+    """In rows that hold everything nothing depends on where documents lie; texts in files, lines and shards are the same."""
+    texts = [f"Document {number}: " + "well, " * number + "so be it." for number in range(12)]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "folder" / f"{number}.txt").write_text(text)
+    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    prepared = [tmp_path / "lines.jsonl", tmp_path / "shards", "--tokenizer", opened.origin, "--held_out", "0.3"]
+    assert command(["prepare", *map(str, prepared)]) == 0
+    capsys.readouterr()
+
+    def measured(*words: object) -> dict[str, float]:
+        assert command(["evaluate", str(tiny_run), *map(str, words), "--length", "1024", "--output", "json"]) == 0
+        found: dict[str, float] = json.loads(capsys.readouterr().out)
+        return found
+
+    lines, folder = measured("--data", tmp_path / "lines.jsonl"), measured("--data", tmp_path / "folder")
+    parts = [measured("--data", tmp_path / "shards", "--split", split) for split in ("train", "held_out")]
+    for name in ("targets", "bytes"):
+        assert lines[name] == folder[name] == sum(part[name] for part in parts)
+    nats = sum(part["loss"] * part["targets"] for part in parts)
+    assert lines["loss"] == pytest.approx(nats / lines["targets"], rel=1e-6)
+    assert folder["loss"] == pytest.approx(lines["loss"], rel=1e-6)
+    assert lines["split"] == "all"
+
+
+def test_processes_share_an_evaluation_and_print_it_once(lmforge: Command, tiny_run: Path) -> None:
+    words = ("evaluate", tiny_run, "--rows", 7, "--batch_rows", 2, "--device", "cpu", "--output", "json")
+    alone, shared = lmforge(*words), lmforge(*words, "--processes", 2)
+    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
+    one, other = json.loads(alone.stdout), json.loads(shared.stdout)
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert other.pop(name) == pytest.approx(one.pop(name), rel=1e-6)
+    assert other == one
+
+
 def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
     told, _ = run(capsys, "evaluate", tiny_run, "--rows", 2)
     number = r"[\d,]+"
@@ -112,11 +149,19 @@ def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     opened = open_model(tmp_path, torch.device("cpu"), torch.float32)
     assert set(ends) <= opened.ends
-    expected = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=sorted(opened.ends))[0]
+    # A text ends too where the tokenizer sets texts apart, whatever the model's configuration names.
+    stops = opened.ends | {byte_tokenizer.separator_id}
+    expected = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=sorted(stops))[0]
     written = expected[prompt["input_ids"].shape[1] :].tolist()
-    text = byte_tokenizer.decode([token for token in written if token not in opened.ends])
+    text = byte_tokenizer.decode([token for token in written if token not in stops])
     told, _ = run(capsys, "generate", tmp_path, "The king", "--max_tokens", 12, "--temperature", 0)
     assert told == f"The king{text}\n"
+
+
+def test_records_that_are_neither_texts_nor_conversations_are_refused(refused: Refusal, tiny_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "Well."}\n')
+    said = refused("evaluate", tiny_run, "--data", tmp_path / "a.jsonl")
+    assert f"{tmp_path}/a.jsonl, record 1: neither a conversation nor a text: its fields are content" in said
 
 
 def test_data_of_another_tokenizer_is_refused(capfd: Capture, tiny_run: Path, tmp_path: Path) -> None:

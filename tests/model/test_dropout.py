@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lmforge.data.noise import token_keys
 from lmforge.data.order import mix
 from lmforge.model import build
-from lmforge.model.dropout import _SITE, _STEP, SITES_OF_BLOCK, Noise, dropout
+from lmforge.model.dropout import _SITE, _STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_OF_BLOCK, Noise, dropout
 from lmforge.model.shapes import ModelConfig
 from lmforge.parallel.precision import find_compiler
 from lmforge.train.parity import Task
@@ -83,8 +83,10 @@ def test_patterns_of_neighbouring_features_are_equally_frequent() -> None:
 
 
 def test_no_two_places_of_a_token_share_a_draw() -> None:
-    """Counters of 2,000 sites of 8,192 features each: no two alike."""
-    sites, steps = np.arange(2000, dtype=np.uint64)[:, None], np.arange(2048, dtype=np.uint64)
+    """Counters of 8,192 features at NEFTune's site, 1,000 others, and those of 8 adapters in 120 blocks: no two alike."""
+    of_adapters = (1 + SITES_OF_BLOCK * np.arange(120)) + ADAPTER_SITE * np.arange(1, 9)[:, None]
+    places = np.concatenate([[NEFTUNE_SITE], np.arange(1000), of_adapters.flatten()])
+    sites, steps = places.astype(np.int64).view(np.uint64)[:, None], np.arange(2048, dtype=np.uint64)
     counters = sites * np.uint64(_SITE) + steps * np.uint64(_STEP)
     assert len(np.unique(counters)) == counters.size
     keys = keys_of(fresh_seed())

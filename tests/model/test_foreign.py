@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lmforge.errors import Mistake
-from lmforge.infer.engine import decode
+from lmforge.infer.engine import Engine, Request, decode
 from lmforge.infer.sampling import Sampling
 from lmforge.model import build
 from lmforge.model.export import export_folder
@@ -109,12 +109,34 @@ def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, dra
     theirs, ours = saved(kind, tmp_path)
     prompts = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)]
     steps = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=Sampling(0.0), seed=0, stop_ids=frozenset())
-    written = list(zip(*steps, strict=True))
-    for prompt, completion in zip(prompts, written, strict=True):
-        for token in completion:
+    written = list(steps)
+    for number, prompt in enumerate(prompts):
+        for token in (token.id for step in written for token in step if token.request == number):
             with torch.no_grad():
                 assert int(theirs(torch.tensor([prompt])).logits[0, -1].argmax()) == token
             prompt = [*prompt, token]
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral"])
+def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.Random, tmp_path: Path) -> None:
+    _, ours = saved(kind, tmp_path)
+    requests = [
+        Request([draw.randrange(96) for _ in range(draw.randrange(1, 12))], draw.randrange(1, 9), way, 5, frozenset())
+        for way in [Sampling(0.0), Sampling()] * 4
+    ]
+
+    def written(rows: int) -> list[list[int]]:
+        engine, coming, numbers = Engine(ours, vocab_size=96, rows=rows, max_length=24), [*range(8)], dict[int, int]()
+        found: list[list[int]] = [[] for _ in requests]
+        while coming or engine.running:
+            while coming and engine.free and draw.random() < 0.6:
+                next_one = coming.pop(draw.randrange(len(coming)))
+                numbers[engine.add(requests[next_one])] = next_one
+            for token in engine.step():
+                found[numbers[token.request]].append(token.id)
+        return found
+
+    assert written(3) == written(1)
 
 
 def test_a_llama_folder_gives_the_same_either_way(draw: random.Random, tmp_path: Path) -> None:

@@ -29,9 +29,11 @@ LLAMA: dict[str, Any] = {
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_shape_survives_the_trip_through_its_own_json(model_type: str, draw: random.Random) -> None:
     for _ in range(20):
-        tokens = {"bos_token_id": draw.choice([None, 1]), "eos_token_id": draw.choice([None, 2, (2, 3)]), "pad_token_id": 0}
+        tokens = {"bos_token_id": draw.choice([None, 1]), "eos_token_id": draw.choice([None, 2, (2, 3)])}
+        tokens["pad_token_id"] = draw.choice([0, 2, 3])
         config = drawn_config(model_type, draw, **tokens)
-        assert from_hugging_face(json.loads(json.dumps(config.to_hugging_face())), "here") == config
+        for each in (config, dataclasses.replace(config, reward=True)):
+            assert from_hugging_face(json.loads(json.dumps(each.to_hugging_face())), "here") == each
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -102,6 +104,8 @@ def test_a_shape_can_be_given_field_by_field() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier of 2 labels is not supported"),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}, "of 3 labels"),
         ({"hidden_act": "gelu"}, 'hidden_act: "gelu" is not supported in a llama model; use "silu"'),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, 'rope_type "yarn" is not supported; choose one of default, lin'),
         ({"rope_scaling": {"type": "linear"}}, 'rope_type "linear" needs factor, a number above zero; got None'),

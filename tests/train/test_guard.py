@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lmforge.cli import run as command
@@ -148,6 +149,69 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
     assert shown.returncode == 0, shown.stderr
     assert f"samples {4 * hit[0]} to {4 * hit[0] + 3} of " in shown.stdout
     assert shown.stdout.count("\nsample ") == 4
+
+
+@pytest.fixture(scope="module")
+def broken(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model every step of which is bad."""
+    folder = tmp_path_factory.mktemp("broken") / "model"
+    assert command(["export", str(tiny_run), str(folder), "--dtype", "fp32"]) == 0
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: torch.full_like(tensor, math.nan) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+FEW = ["--data.length", 64, "--train.global_batch_rows", 4, "--train.dtype", "fp32", "--train.device", "cpu"]
+FEW += ["--train.compile", "off", "--train.threads", 1, "--log.every_steps", 1, "--faults.bad_steps", 9]
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("method", ["sft", "orpo"])
+def test_the_samples_of_a_bad_step_of_examples_are_shown(
+    method: str, packing: str, broken: Path, tmp_path: Path, lmforge: Command
+) -> None:
+    answer = {"completion": " 2"} if method == "sft" else {"chosen": " 2", "rejected": " 3"}
+    lines = [json.dumps({"prompt": f"{n} =", **answer}) + "\n" for n in range(40)]
+    (tmp_path / "examples.jsonl").write_text("".join(lines))
+    words = ["sft"] if method == "sft" else ["align", "--method", method]
+    words += ["--model.source", broken, "--data.files", "examples.jsonl", "--data.packing", packing]
+    done = lmforge(*words, *FEW, "--train.steps", 2, "--run.name", "bad", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
+    assert f"not used, and its samples are named in {first.relative_to(tmp_path)}" in done.stderr
+    shown = lmforge("show", "data", second, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("step 2: loss is nan; samples 4 to 7 of ")
+    assert shown.stdout.count("[") == shown.stdout.count("<|endoftext|>]") >= 4
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written(
+    every: int, tiny_run: Path, tmp_path: Path, lmforge: Command
+) -> None:
+    """Rewards so far apart that an advantage is infinite in fp32. Two steps on each set, the answers of two ranks."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} ="}) + "\n" for n in range(20)))
+    reward = "def reward(prompts, completions):\n    return [1e300 * (n % 2) for n in range(len(prompts))]\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    words = ["--method", "grpo", "--model.source", tiny_run, "--data.files", "prompts.jsonl", "--rollout.scale", "none"]
+    words += ["--rollout.rewards", "rewards.py:reward", "--rollout.samples", 2, "--rollout.max_tokens", 4]
+    words += ["--rollout.updates", 2, "--rollout.table_every", every, "--launch.processes", 2]
+    done = lmforge("align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    bad = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
+    assert len(bad) == 4
+    tables = [tmp_path / "runs" / "bad" / "completions" / f"set-000000-rank-{rank}.jsonl" for rank in range(2)]
+    answers = [json.loads(line)["completion"] for table in tables for line in table.read_text().splitlines()[2:]]
+    shown = lmforge("show", "data", bad[1], cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "its answers are in runs/bad/completions/set-000000-rank-*.jsonl" in done.stderr
+    assert shown.stdout.startswith("step 2: loss is ")
+    texts = [line for line in shown.stdout.splitlines() if line.startswith(("'", '"'))]  # prompts and answers by turns
+    assert texts[1::2] == [repr(answer) for answer in answers]
+    later = lmforge("show", "data", bad[2], cwd=tmp_path)
+    assert (later.returncode == 0) == (every == 1)
+    assert ("the answers of this step were not written; --rollout.table_every 1" in later.stderr) == (every == 2)
+    assert ("its answers were not written (rollout.table_every)" in done.stderr) == (every == 2)
 
 
 def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_after_them(

@@ -48,7 +48,7 @@ from lmforge.train import stages
 def told(*arguments):
     print(open("/proc/self/status").read())
     sys.exit()
-stages._pretrain = told
+stages._train = told
 stages.pretrain(load_config(sys.argv[1:]))
 """
 

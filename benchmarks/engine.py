@@ -1,0 +1,218 @@
+"""Tokens a second of lmforge's generation beside transformers' `generate` on a CPU: the same model, prompts and threads.
+
+Each lives in a process of its own, for the allocator's settings are what all in a process share, and they take turns: a
+ratio is taken within a round, reading of the prompts included. Greedy tokens must be the same; where they part, the two
+likeliest tokens may be as close as rounding brings them, and then that row is compared no further. Sampled tokens are
+drawn from the whole softmax by either, each with numbers of its own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from setting import RESULTS, machine, machine_lines, spread_of, write_result
+
+from lmforge.cluster.environment import local_threads
+from lmforge.cluster.ranks import keep_freed_memory
+from lmforge.infer.engine import decode
+from lmforge.infer.sampling import Sampling
+from lmforge.model import build
+from lmforge.model.export import export_folder
+from lmforge.model.flops import parameters
+from lmforge.model.layers import LanguageModel
+from lmforge.model.shapes import ModelConfig, resolve
+from lmforge.model.weights import load_folder
+
+OURS, THEIRS = "lmforge", "transformers"
+# That of train_cpu.py, and the same with grouped heads. First weights so large that the likeliest token stands out.
+LLAMA = ModelConfig(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    initializer_range=0.05,
+)
+SHAPES = {"llama": LLAMA, "llama, grouped heads": replace(LLAMA, num_attention_heads=8, num_key_value_heads=2, head_dim=32)}
+TINY = replace(LLAMA, vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.0)}
+# Two sums of some hundred terms of size one, in another order.
+TIE = 1e-3
+
+Write = Callable[[Sampling], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both are given: a folder with a model, prompts, how many tokens to write after each, and threads."""
+
+    folder: Path
+    prompts: list[list[int]]
+    new_tokens: int
+    threads: int
+
+
+def ours(work: Work) -> Write:
+    keep_freed_memory()
+    config = resolve(work.folder, {})
+    model = opened(work.folder, config)
+
+    def write(sampling: Sampling) -> list[list[int]]:
+        written: list[list[int]] = [[] for _ in work.prompts]
+        about = {"vocab_size": config.vocab_size, "max_tokens": work.new_tokens, "stop_ids": frozenset[int]()}
+        for step in decode(model, work.prompts, sampling=sampling, seed=0, **about):
+            for token in step:
+                written[token.request].append(token.id)
+        return written
+
+    return write
+
+
+def opened(folder: Path, config: ModelConfig) -> LanguageModel:
+    model = build(config, seed=None)
+    load_folder(folder, model)
+    return model
+
+
+def theirs(work: Work) -> Write:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=torch.float32).eval()
+    longest = max(map(len, work.prompts))
+    padding = [longest - len(prompt) for prompt in work.prompts]
+    tokens = torch.tensor([[0] * pads + prompt for pads, prompt in zip(padding, work.prompts, strict=True)])
+    mask = torch.tensor([[0] * pads + [1] * (longest - pads) for pads in padding])
+
+    def write(sampling: Sampling) -> list[list[int]]:
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        chosen = drawn if sampling.temperature else {"do_sample": False}
+        length: dict[str, Any] = {"max_new_tokens": work.new_tokens, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode():
+            found = model.generate(tokens, attention_mask=mask, **length, **chosen)
+        return [row[longest:] for row in found.tolist()]
+
+    return write
+
+
+def contend(name: str, work: Work, pipe: Connection) -> None:
+    """In a process of its own: write once to warm up, then whenever asked. Answers (seconds, tokens)."""
+    torch.set_num_threads(work.threads)
+    write = ours(work) if name == OURS else theirs(work)
+    write(SAMPLINGS["sampled"])
+    pipe.send(None)
+    while (sampling := pipe.recv()) is not None:
+        began = time.perf_counter()
+        written = write(sampling)
+        pipe.send((time.perf_counter() - began, written))
+
+
+def hold(work: Work, shape: ModelConfig, rounds: int) -> dict[str, Any]:
+    """Let both take `rounds` turns in each way of choosing tokens; their figures, and how greedy tokens compare."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for name in (OURS, THEIRS):
+        pipes[name], far = context.Pipe()
+        processes.append(context.Process(target=contend, args=(name, work, far), daemon=True))
+        processes[-1].start()
+        far.close()
+        pipes[name].recv()
+    speeds: dict[str, dict[str, list[float]]] = {kind: {OURS: [], THEIRS: []} for kind in SAMPLINGS}
+    greedy: dict[str, list[list[int]]] = {}
+    for number in range(rounds):
+        order = (OURS, THEIRS) if number % 2 else (THEIRS, OURS)
+        for kind, sampling in SAMPLINGS.items():
+            for name in order:
+                pipes[name].send(sampling)
+                seconds, written = pipes[name].recv()
+                speeds[kind][name].append(len(work.prompts) * work.new_tokens / seconds)
+                if kind == "greedy":
+                    greedy[name] = written
+        done = ", ".join(f"{kind} {of[OURS][-1]:,.0f} and {of[THEIRS][-1]:,.0f}" for kind, of in speeds.items())
+        print(f"round {number + 1} of {rounds}: {done} tokens/s", file=sys.stderr, flush=True)
+    for pipe, process in zip(pipes.values(), processes, strict=True):
+        pipe.send(None)
+        process.join()
+    told: dict[str, Any] = {"ties": compare(work, opened(work.folder, shape), greedy[OURS], greedy[THEIRS])}
+    for kind, of in speeds.items():
+        ratios = [mine / other for mine, other in zip(of[OURS], of[THEIRS], strict=True)]
+        told[kind] = {"tokens_per_second": {name: spread_of(values) for name, values in of.items()}, "ratio": spread_of(ratios)}
+    return told
+
+
+@torch.no_grad()
+def compare(work: Work, model: LanguageModel, mine: list[list[int]], other: list[list[int]]) -> int:
+    """How many rows part at a tie. Exits where rows part elsewhere."""
+    parted = 0
+    for prompt, row, their_row in zip(work.prompts, mine, other, strict=True):
+        where = next((at for at, pair in enumerate(zip(row, their_row, strict=True)) if pair[0] != pair[1]), None)
+        if where is None:
+            continue
+        parted += 1
+        read = torch.tensor([prompt + row[:where]])
+        hidden = model(read, torch.arange(read.shape[1])[None], torch.zeros_like(read, dtype=torch.int32))
+        logits = model.lm_head(hidden[0, -1])
+        chosen = logits[[row[where], their_row[where]]]
+        if (logits.max() - chosen > TIE).any():
+            raise SystemExit(
+                f"greedy tokens differ after {where}: {row[where]} and {their_row[where]}, logits {chosen.tolist()}"
+            )
+    return parted
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = ["# Generation on a CPU, side by side", "", *machine_lines(record["machine"]), f"- {record['what']}"]
+    for name, of_shape in record["shapes"].items():
+        lines += ["", f"## {name}, {of_shape['parameters'] / 1e6:.1f}M parameters", ""]
+        lines += ["| | lmforge, tokens/s | transformers, tokens/s | ratio |", "|---|---|---|---|"]
+        for kind in SAMPLINGS:
+            speeds, ratio = of_shape[kind]["tokens_per_second"], of_shape[kind]["ratio"]
+            cells = [f"{each['median']:,.0f} ({each['min']:,.0f}–{each['max']:,.0f})" for each in speeds.values()]
+            lines.append(f"| {kind} | {' | '.join(cells)} | {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f}) |")
+        rows = record["rows"]
+        lines.append(f"\nGreedy tokens are the same in {rows - of_shape['ties']} of {rows} rows; the others part at a tie.")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
+    parser.add_argument("--rows", type=int, default=64, help="prompts, written after together (default: 64)")
+    parser.add_argument("--new_tokens", type=int, default=128, help="written after each prompt (default: 128)")
+    parser.add_argument("--threads", type=int, default=local_threads(1), help="of each (default: all cores)")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that everything works")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    chosen = parser.parse_args()
+    about, shapes = machine(), {"tiny": TINY} if chosen.tiny else SHAPES
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        draw = random.Random(0)
+        prompts = [[draw.randrange(shape.vocab_size) for _ in range(draw.randint(16, 64))] for _ in range(chosen.rows)]
+        with tempfile.TemporaryDirectory(prefix="engine-") as folder:
+            export_folder(build(shape, seed=0), shape, Path(folder) / "model")
+            work = Work(Path(folder) / "model", prompts, chosen.new_tokens, chosen.threads)
+            found[name] = {"parameters": parameters(shape).total, **hold(work, shape, chosen.rounds)}
+    what = (
+        f"fp32, {chosen.rows} prompts of 16 to 64 tokens, {chosen.new_tokens} new tokens each, {chosen.threads} threads, "
+        f"{chosen.rounds} rounds; median (lowest–highest)"
+    )
+    record = {"benchmark": "engine", "machine": about, "what": what, "rows": chosen.rows, "shapes": found}
+    readable = table(record)
+    print(f"{readable}\n\nwritten to {write_result('engine', record, readable, chosen.out)} and .json beside it")
+    print(
+        json.dumps({name: {kind: of_shape[kind]["ratio"]["median"] for kind in SAMPLINGS} for name, of_shape in found.items()})
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

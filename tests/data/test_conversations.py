@@ -1,0 +1,239 @@
+import contextlib
+import gzip
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from lmforge.data.colour import colour
+from lmforge.data.conversations import Example, Format, read_conversations
+from lmforge.data.templates import ChatTemplate
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake
+
+PAGE = Path(__file__).parents[2] / "docs" / "sft-data.md"
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+TURNS = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "QQ"},
+    {"role": "assistant", "content": "AA"},
+]
+FIRST = "<|system|>|S|<|end|>|<|user|>|Q|<|end|>|<|assistant|>[A|<|end|>]<|user|>|Q|Q|<|end|>|<|assistant|>[A|A|<|end|>]"
+
+
+def write(file: Path, *records: Any) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def shown(path: Path, tokenizer: Tokenizer, **choices: Any) -> list[str]:
+    return [colour(example, tokenizer, ansi=False) for example in read_conversations(path, tokenizer, **choices)]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": TURNS},
+        {
+            "conversations": [
+                {"from": who, "value": turn["content"]}
+                for who, turn in zip(["system", *["human", "gpt"] * 2], TURNS, strict=True)
+            ]
+        },
+        {
+            "system": "S",
+            "conversations": [
+                {"from": who, "value": words} for who, words in zip(["user", "model"] * 2, ["Q", "A", "QQ", "AA"], strict=True)
+            ],
+        },
+        {"conversations": TURNS},
+        {"instruction": "QQ", "output": "AA", "system": "S", "history": [["Q", "A"]]},
+        {"instruction": "QQ", "input": None, "output": "AA", "system": "S", "history": [["Q", "A"]]},
+    ],
+)
+def test_every_format_of_one_conversation_gives_the_same_tokens(record: Any, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    assert shown(write(tmp_path / "a.jsonl", record), byte_tokenizer) == [FIRST]
+
+
+def test_masks_score_every_answer_or_the_last_or_all(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": TURNS[1:]})
+    bare = "<|user|>|Q|<|end|>|<|assistant|>|A|<|end|>|<|user|>|Q|Q|<|end|>|<|assistant|>"
+    assert shown(file, byte_tokenizer, mask="last") == [bare + "[A|A|<|end|>]"]
+    assert shown(file, byte_tokenizer, mask="all") == [bare.replace("<|user|>|Q|<", "<|user|>[Q|<", 1) + "|A|A|<|end|>]"]
+
+
+def test_strings_go_as_they_are_and_end_with_the_separator(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": "a ", "completion": " b"}, {"prompt": "<|end|>", "completion": ""})
+    assert shown(file, byte_tokenizer) == ["a| [ |b|<|endoftext|>]", "<|||e|n|d|||>[<|endoftext|>]"]
+    assert shown(file, byte_tokenizer, mask="all")[0] == "a[ | |b|<|endoftext|>]"
+    assert shown(write(tmp_path / "b.jsonl", {"text": "abc"}), byte_tokenizer) == ["a[b|c|<|endoftext|>]"]
+
+
+def test_a_completion_of_messages_is_scored_and_nothing_before_it(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(
+        tmp_path / "a.jsonl", {"prompt": TURNS[:4], "completion": TURNS[4:]}, {"prompt": TURNS[:4], "completion": "AA"}
+    )
+    assert shown(file, byte_tokenizer) == [FIRST.replace("[A|<|end|>]", "|A|<|end|>|", 1)] * 2
+
+
+def test_calls_in_sharegpt_are_calls(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    call = {"name": "f", "arguments": {"a": 1}}
+    talk = [("human", "Q"), ("function_call", json.dumps(call)), ("observation", "1"), ("gpt", "A")]
+    theirs = {"conversations": [{"from": who, "value": value} for who, value in talk], "tools": '[{"name": "f"}]'}
+    ours = {
+        "messages": [
+            {"role": "user", "content": "Q"},
+            {"role": "assistant", "tool_calls": [{"function": call}]},
+            {"role": "tool", "content": "1"},
+            {"role": "assistant", "content": "A"},
+        ],
+        "tools": [{"name": "f"}],
+    }
+    [one], [other] = (
+        shown(write(tmp_path / name, record), byte_tokenizer) for name, record in (("a.json", theirs), ("b.json", ours))
+    )
+    assert one == other
+    assert one.replace("|", "").startswith('<system><tools>↵\n{"name": "f"}↵\n</tools>')
+
+
+def test_any_kind_of_file_holds_the_same_records(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    records = [{"messages": [{"role": "user", "content": "Q" * n}, {"role": "assistant", "content": "é"}]} for n in range(1, 6)]
+    lines = "\ufeff" + "\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n\n"
+    (tmp_path / "0.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "2.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (tmp_path / "3.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "3.json.gz").write_bytes(gzip.compress(json.dumps(records).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "4.parquet")
+    expected = shown(tmp_path / "0.jsonl", byte_tokenizer)
+    assert len(expected) == 5
+    for file in tmp_path.iterdir():
+        assert shown(file, byte_tokenizer) == expected, file
+    assert shown(tmp_path, byte_tokenizer) == expected * 6
+
+
+def test_fields_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", {"chat": TURNS, "text": "no"})
+    assert shown(file, byte_tokenizer, fields={"messages": "chat"}) == [FIRST]
+    with pytest.raises(Mistake, match=r"a\.jsonl, record 1: no field 'talk': there are chat, text"):
+        shown(file, byte_tokenizer, fields={"messages": "talk"})
+
+
+def test_examples_are_arrays_of_ids_and_of_what_is_scored(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": "pp", "completion": "ccc"})
+    [example] = read_conversations(file, byte_tokenizer)
+    assert (example.tokens.dtype, example.scored.dtype) == (np.int32, bool)
+    assert example.scored.tolist() == [False, False, True, True, True, True]
+
+
+def test_examples_come_in_order_however_many_there_are(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", *({"text": str(number)} for number in range(2500)))
+    assert [byte_tokenizer.decode(e.tokens) for e in read_conversations(file, byte_tokenizer)] == [str(n) for n in range(2500)]
+
+
+@pytest.mark.parametrize(
+    ("second", "form", "complaint"),
+    [
+        ({"messages": TURNS[:2]}, "auto", "no assistant turn"),
+        ({"messages": []}, "auto", "expected text or a list of messages"),
+        ({"messages": [{"role": "bot", "content": "A"}]}, "auto", "message 1: role 'bot'"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "auto", "message 1: tool_calls are not a list but int"),
+        ({"text": "a"}, "auto", "expected a record of format messages, with 'messages': there are text"),
+        ({"messages": TURNS, "tools": "{"}, "auto", "the field 'tools' is not JSON"),
+        ([1], "auto", "expected an object with named fields, not list"),
+        ({"messages": [{"from": "me", "value": "A"}]}, "auto", "\"from\" is 'me': expected one of system, human"),
+        ({"messages": TURNS}, "alpaca", "record 1: expected a record of format alpaca, with 'instruction'"),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_named(
+    second: Any, form: Format, complaint: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": TURNS}, second)
+    place = "" if "record" in complaint and "record 1" in complaint else r"a\.jsonl, record 2: "
+    with pytest.raises(Mistake, match=place + re.escape(complaint)):
+        shown(file, byte_tokenizer, format=form)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": ')
+    (tmp_path / "b.json").write_text('[{"text": "a"}')
+    (tmp_path / "c.parquet").write_text("PAR1")
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    (tmp_path / "e.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    for name, complaint in {
+        "a.jsonl": "record 2: not JSON, one object a line",
+        "b.json": "begins as a JSON list and is none",
+        "c.parquet": "cannot be read as parquet",
+        "d.jsonl": "not UTF-8 at byte 10",
+        "e.jsonl": "record 1: the fields answer, question are of no format known",
+        "f.jsonl": "no such file or folder",
+    }.items():
+        with pytest.raises(Mistake, match=f"{re.escape(name)}.*{re.escape(complaint)}"):
+            shown(tmp_path / name, byte_tokenizer)
+
+
+def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    source = "{% for m in messages %}{{ '<|user|>' + m.role + ' ' + m.content + '<|end|>' }}{% endfor %}"
+    template = ChatTemplate(byte_tokenizer, source + "{% if add_generation_prompt %}<|user|>assistant {% endif %}")
+    [text] = shown(write(tmp_path / "a.jsonl", {"messages": TURNS[1:3]}), byte_tokenizer, template=template)
+    assert text.replace("||", "").endswith("|<|user|>|a|s|s|i|s|t|a|n|t| [A|<|end|>]")
+
+
+# --- as a person reads it --------------------------------------------------------------------------------------------
+
+
+def test_colours_show_every_token_its_bounds_and_what_is_scored(byte_tokenizer: Tokenizer) -> None:
+    ids = [2, *byte_tokenizer.encode("é\n"), 3, *byte_tokenizer.encode("a\x1b[2J"), 4]
+    example = Example(np.array(ids, np.int32), np.array([False] * 5 + [True] * 6))
+    assert colour(example, byte_tokenizer, ansi=False) == "<|user|>||é|↵\n|<|assistant|>[a|\\x1b|[|2|J|<|end|>]"
+    terminal = colour(example, byte_tokenizer)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal) == "<|user|>é↵\n<|assistant|>a\\x1b[2J<|end|>"
+    shades = re.findall(r"\x1b\[(30;42|30;102|37|90)m", terminal)
+    assert [shade for at, shade in enumerate(shades) if at != 4] == ["37", "90", "37", "90", "37", *["30;102", "30;42"] * 3]
+    assert "\x1b[2J" not in terminal
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    from lmforge.data.preferences import read_labelled, read_pairs, read_prompts
+
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = [text for kind, text in FENCED.findall(page) if kind == "json"]
+    for number, text in enumerate(blocks[:5]):
+        (tmp_path / f"{number}.jsonl").write_text(text, encoding="utf-8")
+        assert len(shown(tmp_path / f"{number}.jsonl", byte_tokenizer)) == 1
+    (tmp_path / "pairs.jsonl").write_text(blocks[5])
+    assert len(list(read_pairs(tmp_path / "pairs.jsonl", byte_tokenizer))) == 2
+    labelled, prompt = blocks[6].splitlines()
+    (tmp_path / "labelled.jsonl").write_text(labelled)
+    assert next(read_labelled(tmp_path / "labelled.jsonl", byte_tokenizer)).good
+    (tmp_path / "prompts.jsonl").write_text(prompt)
+    assert next(read_prompts(tmp_path / "prompts.jsonl", byte_tokenizer)).columns == {"answer": "2"}
+
+
+def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = FENCED.findall(PAGE.read_text(encoding="utf-8"))
+    [program] = [text for kind, text in blocks if kind == "python"]
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program, {})
+    assert printed.getvalue() == blocks[-1][1]
+    template = next(text for kind, text in blocks if kind == "text").strip()
+    messages = [("system", "Be brief."), ("user", "Who are you?"), ("assistant", "A model.")]
+    from lmforge.data.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer([""], 261)
+    rendered = ChatTemplate.of(tokenizer).render([{"role": role, "content": content} for role, content in messages])
+    assert tokenizer.decode(rendered.tokens, specials=True) == template

@@ -1,0 +1,114 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.data.colour import colour
+from lmforge.data.preferences import Tally, read_labelled, read_pairs, read_prompts
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake
+
+USER, GOOD, BAD = ({"role": role, "content": words} for role, words in (("user", "Q"), ("assistant", "G"), ("assistant", "B")))
+AS_TURNS = ["<|user|>|Q|<|end|>|<|assistant|>[G|<|end|>]", "<|user|>|Q|<|end|>|<|assistant|>[B|<|end|>]"]
+AS_TEXT = ["Q[G|<|endoftext|>]", "Q[B|<|endoftext|>]"]
+
+
+def write(file: Path, *records: Any) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def sides(file: Path, tokenizer: Tokenizer, **choices: Any) -> list[list[str]]:
+    pairs = read_pairs(file, tokenizer, **choices)
+    return [[colour(side, tokenizer, ansi=False) for side in (pair.chosen, pair.rejected)] for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("record", "choices", "expected"),
+    [
+        ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {}, AS_TEXT),
+        ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {"as_chat": True}, AS_TURNS),
+        ({"prompt": [USER], "chosen": "G", "rejected": "B"}, {}, AS_TURNS),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}, AS_TURNS),
+        ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, {}, AS_TURNS),
+        ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}, AS_TURNS),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}, AS_TURNS),
+        ({"q": "Q", "good": "G", "bad": "B"}, {"fields": {"prompt": "q", "chosen": "good", "rejected": "bad"}}, AS_TEXT),
+        ({"chosen": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "G"}],
+          "rejected": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "B"}]}, {}, AS_TURNS),
+    ],
+)  # fmt: skip
+def test_every_form_of_a_pair_scores_the_answers_and_never_the_prompt(
+    record: Any, choices: dict[str, Any], expected: list[str], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    assert sides(write(tmp_path / "a.jsonl", record), byte_tokenizer, **choices) == [expected]
+
+
+def test_the_turns_that_both_sides_begin_with_are_their_prompt(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    shared = [USER, GOOD, USER]
+    file = write(tmp_path / "a.jsonl", {"chosen": [*shared, GOOD, USER, BAD], "rejected": [*shared, BAD]})
+    before = "<|user|>|Q|<|end|>|<|assistant|>|G|<|end|>|<|user|>|Q|<|end|>|<|assistant|>"
+    [[chosen, rejected]] = sides(file, byte_tokenizer)
+    assert chosen == before + "[G|<|end|>]" + AS_TURNS[1]
+    assert rejected == before + "[B|<|end|>]"
+
+
+def test_texts_that_are_conversations_are_cut_before_the_last_answer(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    start = "\n\nHuman: Q\n\nAssistant: I\n\nHuman: Q\n\nAssistant:"
+    file = write(tmp_path / "a.jsonl", {"chosen": start + " I G", "rejected": start + " I B"})
+    [[chosen, _]] = sides(file, byte_tokenizer)
+    assert chosen.endswith("n|t|:[ |I| |G|<|endoftext|>]")
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"prompt": "Q", "chosen": "G", "rejected": "G"}, "chosen and rejected are equal"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "differ before the answer"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "differ before the answer"),
+        (
+            {"chosen": [USER, GOOD, USER], "rejected": [USER, GOOD, {"role": "user", "content": "R"}]},
+            "differ before the answer",
+        ),
+        ({"chosen": "G", "rejected": "B"}, "no prompt: expected a field 'prompt'"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "no field 'prompt'"),
+        ({"prompt": "Q", "chosen": "G"}, "no field 'rejected': there are chosen, prompt"),
+        ({"prompt": "", "chosen": "G", "rejected": "B"}, "the prompt is empty"),
+        ({"prompt": "Q", "chosen": 1, "rejected": 2}, "expected text or a list of messages, not 1"),
+        ({"prompt": "Q", "chosen": [], "rejected": [BAD]}, "expected text or a list of messages"),
+    ],
+)
+def test_a_pair_that_prefers_nothing_is_named(record: Any, complaint: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": "Q", "chosen": "G", "rejected": "B"}, record)
+    with pytest.raises(Mistake, match=r"a\.jsonl, record 2: .*" + re.escape(complaint)):
+        sides(file, byte_tokenizer)
+
+
+def test_labels_go_with_their_answers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    records = [{"prompt": "Q", "completion": "G", "label": True}, {"prompt": [USER], "completion": [BAD], "label": 0}]
+    good, bad = read_labelled(write(tmp_path / "a.jsonl", *records), byte_tokenizer)
+    assert (good.good, colour(good.example, byte_tokenizer, ansi=False)) == (True, AS_TEXT[0])
+    assert (bad.good, colour(bad.example, byte_tokenizer, ansi=False)) == (False, AS_TURNS[1])
+    for label in ("true", 2, None):
+        with pytest.raises(Mistake, match=r"record 1: the label is .*expected true or false"):
+            list(read_labelled(write(tmp_path / "a.jsonl", {**records[0], "label": label}), byte_tokenizer))
+
+
+def test_a_prompt_ends_where_its_answer_begins_and_keeps_its_other_columns(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    records = [{"prompt": "Q", "answer": 1}, {"prompt": [USER], "answer": 2}, {"messages": [USER, GOOD], "answer": 3}]
+    file = write(tmp_path / "a.jsonl", *records)
+    prompts = list(read_prompts(file, byte_tokenizer))
+    said = [byte_tokenizer.decode(prompt.tokens, specials=True) for prompt in prompts]
+    assert said == ["Q", *["<|user|>Q<|end|><|assistant|>"] * 2]
+    assert [prompt.columns for prompt in prompts] == [{"answer": 1}, {"answer": 2}, {"answer": 3}]
+    assert [prompt.prompt for prompt in prompts] == ["Q", [USER], [USER]]
+    [first, *_] = read_prompts(file, byte_tokenizer, as_chat=True)
+    assert byte_tokenizer.decode(first.tokens, specials=True) == said[1]
+    tally = Tally()
+    assert len(list(read_prompts(file, byte_tokenizer, length=3, tally=tally))) == 1
+    assert tally == Tally(records=3, kept=1, too_long=2)
+    with pytest.raises(Mistake, match="record 1: no field 'prompt': there are q"):
+        list(read_prompts(write(tmp_path / "b.jsonl", {"q": "Q"}), byte_tokenizer))

@@ -1,0 +1,382 @@
+import json
+import random
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
+from lmforge.data.templates import OWN, ChatTemplate
+from lmforge.data.tokenizer import CHAT_SPECIALS, SEPARATOR, Tokenizer, train_tokenizer
+from lmforge.errors import Mistake
+
+SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20
+WORDS = [
+    "hello",
+    " world",
+    "\n",
+    "\n\n",
+    "  ",
+    "é",
+    "日本",
+    "!",
+    "\t",
+    "the user",
+    "a time",
+    "'s",
+    "12",
+    "<|end|>",
+    "</s>",
+    "<s>",
+]
+# Those that no token of any template here can come out of.
+HARMLESS = WORDS[:-3]
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HEADERS = """{{ bos_token }}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '<|stop|>\n\n' + message.content | trim + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}"""
+# Speakers are plain text here, and the answer begins with the blank that the template writes.
+SPEAKERS = """{{ bos_token }}{% for message in messages %}
+{% if message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}{% else %}
+{{ '[INST] ' + message.content + ' [/INST]' }}{% endif %}{% endfor %}"""
+# And here the end of the whole text is not the end of a turn.
+ENDED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+TAGGED = CHATML.replace(
+    "message['content'] + '<|im_end|>' + '\n'}}", "'' }}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+)
+# Tags the words without what ends them.
+TAGGED_SHORT = (
+    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+def byte_level(folder: Path, specials: list[str], template: str) -> Path:
+    """As Llama 3's and Qwen's: bytes, no blanks added."""
+    tokenizer = train_tokenizer(SAMPLE, 400)._tokens
+    tokenizer.add_special_tokens(specials)
+    return saved(folder, tokenizer, template, specials[0], specials[-1])
+
+
+def blanks_first(folder: Path, template: str, scheme: str) -> Path:
+    """As Llama 2's and Mistral's: a blank is a letter, and one is put before the first word of a text, or of every piece."""
+    letters = sorted(set("".join([*SAMPLE, *WORDS, "[INST/]:"]).replace(" ", "▁")))
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "he", "▁he", "▁▁", "or"]
+    merges = [("h", "e"), ("▁", "he"), ("▁", "▁"), ("o", "r")]
+    bpe = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(vocabulary)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    if scheme == "normalizer":
+        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        bpe.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bpe.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return saved(folder, bpe, template, "<s>", "</s>")
+
+
+def saved(folder: Path, tokenizer: tokenizers.Tokenizer, template: str, bos: str, eos: str) -> Path:
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    own = train_tokenizer(SAMPLE, 400)
+    own.save(root / "own")
+    (root / "own" / "chat_template.jinja").write_text(ChatTemplate.of(own).jinja)
+    return {
+        "own": root / "own",
+        "ChatML": byte_level(root / "chatml", ["<|im_start|>", "<|im_end|>"], CHATML),
+        "headers": byte_level(root / "headers", ["<|bot|>", "<|start|>", "<|stop|>", "<|eot|>"], HEADERS),
+        "speakers": blanks_first(root / "speakers", SPEAKERS, "first"),
+        "speakers, old": blanks_first(root / "old", SPEAKERS, "normalizer"),
+        "ended": byte_level(root / "ended", ["<|x|>", "<|im_start|>", "<|im_end|>", "<|all|>"], ENDED),
+        "tagged": byte_level(root / "tagged", ["<|im_start|>", "<|im_end|>"], TAGGED),
+    }
+
+
+STYLES = ["own", "ChatML", "headers", "speakers", "speakers, old", "ended"]
+
+
+def conversation(draw: random.Random, words: list[str] = HARMLESS, exchanges: int = 3) -> list[dict[str, Any]]:
+    messages = []
+    for _ in range(draw.randint(1, exchanges)):
+        for role in ("user", "assistant"):
+            # A letter at either end: what a template trims, or a pattern joins, is the subject of other tests.
+            messages.append({"role": role, "content": "".join(["I", *draw.choices(words, k=draw.randint(0, 6)), "I"])})
+    return messages
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_conversation_has_the_ids_that_transformers_gives_it(
+    folders: dict[str, Path], style: str, draw: random.Random
+) -> None:
+    theirs, tokenizer = AutoTokenizer.from_pretrained(folders[style]), Tokenizer.open(folders[style])
+    template = ChatTemplate.of(tokenizer)
+    for _ in range(30):
+        messages = conversation(draw)
+        if style != "speakers" and style != "speakers, old":
+            messages.insert(0, {"role": "system", "content": "Be kind. "})
+        assert template.render(messages).tokens == ids(theirs.apply_chat_template(messages)), messages
+        asked = ids(theirs.apply_chat_template(messages[:-1], add_generation_prompt=True))
+        assert template.prompt(messages[:-1]) == asked, messages
+
+
+def ids(encoded: Any) -> list[int]:
+    return list(encoded["input_ids"])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_scored_is_what_the_model_would_write_and_the_end_of_its_turn(
+    folders: dict[str, Path], style: str, draw: random.Random
+) -> None:
+    tokenizer = Tokenizer.open(folders[style])
+    template = ChatTemplate.of(tokenizer)
+    for _ in range(30):
+        messages = conversation(draw, WORDS)
+        every, last = template.render(messages), template.render(messages, "last")
+        assert every.tokens == last.tokens
+        expected = [False] * len(every.tokens)
+        for at in range(1, len(messages), 2):
+            start = len(template.prompt(messages[:at]))
+            assert every.tokens[:start] == template.prompt(messages[:at])
+            stop = next(place for place in range(start, len(every.tokens)) if every.tokens[place] in template.ends) + 1
+            assert tokenizer.decode(every.tokens[start:stop]).strip() == messages[at]["content"]
+            expected[start:stop] = [True] * (stop - start)
+        assert every.scored == expected
+        assert last.scored == [False] * start + expected[start:]
+        assert template.render(messages, "all").scored == [False] + [True] * (len(every.tokens) - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.text(max_size=20) | st.text(alphabet=" \n<|end>I", max_size=20), min_size=2, max_size=6))
+def test_a_prompt_has_the_same_ids_with_any_answer(folders: dict[str, Path], texts: list[str]) -> None:
+    for style in STYLES:
+        template = known(folders[style])
+        messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+        messages = messages[: len(messages) // 2 * 2]
+        prompt = template.prompt(messages[:-1])
+        rendered = template.render(messages, "last")
+        assert rendered.tokens[: len(prompt)] == prompt
+        assert not any(rendered.scored[: len(prompt)])
+        assert rendered.scored[len(prompt)]
+
+
+TEMPLATES: dict[Path, ChatTemplate] = {}
+
+
+def known(folder: Path) -> ChatTemplate:
+    if folder not in TEMPLATES:
+        TEMPLATES[folder] = ChatTemplate.of(Tokenizer.open(folder))
+    return TEMPLATES[folder]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, Path], style: str, draw: random.Random) -> None:
+    tokenizer = Tokenizer.open(folders[style])
+    template = ChatTemplate.of(tokenizer)
+    spelled = [tokenizer.token_of(id) for id in tokenizer.special_ids]
+    # Also what stands in for them while the template runs.
+    spelled += [chr(0xF0000), chr(0xF0001), "\U0010fff0", "\U0010fff1", "\U0010ffff"]
+    for _ in range(20):
+        messages = conversation(draw)
+        for message in messages:
+            message["content"] = "".join(f"I{part}" for part in draw.choices(spelled, k=3)) + "I"
+        plain = [{**message, "content": "I"} for message in messages]
+        special = [id for id in template.render(messages).tokens if id in tokenizer.special_ids]
+        assert special == [id for id in template.render(plain).tokens if id in tokenizer.special_ids]
+        said = tokenizer.decode(template.render(messages).tokens)
+        assert all(message["content"] in said for message in messages)
+
+
+def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["tagged"])
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>!\n{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}\n{% else %}<|im_start|>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>!\n{% endif %}"
+    )
+    template = ChatTemplate(tokenizer, source)
+    rendered = template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
+    scored = [id for id, score in zip(rendered.tokens, rendered.scored, strict=True) if score]
+    assert tokenizer.decode(scored, specials=True) == "bc<|im_end|>"
+    theirs = AutoTokenizer.from_pretrained(folders["tagged"])
+    encoded = theirs.apply_chat_template(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}],
+        chat_template=source,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    assert rendered.tokens == encoded["input_ids"]
+    assert [int(score) for score in rendered.scored] == encoded["assistant_masks"]
+
+
+def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_these(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["tagged"])
+    whole = CHATML.replace("{{'<|im_start|>'", "{% generation %}{{'<|im_start|>'", 1).replace(
+        "'\n'}}", "'\n'}}{% endgeneration %}", 1
+    )
+    for source in (TAGGED, whole):
+        rendered = ChatTemplate(tokenizer, source).render(TWICE)
+        scored = [id for id, score in zip(rendered.tokens, rendered.scored, strict=True) if score]
+        assert tokenizer.decode(scored, specials=True) == "hello<|im_end|>hello<|im_end|>"
+
+
+def test_a_template_that_cannot_be_trained_on_can_be_asked_with(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["ChatML"])
+    thinks = ChatTemplate(tokenizer, CHATML.replace("assistant\n", "assistant\n<think>"))
+    assert tokenizer.decode(thinks.prompt(HELLO[:1])).endswith("assistant\n<think>")
+    assert thinks.ends == {tokenizer.id_of("<|im_end|>")}
+    with pytest.raises(Mistake, match="asks for message 2 with other words"):
+        thinks.render(HELLO)
+
+
+def test_a_call_that_a_template_leaves_out_is_a_mistake_and_no_empty_answer(folders: dict[str, Path]) -> None:
+    called = [*HELLO[:1], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]
+    with pytest.raises(Mistake, match="leaves out the tool calls of message 2"):
+        known(folders["ChatML"]).render(called)
+
+
+def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folders: dict[str, Path]) -> None:
+    theirs, template = AutoTokenizer.from_pretrained(folders["own"]), known(folders["own"])
+    tools = [{"type": "function", "function": {"name": "add", "description": "a & b's", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": "é"}'}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "0"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    as_object = [{**messages[0]}, {**messages[1], "content": ""}, *messages[2:]]
+    as_object[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": "é"}}}]
+    rendered = template.render(messages, tools=tools)
+    assert rendered.tokens == ids(theirs.apply_chat_template(as_object, tools=tools))
+    text = theirs.decode(rendered.tokens)
+    assert '<|assistant|><tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|end|>' in text
+    assert "<|user|><tool_response>\n2\n</tool_response><|end|>" in text
+
+
+def test_the_specials_take_along_the_blanks_that_the_tokenizer_says(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(SAMPLE, 400)._tokens
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken("<|im_start|>", lstrip=True), tokenizers.AddedToken("<|im_end|>", rstrip=True)]
+    )
+    folder = saved(tmp_path / "strips", tokenizer, CHATML.replace("'<|im_start|>", "'  <|im_start|>"), SEPARATOR, "<|im_end|>")
+    messages = [{"role": "user", "content": "hello "}, {"role": "assistant", "content": "world  "}]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert known(folder).render(messages).tokens == ids(theirs.apply_chat_template(messages))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+TWICE = [*HELLO, *HELLO]
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "complaint"),
+    [
+        (CHATML.replace("+ '<|im_end|>'", ""), HELLO, "never scores the end of turn"),
+        (SPEAKERS.replace(" + eos_token", ""), HELLO, "never scores the end of turn"),
+        (SPEAKERS.replace(" + eos_token", " + (eos_token if loop.last else '')"), TWICE, "never scores the end of turn"),
+        (
+            CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')"),
+            TWICE,
+            "read otherwise when more",
+        ),
+        (CHATML.replace("assistant\n", "assistant\n<think>"), HELLO, "asks for message 2 with other words"),
+        (TAGGED_SHORT, HELLO, "never scores the end of turn"),
+        ("{{ raise_exception('no system') }}", HELLO, "refuses the conversation: no system"),
+        ("{% for m in messages %}", HELLO, "not Jinja: line 1"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", HELLO, "loops went round"),
+        ("{% for a in range(99999) %}{{ 'a'.ljust(10000) }}{% endfor %}", HELLO, "wrote more than"),
+        ("{{ 'a' * 1000000000 }}", HELLO, "beyond what a template needs"),
+        ("{{ ''.__class__.__mro__ }}", HELLO, "unsafe"),
+        ("{{ messages.append(1) }}", HELLO, "unsafe|not safely"),
+    ],
+)
+def test_a_template_that_teaches_what_is_not_asked_or_never_ends_is_refused(
+    folders: dict[str, Path], source: str, messages: list[dict[str, Any]], complaint: str
+) -> None:
+    tokenizer = Tokenizer.open(folders["ChatML"])
+    with pytest.raises(Mistake, match=complaint):
+        ChatTemplate(tokenizer, source).check(messages)
+
+
+def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(folders: dict[str, Path]) -> None:
+    source = CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')")
+    template = ChatTemplate(Tokenizer.open(folders["ChatML"]), source)
+    with pytest.raises(Mistake, match="score the last turn alone"):
+        template.render(TWICE)
+    assert sum(template.render(TWICE, "last").scored) > 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "expected a list of messages"),
+        ("hello", "expected a list of messages"),
+        ([{"role": "user", "content": "hi"}], "no assistant turn"),
+        ([*HELLO, {"role": "bot", "content": "hi"}], "message 3: role 'bot': expected one of system"),
+        ([*HELLO, "hi"], "message 3: expected an object with role and content"),
+        ([{"role": "user"}, *HELLO], "message 1: the content is not text but NoneType"),
+        ([{"role": "user", "content": [{"type": "image", "url": "a"}]}, *HELLO], "message 1: the content is not text but list"),
+        ([{"role": "user", "content": "\ud800"}, *HELLO], "half of a surrogate pair"),
+        ([*HELLO, {"role": "assistant", "tool_calls": ["f"]}], "message 3: a tool call is an object"),
+        ([*HELLO, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "the arguments of the call of f"),
+    ],
+)
+def test_messages_that_are_none_are_refused_with_their_number(messages: Any, complaint: str) -> None:
+    template = ChatTemplate.of(train_tokenizer([""], 261))
+    with pytest.raises(Mistake, match=complaint):
+        template.render(messages)
+
+
+def test_a_prompt_does_not_end_with_an_answer_and_a_tokenizer_needs_a_way_to_chat(folders: dict[str, Path]) -> None:
+    with pytest.raises(Mistake, match="the last message is the assistant's"):
+        known(folders["own"]).prompt(HELLO)
+    bare = Tokenizer.open(folders["speakers"]).texts
+    config = json.loads(bare["tokenizer_config.json"])
+    del config["chat_template"]
+    with pytest.raises(Mistake, match=r"no chat template: put a chat_template\.jinja beside"):
+        ChatTemplate.of(Tokenizer(bare["tokenizer.json"], {"tokenizer_config.json": json.dumps(config)}))
+
+
+def test_an_answer_ends_with_the_end_of_turn_or_of_text(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["own"])
+    assert ChatTemplate(tokenizer, OWN).ends == {tokenizer.id_of(CHAT_SPECIALS[-1]), tokenizer.separator_id}
+    assert known(folders["ended"]).ends == {
+        Tokenizer.open(folders["ended"]).id_of(token) for token in ("<|im_end|>", "<|all|>")
+    }
+
+
+def test_a_named_template_of_several_is_the_default(folders: dict[str, Path]) -> None:
+    texts = dict(Tokenizer.open(folders["ChatML"]).texts)
+    config = json.loads(texts["tokenizer_config.json"])
+    config["chat_template"] = [{"name": "tool_use", "template": "{{"}, {"name": "default", "template": CHATML}]
+    texts["tokenizer_config.json"] = json.dumps(config)
+    assert ChatTemplate.of(Tokenizer(texts.pop("tokenizer.json"), texts)).jinja == CHATML

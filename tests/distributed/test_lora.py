@@ -1,0 +1,68 @@
+"""Adapters train the same however the frozen model beside them is spread, and go on under another strategy."""
+
+import json
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.shapes import lora_cases, shapes_on
+from tests.preloaded import preloaded
+
+HERE = Path(__file__).parent
+# fp32 sums in another order, over 6 steps.
+TOLERANCE = 1e-6
+# B begins at zero: it is nothing but updates, in which the rounding of gradients is not diluted.
+OF_WEIGHTS = 5e-6
+
+
+def on_two_ranks(script: str, folder: Path, *words: str) -> None:
+    said = folder / "said"
+    said.mkdir()
+    done = preloaded().run([str(folder), *words], said, script=HERE / script, ranks=2, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the trials' results."""
+    folder, seed = tmp_path_factory.mktemp("lora"), secrets.randbelow(10_000)
+    print(f"seed {seed}")
+    on_two_ranks("strategies.py", folder, str(seed), "lora")
+    return folder
+
+
+@pytest.mark.parametrize("name", [f"{shape} {case.name}" for shape in shapes_on(2) for case in lora_cases(shape, 2)])
+def test_losses_gradient_norms_and_adapters_are_those_of_one_process(measured: Path, name: str) -> None:
+    found = json.loads((measured / f"{name}.json").read_text())
+    assert len(set(found["losses"])) == len(found["losses"])
+    differences = {what: found[what] for what in ("loss", "gradient_norm")}
+    assert max(differences.values()) < TOLERANCE, differences
+    assert found["weights"] < OF_WEIGHTS
+
+
+@pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])
+def test_only_adapters_have_gradients_and_optimizer_state(measured: Path, name: str, shards: int) -> None:
+    # 4 blocks, rank 3, each layer's inputs and outputs: 4 of attention and 3 of the feed-forward.
+    width, kept, inner = 72, 24, 100
+    sizes = [(width, width), (width, kept), (width, kept), (width, width), (width, inner), (width, inner), (inner, width)]
+    adapters = 4 * 3 * sum(inputs + outputs for inputs, outputs in sizes) * 4
+    for rank in range(2):
+        held = json.loads((measured / f"llama {name}-{rank}.json").read_text())
+        # Uneven parts: three rows do not divide by two. The optimizer's counts of steps come on top.
+        assert held["gradients"] <= 1.25 * adapters / shards
+        assert held["optimizer"] <= 2 * held["gradients"] + 1000
+
+
+def test_what_is_saved_under_one_strategy_goes_on_under_another(tmp_path: Path) -> None:
+    on_two_ranks("lora_saved.py", tmp_path)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert len(told) == 3
+    for saved in told.values():
+        assert len(saved["trained"]) == 2 * 4 * 7
+        assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in saved["trained"])
+        mine, theirs = saved["losses"]
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)
+        seen, bare = saved["whole"]
+        assert (seen, bare) == pytest.approx(told["ddp"]["whole"], rel=TOLERANCE)
+        assert seen != pytest.approx(bare, rel=100 * TOLERANCE)

@@ -1,0 +1,49 @@
+"""Questions asked while several ranks train: the same scores and the same training under any engine, few as they may be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lmforge.runs import Run
+from tests.distributed.conftest import Recipe, losses, run_cases
+
+ENGINES = {
+    "fsdp2": "",
+    "grad-shard": "--parallel.sharding grad-shard",
+    "context": "--parallel.context_ranks 2",
+    "fsdp1": "--parallel.engine fsdp1",
+    "ddp": "--parallel.engine ddp",
+}
+ASKED = [f"val/{name}" for name in ("chosen/accuracy", "chosen/accuracy_normalised", "written/exact_match", "written/regex")]
+
+
+@pytest.fixture(scope="module")
+def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs by the names of engines, one of a single rank, and one of two that is asked nothing. Of the questions that are
+    written after there is one: a single batch, so that a rank of two has nothing to do."""
+    folder = tmp_path_factory.mktemp("asked")
+    choices = [{"prompt": f"{name}:", "choices": ["the", "zq", "Speak"], "answer": 0} for name in "ABCDEFGHIJKLMNOPQRST"]
+    written = [{"prompt": "The king", "answer": "nobody says this", "pattern": "[a-z]"}]
+    for name, lines in (("chosen", choices), ("written", written)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    few = ["--train.steps", "4", "--validation.every_steps", "2", "--validation.at_start"]
+    asked = [*few, "--validation.tasks", str(folder / "chosen.jsonl"), str(folder / "written.jsonl")]
+    run_cases(1, [recipe(folder, "alone", *asked)], folder)
+    cases = [recipe(folder, name, *asked, *words.split()) for name, words in ENGINES.items()]
+    run_cases(2, [recipe(folder, "not asked", *few), *cases], folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_scores_and_losses_are_those_of_a_single_rank(folder: Path, name: str) -> None:
+    alone, shared = Run(folder / "alone"), Run(folder / name)
+    for metric in ASKED:
+        assert losses(shared, metric) == losses(alone, metric)
+        assert losses(shared, metric).keys() == {0, 2, 4}
+    # fp32 sums in another order.
+    assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_what_is_asked_changes_no_bit_of_the_training(folder: Path) -> None:
+    assert losses(Run(folder / "fsdp2")) == losses(Run(folder / "not asked"))

@@ -1,0 +1,411 @@
+"""Fine-tuning and alignment as whole runs: the same on any ranks, stopped and continued, by adapters, from run to run.
+
+All runs begin from one small model that was pretrained a little; cases of as many ranks share their processes.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lmforge.data.examples import ExampleFolder, example_rows
+from lmforge.data.preferences import encode_answers
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.infer.judging import ModelJudge
+from lmforge.infer.opening import open_model
+from lmforge.model.initial import ADAPTERS
+from lmforge.runs import Run
+from tests.conftest import Command, Refusal
+from tests.distributed.conftest import Recipe, losses, run_cases
+
+THINGS = ("apple", "bread", "chair", "door", "engine", "flute", "garden")
+STEPS = 6
+REWARDS = """
+def short(prompts, completions, **columns):
+    return [len(set(text)) / 10 for text in completions]
+"""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where everything is: the model that all begin from, files of examples, and runs by name."""
+
+    folder: Path
+
+    def run(self, name: str) -> Run:
+        return Run(self.folder / name)
+
+    def words(self, verb: str, name: str, *more: object, source: str = "base", steps: int = STEPS) -> list[str]:
+        chosen = {
+            "model.source": self.folder / source,
+            "run.folder": self.folder,
+            "run.name": name,
+            "data.folder": self.folder / "examples",
+            "data.length": 64,
+            "train.steps": steps,
+            "train.global_batch_rows": 12,
+            "train.dtype": "fp32",
+            "train.compile": "off",
+            "train.device": "cpu",
+            "train.threads": 1,
+            "train.seed": 5,
+            "optimizer.lr": 2e-3,
+            # A step that follows the size of the gradient: see the recipe fixture.
+            "optimizer.eps": 1e-3,
+            "schedule.name": "constant",
+            "log.every_steps": 1,
+            "checkpoint.every_steps": 3,
+            "validation.rows": 4,
+        }
+        files = {"sft": "chats.jsonl", "align": "pairs.jsonl"}
+        if "--data.files" not in more:
+            chosen["data.files"] = self.folder / files[verb]
+        return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
+
+    def grpo(self, name: str, *more: object, steps: int = STEPS, reward: str = "rewards.py:short") -> list[str]:
+        about = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_tokens", 12]
+        about += ["--rollout.rewards", self.folder / reward, "--rollout.samples", 4, "--rollout.updates", 2]
+        about += ["--data.held_out", self.folder / "prompts-val.jsonl", "--validation.at_start", "--validation.every_steps", 3]
+        return self.words("align", name, *about, *more, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("tuning")
+    chance = random.Random(1)
+
+    def asked() -> tuple[str, str, str]:
+        one, other = chance.sample(THINGS, 2)
+        return f"Which is first, {one} or {other}?", min(one, other), max(one, other)
+
+    def write(name: str, records: list[dict[str, object]]) -> None:
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    triples = [asked() for _ in range(160)]
+    write("chats.jsonl", [{"messages": [turn("user", q), turn("assistant", good)]} for q, good, _ in triples])
+    pairs = [
+        {"prompt": [turn("user", q)], "chosen": [turn("assistant", g)], "rejected": [turn("assistant", b)]}
+        for q, g, b in triples
+    ]
+    write("pairs.jsonl", pairs)
+    judged = [
+        {"prompt": [turn("user", q)], "completion": [turn("assistant", a)], "label": a == g}
+        for q, g, b in triples
+        for a in (g, b)
+    ]
+    write("judged.jsonl", judged)
+    write("prompts.jsonl", [{"prompt": [turn("user", q)], "answer": good} for q, good, _ in triples[8:]])
+    write("prompts-val.jsonl", [{"prompt": [turn("user", q)], "answer": good} for q, good, _ in triples[:8]])
+    (folder / "rewards.py").write_text(REWARDS)
+    world = World(folder)
+    chosen = ["--schedule.name", "constant"]
+    # Long enough for several answers in a row, each with another one to the same prompt.
+    judging = ["--method", "kto", "--data.files", folder / "judged.jsonl", "--data.length", 192]
+    whole = {"sft": world.words("sft", "sft"), "dpo": world.words("align", "dpo"), "grpo": world.grpo("grpo")}
+    whole["reward"] = world.words("align", "reward", "--method", "reward", "--validation.at_start")
+    alone = [
+        recipe(folder, "base", *chosen),
+        *whole.values(),
+        world.words("sft", "sft lora", "--lora.rank", 4, "--lora.dropout", 0.1, "--model.neftune_alpha", 5),
+        world.words("align", "dpo from lora", source="sft lora"),
+        world.words("align", "dpo computed", "--align.reference", "computed"),
+        world.words("align", "dpo lora", "--lora.rank", 4),
+        world.words("align", "dpo lora copy", "--lora.rank", 4, "--align.reference", "copy"),
+        *(world.words("align", method, "--method", method) for method in ("ipo", "orpo", "simpo")),
+        world.words("align", "kto", *judging),
+        *(world.grpo(preset, "--rollout.preset", preset, steps=2) for preset in ("dr_grpo", "gspo", "rloo")),
+        # Hardly any answer of so small a model ends, and dapo learns nothing from those that do not.
+        world.grpo("dapo", "--rollout.preset", "dapo", "--rollout.mask_overlong", "false", steps=2),
+        world.grpo("grpo lora", "--lora.rank", 4, steps=2),
+        world.words("align", "reward lora", "--method", "reward", "--lora.rank", 4),
+        world.words("align", "reward again", "--method", "reward", source="reward", steps=1),
+        world.grpo("grpo judged", reward="reward", steps=2),
+        world.grpo("grpo few at once", "--rollout.rows", 5, steps=2),
+        world.grpo("grpo begun without kl", "--rollout.kl", "none", "--train.steps", 1),
+        world.grpo("grpo begun without kl", "--rollout.kl", "k3", steps=3),
+    ]
+    # Stopped after three steps, which for rollouts is amid a set of answers, and continued.
+    for name, words in whole.items():
+        place = words.index("--run.name") + 1
+        begun = [*words[:place], f"{name} resumed", *words[place + 1 :]]
+        alone += [[*begun, "--train.steps", "3"], begun]
+    run_cases(1, alone, folder)
+    two = [
+        world.words("sft", "sft ddp", "--parallel.engine", "ddp"),
+        world.words("sft", "sft fsdp2"),
+        world.words("align", "dpo ddp", "--parallel.engine", "ddp"),
+        world.words("align", "dpo fsdp2"),
+        world.words("align", "dpo lora fsdp2", "--lora.rank", 4),
+        world.words("align", "dpo computed fsdp2", "--align.reference", "computed"),
+        world.words("align", "kto fsdp2", *judging),
+        world.words("align", "reward ddp", "--method", "reward", "--parallel.engine", "ddp"),
+        world.words("align", "reward fsdp2", "--method", "reward"),
+    ]
+    run_cases(2, two, folder)
+    run_cases(3, [world.grpo("grpo on 3"), world.grpo("grpo ddp on 3", "--parallel.engine", "ddp", steps=2)], folder)
+    return world
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    opened = open_model(run.path, torch.device("cpu"), torch.float32, judges=run.path.name.startswith("reward"))
+    return {name: parameter.detach() for name, parameter in opened.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "reward"])
+def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: str) -> None:
+    assert losses(world.run(f"{name} resumed")) == losses(world.run(name))
+    theirs = weights_of(world.run(name))
+    for tensor, value in weights_of(world.run(f"{name} resumed")).items():
+        assert torch.equal(value, theirs[tensor]), tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "elsewhere"),
+    [
+        ("sft", "sft ddp"),
+        ("sft", "sft fsdp2"),
+        ("dpo", "dpo ddp"),
+        ("dpo", "dpo fsdp2"),
+        ("dpo", "dpo computed"),
+        ("dpo", "dpo computed fsdp2"),
+        ("dpo lora", "dpo lora fsdp2"),
+        ("dpo lora", "dpo lora copy"),
+        ("kto", "kto fsdp2"),
+        ("reward", "reward ddp"),
+        ("reward", "reward fsdp2"),
+    ],
+)
+def test_ranks_strategies_and_where_the_reference_comes_from_do_not_show_in_the_losses(
+    world: World, name: str, elsewhere: str
+) -> None:
+    ours, theirs = losses(world.run(name)), losses(world.run(elsewhere))
+    assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
+    for step, loss in ours.items():
+        # fp32 sums in another order, over few steps.
+        assert theirs[step] == pytest.approx(loss, rel=2e-5), step
+
+
+@pytest.mark.parametrize("name", ["dpo", "dpo computed", "dpo lora", "dpo fsdp2", "dpo from lora"])
+def test_the_loss_of_dpo_begins_at_ln_2(world: World, name: str) -> None:
+    run = world.run(name)
+    said = (run.path / "logs" / "attempt-1" / "rank-0.log").read_text()
+    assert "agrees with the policy before the first update (loss 0.6931)" in said
+    assert losses(run)[1] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_what_a_greedy_answer_to_held_out_prompts_earns_is_measured(world: World) -> None:
+    run = world.run("grpo")
+    assert set(losses(run, "val/reward")) == set(losses(run, "val/pass@1")) == {0, 3, STEPS}
+    assert losses(run, "unjudged")[1] == 0
+    assert sorted((run.path / "completions").glob("step-*-held-out-rank-0.jsonl"))
+
+
+def test_what_is_taught_is_learnt(world: World) -> None:
+    for name in ("sft", "sft lora", "dpo", "dpo lora", "ipo", "orpo", "simpo", "reward", "reward lora"):
+        run = losses(world.run(name))
+        assert run[STEPS] < run[1], name
+    for name in ("dpo", "dpo lora", "ipo", "orpo", "simpo", "reward", "reward lora"):
+        assert losses(world.run(name), "rewards/margin")[STEPS] > losses(world.run(name), "rewards/margin")[1], name
+    assert set(losses(world.run("sft"), "val/loss")) == {STEPS}
+    assert set(losses(world.run("dpo"), "val/rewards/accuracy")) == {STEPS}
+
+
+def test_evaluation_finds_what_a_tuned_run_itself_measured(world: World, lmforge: Command) -> None:
+    measured = {}
+    for data in ([], ["--data", world.folder / "chats.jsonl"]):
+        done = lmforge("evaluate", world.folder / "sft", *data, "--output", "json")
+        assert done.returncode == 0, done.stderr
+        measured[bool(data)] = json.loads(done.stdout)
+    assert measured[False]["loss"] == pytest.approx(losses(world.run("sft"), "val/loss")[STEPS], rel=1e-5)
+    assert (measured[False]["split"], measured[True]["split"]) == ("held_out", "all")
+    assert measured[True]["targets"] > 10 * measured[False]["targets"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(world: World, refused: Refusal, name: str) -> None:
+    assert "--data" in refused("evaluate", world.folder / name)
+
+
+def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None:
+    from lmforge import checkpoint
+
+    folder, manifest, _ = checkpoint.find(world.run("sft lora").path)
+    stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))
+    assert stored.lora
+    merged = weights_of(world.run("sft lora"))
+    changed = set()
+    for name, before in base.items():
+        down, up = (stored.adapters.get(name.replace(".weight", each)) for each in ADAPTERS)
+        if down is None:
+            assert torch.equal(merged[name], before), name
+        else:
+            changed.add(name.split(".")[-2])
+            assert torch.equal(merged[name], before + stored.lora.scale * (up @ down)), name
+            assert not torch.equal(merged[name], before), name
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_an_export_of_adapters_merges_them_and_names_how_it_chats(world: World, lmforge: Command, tmp_path: Path) -> None:
+    done = lmforge("export", world.folder / "sft lora", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    stored, ours = load_file(tmp_path / "out" / "model.safetensors"), weights_of(world.run("sft lora"))
+    assert stored.keys() == ours.keys()
+    for name, value in ours.items():
+        assert torch.equal(stored[name], value), name
+    described = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert len(described["eos_token_id"]) == 2
+    assert "<|assistant|>" in (tmp_path / "out" / "chat_template.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo on 3", "grpo lora"])
+def test_at_the_first_update_on_a_set_of_answers_the_ratio_is_one(world: World, name: str) -> None:
+    """What was recorded while sampling is what the policy's own forward pass gives."""
+    run = world.run(name)
+    assert losses(run, "ratio")[1] == pytest.approx(1, abs=2e-5)
+    assert losses(run, "clip/low")[1] == losses(run, "clip/high")[1] == 0
+    assert losses(run, "kl")[1] == pytest.approx(0, abs=1e-6)
+
+
+def test_answers_are_the_same_on_any_ranks_while_weights_are(world: World) -> None:
+    """Those of the first set: sums in another order change a weight's last bit, and may change a later answer."""
+
+    def answers(name: str) -> list[str]:
+        files = sorted((world.run(name).path / "completions").glob("set-000000-rank-*.jsonl"))
+        return sorted(line for file in files for line in file.read_text().splitlines())
+
+    assert answers("grpo") == answers("grpo on 3") == answers("grpo ddp on 3")
+    assert len(answers("grpo")) == 24
+    record = json.loads(answers("grpo")[0])
+    assert record.keys() == {"prompt", "completion", "reward", "parts", "tokens", "ended"}
+    assert losses(world.run("grpo on 3"), "reward")[1] == pytest.approx(losses(world.run("grpo"), "reward")[1])
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "gspo", "rloo"])
+def test_every_preset_trains(world: World, name: str) -> None:
+    run = world.run(name)
+    assert set(losses(run, "reward")) == {1, 2}
+    assert losses(run, "grad_norm")[1] > 0
+    if name in ("gspo", "rloo"):  # a mean over completions, of advantages that add up to nothing in each group
+        assert losses(run)[1] == pytest.approx(0, abs=1e-3)
+
+
+def test_how_many_answers_are_written_at_once_does_not_show(world: World) -> None:
+    for name in ("loss", "reward", "completion_tokens"):
+        assert losses(world.run("grpo few at once"), name) == pytest.approx(
+            {step: value for step, value in losses(world.run("grpo"), name).items() if step <= 2}, abs=1e-5
+        )
+
+
+def test_a_set_of_answers_that_was_kept_by_other_options_is_written_anew(world: World) -> None:
+    run = world.run("grpo begun without kl")
+    assert set(losses(run)) == {1, 2, 3}
+    assert set(losses(run, "kl")) == {2, 3}
+    said = "".join(file.read_text() for file in (run.path / "logs" / "attempt-2").glob("*.log"))
+    assert "the answers of this set are written anew" in said
+
+
+def test_a_divergence_that_lessens_rewards_is_told_too(world: World) -> None:
+    assert losses(world.run("rloo"), "kl")[1] == pytest.approx(0, abs=1e-5)
+    assert losses(world.run("rloo"), "kl")[2] != losses(world.run("rloo"), "kl")[1]
+
+
+def test_padding_is_no_token_of_the_tokens_a_second(world: World) -> None:
+    for name in ("sft", "dpo", "dpo fsdp2", "grpo on 3"):
+        run, places = world.run(name), 12 * 64
+        for step, rate in losses(run, "tokens_per_second").items():
+            tokens = rate * losses(run, "step_seconds")[step]
+            assert tokens == pytest.approx(round(tokens), abs=1e-3)
+            assert places / 4 < tokens < places, name
+    assert losses(world.run("base"), "tokens_per_second")[1] * losses(world.run("base"), "step_seconds")[
+        1
+    ] % 1 == pytest.approx(0, abs=1e-3)
+
+
+def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world: World) -> None:
+    for folder in (world.folder / "examples").iterdir():
+        opened = ExampleFolder.open(folder)
+        train, held_out = opened.split("train"), opened.split("held_out")
+
+        def contents(examples: object) -> set[bytes]:
+            return {b"".join(part.tokens.tobytes() for part in examples.sequences(n)) for n in range(len(examples))}  # type: ignore[attr-defined]
+
+        assert len(held_out) >= 1
+        rows = example_rows(opened, "train", length=192, fit=True, shuffle=False)
+        placed = [int(n) for index in range(rows.rows_per_epoch) for n in rows.packing.members(index)]  # type: ignore[attr-defined]
+        assert sorted(placed) == list(range(len(train)))
+        assert not contents(train) & contents(held_out)
+
+
+def test_a_reward_model_learns_to_tell_the_better_answer_and_goes_on_from_its_own_head(world: World) -> None:
+    accuracy = losses(world.run("reward"), "val/rewards/accuracy")
+    assert set(accuracy) == {0, STEPS}
+    # Its new head gives small rewards at first: neither side is preferred by much.
+    assert losses(world.run("reward"))[1] == pytest.approx(0.693, abs=0.05)
+    assert losses(world.run("reward again"))[1] < losses(world.run("reward"))[STEPS - 1]
+    before, after = weights_of(world.run("base")), weights_of(world.run("reward"))
+    assert after["lm_head.weight"].shape == (1, before["lm_head.weight"].shape[1])
+    adapted = weights_of(world.run("reward lora"))
+    assert not torch.equal(adapted["lm_head.weight"], weights_of(world.run("reward again"))["lm_head.weight"])
+    assert torch.equal(adapted["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+def test_an_exported_reward_model_gives_in_transformers_what_it_gives_here(
+    world: World, lmforge: Command, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    done = lmforge("export", world.folder / "reward", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    prompts = [[{"role": "user", "content": f"Which is first, apple or {each}?"}] for each in THINGS]
+    job = {"prompts": prompts, "completions": list(THINGS), "columns": {}}
+    both = [ModelJudge(str(spec), torch.device("cpu")) for spec in (world.folder / "reward", tmp_path / "out")]
+    ours, opened = (judge.call(job, 60.0)[name]["given"] for judge in both for name in judge.needs)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert theirs.num_labels == 1
+    tokenizer = Tokenizer.open(tmp_path / "out")
+    with torch.no_grad():
+        rows = [torch.tensor([ids]) for ids in encode_answers(tokenizer, prompts, THINGS)]
+        expected = [theirs(row).logits.item() for row in rows]
+    assert ours == opened
+    assert ours == pytest.approx(expected, abs=1e-5)
+    assert len(set(ours)) == len(THINGS)
+
+
+def test_a_reward_model_judges_rollouts(world: World) -> None:
+    [file] = (world.run("grpo judged").path / "completions").glob("set-000000-rank-0.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    [spec] = records[0]["parts"]
+    assert Path(spec).is_relative_to(world.folder / "reward")
+    job: dict[str, object] = {name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")}
+    job["columns"] = {}
+    [given] = (told["given"] for told in ModelJudge(spec, torch.device("cpu")).call(job, 60.0).values())
+    assert [record["parts"][spec] for record in records] == pytest.approx(given, abs=1e-5)
+    assert [record["reward"] for record in records] == pytest.approx(given, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "{}/reward", "--prompts", "Hm"], "a reward model, which judges answers and writes none"),
+        (["evaluate", "{}/reward"], "a reward model, which judges answers and writes none"),
+        (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model, whose head is new and no adapter"),
+        (
+            ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
+            "only align.method = reward goes on from",
+        ),
+    ],
+)
+def test_a_reward_model_is_not_taken_for_one_that_writes(world: World, refused: Refusal, words: list[str], told: str) -> None:
+    assert told in refused(*(word.format(world.folder) for word in words))
+
+
+def test_a_model_that_writes_is_not_taken_for_a_judge(world: World, refused: Refusal) -> None:
+    line = refused(*world.grpo("mistaken", reward="dpo"))
+    assert "not a reward model" in line

@@ -1,0 +1,135 @@
+"""Low-rank adapters by themselves: exported as PEFT has them, opened, and trained on with the model they belong to."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lmforge.cli import run as command
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import Mistake
+from lmforge.infer.opening import open_model
+from lmforge.model import build
+from lmforge.model.export import export_folder
+from lmforge.model.shapes import ModelConfig
+from lmforge.train.origin import find_origin
+from tests.model.foreign import theirs_of
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A run that trained adapters beside the model in `base`, and these exported to `adapters`."""
+
+    base: Path
+    run: Path
+    adapters: Path
+    words: list[str]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "bloom"])
+def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    folder, seed = tmp_path_factory.mktemp("tuned"), secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    byte_tokenizer.save(folder / "tokenizer")
+    if request.param == "bloom":  # names as GPT-2's, matrices as everyone's
+        theirs_of("bloom", vocab_size=261).save_pretrained(folder / "base")
+        byte_tokenizer.save(folder / "base")
+    else:
+        about = {"model_type": request.param} | ({} if request.param == "gpt2" else {"intermediate_size": 48})
+        shape = ModelConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **about)
+        export_folder(build(shape, seed=seed), shape, folder / "base", tokenizer_folder=folder / "tokenizer")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    few = {"train.steps": 2, "train.global_batch_rows": 4, "data.length": 48, "optimizer.lr": 0.05, "schedule.warmup_steps": 0}
+    where = {"data.files": folder / "chats.jsonl", "run.folder": folder, "train.device": "cpu", "train.dtype": "fp32"}
+    chosen = few | where | {"train.compile": "off", "train.threads": 1}
+    if request.param == "bloom":
+        chosen |= {"model.implementation": "transformers"}
+    words = [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+    run = ["--model.source", folder / "base", "--run.name", "run", "--lora.rank", "3", "--lora.alpha", "7"]
+    assert command(["sft", *words, *map(str, run)]) == 0
+    assert command(["export", str(folder / "run"), str(folder / "adapters"), "--adapters"]) == 0
+    return Tuned(folder / "base", folder / "run", folder / "adapters", words)
+
+
+def weights(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return dict(open_model(path, CPU, dtype).model.named_parameters())
+
+
+def test_exported_adapters_make_of_the_base_what_was_trained_in_peft_too(tuned: Tuned) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tuned.base)
+    theirs = dict(peft.PeftModel.from_pretrained(base, tuned.adapters).merge_and_unload().named_parameters())
+    ours, before = weights(tuned.run), weights(tuned.base)
+    assert any(not torch.equal(ours[name], before[name]) for name in ours)
+    for name, value in ours.items():
+        # One more sum of three products in fp32.
+        torch.testing.assert_close(theirs[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_of_adapters_opens_as_the_run_does(tuned: Tuned, dtype: torch.dtype) -> None:
+    ours, theirs = weights(tuned.run, dtype), weights(tuned.adapters, dtype)
+    for name, value in ours.items():
+        assert torch.equal(theirs[name], value), name
+
+
+def test_a_run_begins_from_a_folder_of_adapters_and_leaves_as_a_whole_model(
+    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = build(open_model(tuned.base, CPU, torch.float32).config, seed=None, device=CPU)
+    find_origin(tuned.adapters).fill(model)
+    for name, value in weights(tuned.run).items():
+        assert torch.equal(model.get_parameter(name), value), name
+    more = ["--model.source", tuned.adapters, "--run.folder", tmp_path, "--run.name", "on", "--optimizer.lr", 1e-30]
+    assert command(["sft", *tuned.words, *map(str, [*more, "--lora.rank", 2])]) == 0
+    for name, value in weights(tuned.run).items():
+        assert torch.equal(weights(tmp_path / "on")[name], value), name  # a step that small is none
+    assert command(["export", str(tmp_path / "on"), str(tmp_path / "out"), "--adapters"]) == 2
+    complaint = capfd.readouterr().err
+    assert f"began from {tuned.adapters}, which is adapters too" in complaint
+    assert "export it without --adapters" in complaint
+    assert not (tmp_path / "out").exists()
+    assert command(["export", str(tmp_path / "on"), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    whole = weights(tmp_path / "out")
+    for name, value in weights(tmp_path / "on").items():
+        assert torch.equal(whole[name], value), name
+
+
+def test_adapters_of_a_checkpoint_belong_to_it_wherever_they_are_opened(tuned: Tuned, tmp_path: Path) -> None:
+    more = ["--model.source", tuned.run, "--run.folder", tmp_path, "--run.name", "on", "--lora.rank", 2]
+    assert command(["sft", *tuned.words, *map(str, more)]) == 0
+    assert command(["export", str(tmp_path / "on"), str(tmp_path / "out"), "--adapters"]) == 0
+    again = weights(tmp_path / "out")
+    for name, value in weights(tmp_path / "on").items():
+        assert torch.equal(again[name], value), name
+
+
+def test_what_has_no_adapters_or_belongs_to_another_model_is_told_in_a_line(
+    tuned: Tuned, tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["export", str(tiny_run), str(tmp_path / "out"), "--adapters"]) == 2
+    assert f"{tiny_run}: was not trained with adapters beside another model; " in capfd.readouterr().err
+    content = json.loads((tuned.adapters / "adapter_config.json").read_text())
+
+    def named(name: str, base: object) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").symlink_to(tuned.adapters / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(content | {"base_model_name_or_path": base}))
+        return folder
+
+    for folder, complaint in (
+        (named("of nothing", None), "base_model_name_or_path does not say which model"),
+        (named("of adapters", str(tuned.adapters)), "which is adapters too"),
+        (named("of another", str(tiny_run)), "adapters for another model"),
+        (named("of none", str(tmp_path / "none")), "none"),
+    ):
+        with pytest.raises(Mistake, match=complaint):
+            open_model(folder, CPU, torch.float32)

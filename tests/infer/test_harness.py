@@ -1,0 +1,227 @@
+"""lm-evaluation-harness on a checkpoint gives the scores that its own reader of Hugging Face models gives the exported one."""
+
+import json
+import os
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+# Read when its libraries are imported: nothing is looked up.
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from lmforge.cli import run as command
+from lmforge.cluster.ranks import Ranks
+from lmforge.errors import Mistake
+from lmforge.infer.harness import HarnessModel, run_harness
+from lmforge.infer.opening import open_model
+from tests.conftest import Command
+from tests.infer.test_tasks import ALONE, on_ranks
+
+CHOICES = [
+    {"text": "Who speaks?", "options": ["the king", "a long answer that nobody would give", "x"], "gold": 0},
+    {"text": "What is", "options": ["it", "the matter with you", "7"], "gold": 1},
+    {"text": "First Citizen:", "options": ["Before we proceed", "zzzz qqqq", "you"], "gold": 0},
+    {"text": "All: ", "options": ["Speak", "speak, speak.", "no"], "gold": 1},
+    {"text": "The", "options": ["king", "queen", "lords"], "gold": 2},
+]
+TEXTS = [
+    {"text": "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 8},
+    {"text": "The king is not here"},
+    {"text": "O"},
+]
+WRITTEN = [{"text": "The king", "gold": "is"}, {"text": "My lord, I", "gold": "e"}, {"text": "O", "gold": "s"}]
+TASKS = {
+    "choosing": """
+        output_type: multiple_choice
+        doc_to_text: "Question: {{text}}\\nAnswer:"
+        doc_to_choice: "{{options}}"
+        doc_to_target: gold
+        metric_list: [{metric: acc}, {metric: acc_norm}]""",
+    "reading": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{text}}"
+        metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]""",
+    "writing": """
+        output_type: generate_until
+        doc_to_text: "{{text}}"
+        doc_to_target: gold
+        generation_kwargs: {until: ["\\n", "."], max_gen_toks: 9, do_sample: false}
+        metric_list: [{metric: exact_match}, {metric: bleu}]""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks for the harness, each a YAML file and its questions."""
+    folder = tmp_path_factory.mktemp("harness")
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+    for (name, yaml), lines in zip(TASKS.items(), (CHOICES, TEXTS, WRITTEN), strict=True):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        about = f"""
+        task: {name}
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+        test_split: test
+        fewshot_split: test"""
+        text = about + yaml
+        (folder / f"{name}.yaml").write_text("\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
+    return folder
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, float) and "stderr" not in name}
+
+
+@pytest.mark.parametrize("few_shot", [0, 2])
+def test_scores_are_those_of_the_exported_model(
+    folder: Path, tiny_run: Path, tmp_path: Path, lmforge: Command, few_shot: int
+) -> None:
+    assert lmforge("export", tiny_run, tmp_path / "exported").returncode == 0
+    names = list(TASKS)
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(tmp_path / "exported"), dtype="float32", device="cpu", batch_size=2),
+        tasks=names,
+        num_fewshot=few_shot,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )
+    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    mine = run_harness(opened, names, ALONE, folder=folder, few_shot=few_shot, batch_rows=3)
+    for name in names:
+        expected = numbers(theirs["results"][name])
+        assert expected
+        # fp32 in rows of other lengths.
+        assert numbers(mine[name]) == pytest.approx(expected, rel=1e-5)
+    # Not all of them the one number that says nothing.
+    assert 1 < numbers(mine["reading"])["byte_perplexity,none"] < 256
+
+
+def test_answers_to_single_requests_are_those_of_the_exported_model(tiny_run: Path, tmp_path: Path, lmforge: Command) -> None:
+    assert lmforge("export", tiny_run, tmp_path / "exported").returncode == 0
+    theirs = HFLM(pretrained=str(tmp_path / "exported"), dtype="float32", device="cpu", batch_size=2)
+    mine = HarnessModel(open_model(tiny_run, torch.device("cpu"), torch.float32), ALONE, batch_rows=2)
+    assert (mine.max_length, mine.eot_token_id, mine.prefix_token_id) == (
+        theirs.max_length,
+        theirs.eot_token_id,
+        theirs.prefix_token_id,
+    )
+
+    def asked(kind: str, *arguments: Any) -> list[Any]:
+        return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+
+    pairs = asked("loglikelihood", ("", "The king"), ("The king ", "is"), ("O", " my lord"), ("First", " Citizen:\nBefore"))
+    for ours, reference in zip(mine.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        assert ours[0] == pytest.approx(reference[0], rel=1e-5)
+        assert ours[1] == reference[1]
+    texts = asked("loglikelihood_rolling", ("The king " * 1500,), ("O",))
+    assert mine.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-5)
+    likeliest = theirs.generate_until(asked("generate_until", ("The king", {"until": ["zz"], "max_gen_toks": 1})))[0]
+    [(_, greedy)] = mine.loglikelihood(asked("loglikelihood", ("The king", likeliest)))
+    assert greedy
+    wanted = [
+        ("The king", {"until": ["\n"], "max_gen_toks": 12}),
+        ("The king", {"until": [], "max_gen_toks": 3}),
+        ("My lord, what", {"until": ["e", " the"], "max_gen_toks": 12}),
+    ]
+    requests = asked("generate_until", *wanted)
+    assert mine.generate_until(requests) == theirs.generate_until(requests)
+
+
+def test_the_verb_asks_the_harness_and_names_a_task_that_is_none(
+    folder: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", str(tiny_run), "--harness_folder", str(folder), "--device", "cpu", "--limit", "2", "--output", "json"]
+    assert command([*words, "--harness", "choosing"]) == 0
+    [result] = json.loads(capfd.readouterr().out)
+    assert result["task"] == "choosing"
+    assert 0 <= result["metrics"]["acc,none"] <= 1
+    assert command([*words, "--harness", "choosing", "no_such_task"]) == 2
+    assert "no_such_task: no such task" in capfd.readouterr().err
+
+
+def test_several_processes_print_once_what_one_finds(folder: Path, tiny_run: Path, lmforge: Command) -> None:
+    words = ["evaluate", tiny_run, "--harness_folder", folder, "--device", "cpu", "--batch_rows", 2, "--processes", 2]
+    shared = lmforge(*words, "--harness", *TASKS, "--output", "json")
+    assert shared.returncode == 0, shared.stderr
+    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    alone = run_harness(opened, list(TASKS), ALONE, folder=folder, batch_rows=2)
+    found = {result["task"]: result["metrics"] for result in json.loads(shared.stdout)}
+    assert found.keys() == alone.keys()
+    for name, metrics in alone.items():
+        # Other thread counts, other sums.
+        assert numbers(found[name]) == pytest.approx(numbers(metrics), rel=1e-5)
+    assert shared.stderr.count("[Task: writing] metric bleu is defined, but aggregation is not") == 1
+    refused = lmforge(*words, "--harness", "choosing", "no_such_task")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("no_such_task: no such task") == 1
+
+
+def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(tiny_run: Path) -> None:
+    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    drawn = {"until": [], "max_gen_toks": 5, "do_sample": True, "temperature": 1.5}
+    written = [Instance("generate_until", {}, (text, drawn), number) for number, text in enumerate(["The", "O", "The", "My"])]
+    pairs = [Instance("loglikelihood", {}, ("The", after), number) for number, after in enumerate([" king", " a", " o"])]
+    texts = [Instance("loglikelihood_rolling", {}, (text,), number) for number, text in enumerate(["The king", "O"])]
+
+    def answers(ranks: Ranks) -> list[Any]:
+        model = HarnessModel(opened, ranks, batch_rows=1)
+        return [model.generate_until(written), model.loglikelihood(pairs), model.loglikelihood_rolling(texts)]
+
+    alone = answers(ALONE)
+    assert alone[0][0] != alone[0][2]  # each of two equal prompts draws its own
+    for found in (*on_ranks(2, answers), *on_ranks(5, answers)):
+        assert found == alone
+
+
+def test_ranks_that_are_asked_other_things_are_told(tiny_run: Path) -> None:
+    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+
+    def problem(ranks: Ranks) -> str:
+        request = Instance("loglikelihood", {}, ("The", f" king {ranks.place.rank}"), 0)
+        with pytest.raises(Mistake) as raised:
+            HarnessModel(opened, ranks, batch_rows=1).loglikelihood([request])
+        return str(raised.value)
+
+    [one, other] = on_ranks(2, problem)
+    assert one == other
+    assert "the ranks' tasks of lm-evaluation-harness differ" in one
+
+
+def test_a_task_that_cannot_be_loaded_is_told_in_one_line(
+    folder: Path, tmp_path: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (folder / "choosing.yaml").read_text().replace("choosing", "missing")
+    (tmp_path / "missing.yaml").write_text(text)
+    words = ["evaluate", str(tiny_run), "--harness_folder", str(tmp_path), "--device", "cpu", "--harness", "missing"]
+    assert command(words) == 2
+    assert "lm-evaluation-harness cannot load its task (" in capfd.readouterr().err
+
+
+def test_a_task_that_one_rank_cannot_load_ends_all_of_them_with_its_reason(
+    folder: Path, tmp_path: Path, tiny_run: Path, lmforge: Command
+) -> None:
+    failing = """
+        import os
+
+        def docs(dataset):
+            if os.environ["RANK"] == "1":
+                raise KeyError("not here")
+            return dataset
+    """
+    (tmp_path / "here.py").write_text(dedent(failing))
+    (tmp_path / "here.yaml").write_text(
+        (folder / "choosing.yaml").read_text().replace("task: choosing", "task: here") + "process_docs: !function here.docs\n"
+    )
+    words = ["evaluate", tiny_run, "--harness_folder", tmp_path, "--device", "cpu", "--harness", "here", "--processes", 2]
+    failed = lmforge(*words)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.count("lmforge: lm-evaluation-harness cannot load its task ('not here')") == 1

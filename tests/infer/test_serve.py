@@ -1,0 +1,449 @@
+"""`lmforge serve`, spoken to by OpenAI's own client and by hand."""
+
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from lmforge.cli import run as command
+from lmforge.data.templates import ChatTemplate
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.infer.engine import Engine, Request
+from lmforge.infer.opening import open_model
+from lmforge.infer.sampling import Sampling
+from lmforge.infer.shelf import Shelf
+from lmforge.runs import Run
+from tests.infer.conftest import Server
+
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+Serving = Callable[..., Server]
+
+
+def refusal(answer: tuple[int, Any]) -> tuple[int, str]:
+    """Status and message of an answer that is OpenAI's error object, and nothing else."""
+    status, told = answer
+    assert told.keys() == {"error"}
+    assert told["error"].keys() == {"message", "type", "param", "code"}
+    return status, told["error"]["message"]
+
+
+def test_a_chat_is_answered_whole(server: Server) -> None:
+    answer = server.client().chat.completions.create(model="hello", messages=HI, temperature=0)
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hey <s>", "stop")
+    assert answer.usage
+    assert answer.usage.completion_tokens == 8  # the token that ended it is one
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer.model == "hello"
+    assert abs(answer.created - time.time()) < 300
+
+
+def test_a_chat_is_streamed_in_pieces_that_make_the_same_text(server: Server) -> None:
+    stream = server.client().chat.completions.create(
+        model="hello", messages=HI, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len(chunks) > 7
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hey <s>"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert last.choices == []
+    assert last.usage
+    assert last.usage.completion_tokens == 8
+
+
+def test_a_stream_ends_with_done(server: Server) -> None:
+    lines = raw_stream(server, "/v1/completions", {"model": "endless", "prompt": "a", "max_tokens": 2, "stream": True})
+    assert [line[:6] for line in lines] == ["data: "] * len(lines)
+    assert lines[-1] == "data: [DONE]"
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == "ba"
+
+
+def raw_stream(server: Server, path: str, body: dict[str, Any]) -> list[str]:
+    with connected(server, path, body) as connection:
+        content = b""
+        while not content.endswith(b"\r\n0\r\n\r\n"):
+            content += connection.recv(65536) or pytest.fail("the connection was closed")
+    return [line for line in content.decode().split("\r\n") if line.startswith("data: ") for line in [line.strip()]]
+
+
+def connected(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection with a request on its way."""
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    connection.sendall(f"{head}Authorization: Bearer sesame\r\n\r\n".encode() + content)
+    return connection
+
+
+def test_a_text_is_continued_from_text_or_from_ids_one_or_several(server: Server, byte_tokenizer: Tokenizer) -> None:
+    create = server.client().completions.create
+    asked: dict[str, Any] = {"model": "endless", "max_tokens": 3, "temperature": 0}
+    whole = create(prompt="a", **asked)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("bab", "length")
+    several = create(prompt=["a", "b", "a"], **asked)
+    assert [choice.text for choice in several.choices] == ["bab", "aba", "bab"]
+    assert several.usage
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (3, 9)
+    ids = byte_tokenizer.encode("ab")
+    assert create(prompt=ids, **asked).choices[0].text == "aba"
+    assert [choice.text for choice in create(prompt=[ids, ids[:1]], **asked).choices] == ["aba", "bab"]
+
+
+def test_eight_at_once_write_what_each_writes_alone(server: Server) -> None:
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    texts = ["x" * (1 + 7 * number) + str(seed + number) for number in range(8)]
+
+    def ask(number: int, temperature: float) -> tuple[str, str]:
+        [choice] = (
+            server.client()
+            .chat.completions.create(
+                model="noise",
+                messages=[{"role": "user", "content": texts[number]}],
+                temperature=temperature,
+                seed=seed + number,
+                max_tokens=10 + 5 * number,
+            )
+            .choices
+        )
+        return str(choice.message.content), choice.finish_reason
+
+    with ThreadPoolExecutor(8) as pool:
+        for temperature in (0.0, 1.0):
+            together = list(pool.map(ask, range(8), [temperature] * 8))
+            assert together == [ask(number, temperature) for number in range(8)]
+    assert len(set(together)) == 8
+
+
+def test_n_samples_differ_and_a_seed_repeats_them(server: Server) -> None:
+    def ask(seed: int | None) -> list[str | None]:
+        answer = server.client().chat.completions.create(model="noise", messages=HI, n=4, seed=seed, max_tokens=12)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask(7)
+    assert len(set(first)) == 4
+    assert ask(7) == first
+    assert ask(8) != first
+    assert ask(None) != ask(None)
+    assert ask(-7) != first
+
+
+def test_samples_are_streamed_side_by_side(server: Server) -> None:
+    asked: dict[str, Any] = {"model": "noise", "messages": HI, "n": 3, "seed": 5, "max_tokens": 12}
+    whole = server.client().chat.completions.create(**asked)
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in server.client().chat.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(texts.values()) == [choice.message.content for choice in whole.choices]
+
+
+def test_log_probabilities_are_those_that_the_engine_tells(server: Server, models: Path) -> None:
+    opened = open_model(models / "noise", torch.device("cpu"), torch.float32)
+    template = ChatTemplate.of(opened.tokenizer)
+    engine = Engine(opened.model, vocab_size=261, rows=1, max_length=100)
+    engine.add(Request(template.prompt(HI), 6, Sampling(0.0), 0, template.ends, 2))
+    expected = [token for _ in range(6) for token in engine.step()]
+    answer = server.client().chat.completions.create(
+        model="noise", messages=HI, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs
+    assert logprobs.content
+    for told, token in zip(logprobs.content, expected, strict=True):
+        assert bytes(told.bytes or []) == opened.tokenizer.piece(token.id)
+        assert math.isclose(told.logprob, token.logprob, abs_tol=1e-5)  # other matrix shapes, so other last bits
+        assert [bytes(other.bytes or []) for other in told.top_logprobs] == [opened.tokenizer.piece(id) for id, _ in token.top]
+
+
+def test_log_probabilities_of_a_completion_name_where_each_token_stands(server: Server) -> None:
+    answer = server.client().completions.create(model="endless", prompt="a", max_tokens=4, temperature=0, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs
+    assert (logprobs.tokens, logprobs.text_offset) == (["b", "a", "b", "a"], [0, 1, 2, 3])
+    assert logprobs.token_logprobs
+    assert logprobs.top_logprobs
+    assert [top[token] for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True)] == logprobs.token_logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_and_is_not_in_it(server: Server, stream: bool) -> None:
+    body = {"model": "hello", "messages": HI, "temperature": 0, "stop": ["zz", "y <"], "logprobs": True, "stream": stream}
+    if not stream:
+        _, told = server.ask("/v1/chat/completions", body)
+        [choice] = told["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("He", "stop")
+        assert [token["token"] for token in choice["logprobs"]["content"]] == ["H", "e"]
+    else:
+        lines = raw_stream(server, "/v1/chat/completions", body)
+        choices = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == "He"
+        assert choices[-1]["finish_reason"] == "stop"
+    assert server.is_idle()
+
+
+def test_the_models_are_listed_with_the_checkpoints_of_a_run(server: Server, tiny_run: Path) -> None:
+    names = [model.id for model in server.client().models.list()]
+    steps = [f"tiny/{Run(tiny_run).checkpoint(step).name}" for step in (6, 4, 2)]
+    assert names == ["hello", "endless", "noise", "plain", "tiny", *steps]
+    assert server.client().models.retrieve(steps[0]).id == steps[0]
+    assert refusal(server.ask("/v1/models/none"))[0] == 404
+
+
+def test_a_checkpoint_is_opened_when_it_is_asked_for_and_others_are_given_up(server: Server, tiny_run: Path) -> None:
+    create = server.client().completions.create
+    asked: dict[str, Any] = {"prompt": "The king", "temperature": 0, "max_tokens": 12}
+    texts = {step: create(model=f"tiny/{Run(tiny_run).checkpoint(step).name}", **asked).choices[0].text for step in (2, 4, 6)}
+    assert create(model="tiny", **asked).choices[0].text == texts[6]
+    assert len(set(texts.values())) > 1
+    assert create(model="hello", **asked).choices[0].text  # given up meanwhile, and opened again
+
+
+BAD = [
+    ({"model": "nobody"}, 404, "nobody: no such model; GET /v1/models lists them"),
+    ({"messages": []}, 400, "messages: list should have at least 1 item after validation, not 0"),
+    (
+        {"messages": [{"role": "king", "content": "Hi"}]},
+        400,
+        "message 1: role 'king': expected one of ",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
+        400,
+        "message 1: tool_calls are not a list but int",
+    ),
+    ({"temperature": 3}, 400, "temperature: input should be less than or equal to 2"),
+    ({"temperature": "hot"}, 400, "temperature: input should be a valid number"),
+    ({"max_tokens": 0}, 400, "max_tokens: input should be greater than or equal to 1"),
+    ({"stop": [""]}, 400, "stop: expected a text, or a list of at most 16 texts, none of them empty"),
+    ({"top_q": 1}, 400, "top_q: no such parameter"),
+    ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported here, and was asked for (1)"),
+    ({"n": 9}, 400, "n: 9 texts in one request, and this server writes at most 8 at once"),
+    ({"max_tokens": 20_000}, 400, "this model reads at most 20000 tokens, and was given "),
+    ({"model": "plain"}, 400, "plain: "),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "message"), BAD, ids=[str(change) for change, *_ in BAD])
+def test_what_cannot_be_done_is_refused_by_name(server: Server, change: dict[str, Any], status: int, message: str) -> None:
+    told = refusal(server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | change))
+    assert told[0] == status
+    assert message in told[1]
+
+
+def test_what_changes_nothing_may_be_sent(server: Server) -> None:
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me", "stop": None}
+    status, _ = server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | neutral)
+    assert status == 200
+
+
+def test_bodies_that_are_no_requests_are_refused(server: Server) -> None:
+    assert refusal(server.ask("/v1/completions", b"{nonsense"))[0] == 400
+    assert refusal(server.ask("/v1/completions", b'{"model": "\\ud800"}'))[0] == 400
+    assert refusal(server.ask("/v1/completions", b"[" * 100_000))[0] == 400
+    assert refusal(server.ask("/v1/completions", b"[1]"))[1] == "the body is JSON, but not an object"
+    assert refusal(server.ask("/v1/completions", b"\xff\xfe"))[0] == 400
+    assert refusal(server.ask("/v1/completions", {}, **{"content-type": "text/plain"}))[0] == 415
+    assert refusal(server.ask("/v1/completions"))[0] == 405
+    assert refusal(server.ask("/elsewhere")) == (404, "GET /elsewhere: no such address")
+    assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": [999]}))[0] == 400
+    assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": [[]]}))[0] == 400
+    assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": []}))[0] == 400
+
+
+def test_a_server_without_a_key_answers_to_this_machines_names_only(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    assert server.ask("/v1/models", Host=f"localhost:{port}")[0] == 200
+    status, message = refusal(server.ask("/v1/models", Host=f"evil.example:{port}"))
+    assert status == 403
+    assert "evil.example" in message
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("[::1]", True),
+        ("[::1]:8000", True),
+        ("127.0.0.1", True),
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("[::2]:8000", False),
+        ("[::2]", False),
+        ("evil.example", False),
+        ("localhost.evil.example:80", False),
+        ("", False),
+    ],
+)
+def test_this_machines_names_are_known_with_and_without_a_port(server: Server, host: str, is_ours: bool) -> None:
+    assert server.ask("/v1/models", Host=host)[0] == (200 if is_ours else 403)
+
+
+def test_more_than_may_wait_are_refused_and_those_who_leave_make_room(server: Server) -> None:
+    body = {"model": "endless", "messages": HI, "temperature": 0, "stream": True}
+    path = "/v1/chat/completions"
+    with connected(server, path, body | {"n": 8}) as running, connected(server, path, body | {"n": 2}) as waiting:
+        assert running.recv(20)
+        assert waiting.recv(20)
+        status, message = refusal(server.ask(path, {"model": "endless", "messages": HI}))
+        assert status == 429
+        assert "try again later" in message
+        with pytest.raises(openai.RateLimitError):
+            server.client().chat.completions.create(model="endless", messages=HI)
+    assert server.is_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_row(narrow_server: Server, stream: bool) -> None:
+    body = {"model": "endless", "messages": HI, "stream": stream}
+    with connected(narrow_server, "/v1/chat/completions", body) as connection:
+        if stream:
+            assert connection.recv(20)
+        while narrow_server.ask("/health")[1]["running"] == 0:
+            time.sleep(0.01)
+    assert narrow_server.is_idle()
+    answer = narrow_server.client("sesame").completions.create(model="endless", prompt="a", max_tokens=2, temperature=0)
+    assert answer.choices[0].text == "ba"
+
+
+def test_the_key_is_asked_for(narrow_server: Server) -> None:
+    for key in ("", "open", "s\xe9same"):
+        status, told = narrow_server.ask("/v1/models", key=key)
+        assert (status, told["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError):
+        narrow_server.client("wrong").chat.completions.create(model="hello", messages=HI)
+    assert [model.id for model in narrow_server.client("sesame").models.list()] == ["endless", "hello"]
+    assert narrow_server.ask("/health")[0] == 200
+
+
+def test_a_body_that_is_too_big_is_refused_and_so_is_a_prompt_that_is_too_long(narrow_server: Server) -> None:
+    def ask(size: int) -> tuple[int, str]:
+        return refusal(narrow_server.ask("/v1/completions", {"model": "endless", "prompt": "a" * size}, key="sesame"))
+
+    assert ask(9_000) == (400, "this model reads at most 9000 tokens, and was given 9000 and 16 to write")
+    assert ask(20_000) == (413, "the body has more than 20,000 bytes")
+    assert ask(500_000)[0] == 413
+
+
+def test_where_all_open_models_write_another_has_to_wait(narrow_server: Server) -> None:
+    body = {"model": "endless", "messages": HI, "stream": True}
+    create = narrow_server.client("sesame").chat.completions.create
+    with connected(narrow_server, "/v1/chat/completions", body) as connection:
+        assert connection.recv(20)
+        with pytest.raises(openai.InternalServerError) as refused:
+            create(model="hello", messages=HI)
+        assert refused.value.status_code == 503
+    assert narrow_server.is_idle()
+    assert create(model="hello", messages=HI, temperature=0).choices[0].message.content == "Hey <s>"
+
+
+def test_a_signal_ends_the_server_and_what_it_writes(serving: Serving, models: Path) -> None:
+    server = serving(models / "endless", "--max_length", 20_000)
+    body = {"model": "endless", "messages": HI}
+    answers: list[tuple[int, str]] = []
+    whole = threading.Thread(target=lambda: answers.append(refusal(server.ask("/v1/chat/completions", body))))
+    whole.start()
+    with connected(server, "/v1/chat/completions", body | {"stream": True}) as connection:
+        while server.ask("/health")[1]["running"] < 2:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        content = b""
+        while more := connection.recv(65536):
+            content += more
+    last = json.loads(content.decode().split("data: ")[-1].split("\r\n")[0])
+    assert last["error"]["code"] == "stopping"
+    assert server.process.wait(timeout=60) == 0
+    whole.join()
+    assert answers[0][0] == 503
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_interrupted_while_a_model_opens_ends(models: Path, tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "slow"
+    shutil.copytree(models / "hello", folder)
+    text = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    words = ["serve", str(folder), "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen([sys.executable, "-m", "lmforge", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with open(folder / "tokenizer.json", "wb") as pipe:  # returns as soon as the server reads
+        process.send_signal(number)
+        with suppress(BrokenPipeError):
+            pipe.write(text)
+    try:
+        told, complaint = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (told, complaint) == (b"", b"")
+    assert process.returncode == (128 + number if number == signal.SIGINT else -number)
+
+
+def test_a_checkpoint_that_goes_while_models_are_listed_is_left_out(models: Path, tiny_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    limits: dict[str, Any] = {"rows": 1, "waiting": 0, "max_length": None, "most_open": 1, "say": print}
+    shelf = Shelf([run, models / "hello"], device=torch.device("cpu"), dtype=torch.float32, **limits)
+    first, *others = [offer.name for offer in shelf.offers()]
+    assert (first, others[-1]) == ("run", "hello")
+    place, enough = Run(run).checkpoint(99), threading.Event()
+
+    def come_and_go() -> None:
+        while not enough.is_set():
+            place.mkdir()
+            place.rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        seen = [{offer.name for offer in shelf.offers()} - {f"run/{place.name}"} for _ in range(1500)]
+    finally:
+        enough.set()
+        thread.join()
+    assert all(names == {first, *others} for names in seen)
+
+
+def test_a_server_that_cannot_be_is_refused_in_a_line(
+    capfd: pytest.CaptureFixture[str], models: Path, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LMFORGE_API_KEY", raising=False)
+    port = server.url.rpartition(":")[2]
+    for words, complaint in (
+        ((models / "hello", "--host", "0.0.0.0"), "--host 0.0.0.0: others can reach this address; give an --api_key"),
+        ((models / "hello", "--api_key", ""), "--api_key (or LMFORGE_API_KEY): expected "),
+        ((models / "hello", "--port", port), f"127.0.0.1:{port}: Address already in use; choose another --port or --host"),
+        ((tmp_path / "none", "--port", 0), f"{tmp_path}/none: no such run, checkpoint or model folder"),
+        ((tmp_path, "--port", 0), f"{tmp_path}: no checkpoint here"),
+        ((), "--models: missing"),
+    ):
+        assert command(["serve", *map(str, words)]) == 2
+        told = capfd.readouterr()
+        assert told.out == ""
+        assert told.err.startswith(f"lmforge: {complaint}")
+        assert told.err.count("\n") == 1
+
+
+def test_the_page_of_the_manual_shows_a_client_that_works(server: Server) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    [example] = re.findall(r"^```py\n(.*?)^```$", manual, re.M | re.S)
+    example = example.replace("http://127.0.0.1:8000", server.url).replace("smollm", "hello")
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "Hey <s>"), done.stderr

@@ -1,0 +1,196 @@
+"""The page of `lmforge serve`, used in a real browser by clicking and typing."""
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.infer.conftest import Server
+
+SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+    assert path, "needs a browser: apt-get install chromium"
+    expect.set_options(timeout=SECONDS)
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Page]:
+    """The page of a server that asks for no key; whatever the browser complains of fails the test."""
+    yield from opened(browser, server)
+
+
+def opened(browser: Browser, server: Server, allowed: str = "", **looks: object) -> Iterator[Page]:
+    page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
+    page.set_default_timeout(SECONDS)
+    complaints: list[str] = []
+    page.on("pageerror", lambda problem: complaints.append(str(problem)))
+    page.on("console", lambda told: complaints.append(told.text) if told.type in ("error", "warning") else None)
+    page.goto(server.url)
+    yield page
+    page.context.close()
+    assert [complaint for complaint in complaints if not (allowed and allowed in complaint)] == []
+
+
+def say(page: Page, model: str, text: str) -> None:
+    page.get_by_label("Model", exact=True).select_option(model)
+    page.get_by_label("Message").fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def last_answer(page: Page) -> str:
+    return page.locator("article.assistant .body").last.inner_text()
+
+
+def done(page: Page) -> None:
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_a_question_is_answered_and_the_answer_is_text_whatever_it_says(page: Page) -> None:
+    say(page, "hello", "What is <b>this</b>?")
+    expect(page.get_by_text("Hey <s>", exact=True).last).to_be_visible()
+    done(page)
+    assert page.locator("article.user .body").inner_text() == "What is <b>this</b>?"
+    assert page.locator("#log s, #log b").count() == 0
+    expect(page.locator(".note")).to_have_text(re.compile(r"^8 tokens · [\d.]+ tokens/s$"))
+    page.get_by_label("Message").press_sequentially("More")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.assistant .tools").nth(1)).to_be_visible()
+    assert page.locator("article").count() == 4
+
+
+def test_an_answer_is_stopped_by_its_button_and_by_the_keyboard_and_its_row_is_free(page: Page, server: Server) -> None:
+    say(page, "endless", "Go on")
+    expect(page.locator("article.assistant .body")).to_contain_text("ababab")
+    page.get_by_role("button", name="Stop").click()
+    done(page)
+    expect(page.locator(".note")).to_have_text("stopped")
+    assert server.is_idle()
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator("article.assistant .body")).to_contain_text("ababab")
+    page.keyboard.press("Escape")
+    done(page)
+    assert page.locator("article").count() == 2
+    assert server.is_idle()
+
+
+def test_settings_reach_the_model_and_regenerating_asks_again(page: Page) -> None:
+    if page.get_by_role("button", name="Settings").get_attribute("aria-expanded") == "false":
+        page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Longest answer").fill("9")
+    page.get_by_label("Seed").fill("5")
+    page.get_by_label("System prompt").fill("Be brief")
+    say(page, "noise", "Hi")
+    done(page)
+    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · .* · cut at the length$"))
+    first = last_answer(page)
+    page.get_by_role("button", name="Regenerate").click()
+    done(page)
+    assert last_answer(page) == first
+    page.get_by_label("Seed").fill("6")
+    page.get_by_role("button", name="Regenerate").click()
+    done(page)
+    assert last_answer(page) != first
+    page.get_by_label("Temperature").fill("0")
+    expect(page.locator("#temperature-is")).to_have_text("0.00")
+    greedy = set()
+    for seed in ("5", "6"):
+        page.get_by_label("Seed").fill(seed)
+        page.get_by_role("button", name="Regenerate").click()
+        done(page)
+        greedy.add(last_answer(page))
+    assert len(greedy) == 1
+
+
+def test_a_checkpoint_is_chosen_and_continues_a_text(page: Page) -> None:
+    options = page.get_by_label("Model", exact=True).locator("option").all_inner_texts()
+    assert options == ["hello", "endless", "noise", "plain", "tiny, newest", "tiny, step 6", "tiny, step 4", "tiny, step 2"]
+    longest = page.get_by_label("Longest answer")
+    expect(longest).to_have_attribute("placeholder", "as many as fit")
+    page.get_by_label("continues the text").check()
+    expect(longest).to_have_attribute("placeholder", "128")
+    page.get_by_label("Longest answer").fill("3")
+    page.get_by_label("Temperature").fill("0")
+    expect(page.get_by_label("System prompt")).to_be_hidden()
+    say(page, "endless", "a")
+    done(page)
+    assert last_answer(page) == "bab"
+    page.get_by_label("Model", exact=True).select_option(label="tiny, step 4")
+    page.get_by_role("button", name="Regenerate").click()
+    done(page)
+    expect(page.locator(".note")).to_contain_text("3 tokens")
+
+
+def test_a_new_chat_forgets_and_ends_what_is_being_written(page: Page, server: Server) -> None:
+    say(page, "endless", "Go on")
+    expect(page.locator("article.assistant .body")).to_contain_text("ab")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_text("Nothing said yet")).to_be_visible()
+    assert page.locator("article").count() == 0
+    assert server.is_idle()
+    done(page)
+
+
+def test_what_goes_wrong_is_told_where_the_answer_would_be(browser: Browser, server: Server) -> None:
+    for page in opened(browser, server, allowed="status of 400"):
+        say(page, "plain", "Hi")
+        expect(page.locator("article").get_by_role("alert")).to_contain_text("plain: the tokenizer has no chat template")
+        page.get_by_label("Model", exact=True).select_option("hello")
+        page.get_by_role("button", name="Try again").click()
+        done(page)
+        assert last_answer(page) == "Hey <s>"
+
+
+def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, narrow_server: Server) -> None:
+    for page in opened(browser, narrow_server, allowed="status of 401"):
+        expect(page.get_by_text("This server asks for a key")).to_be_visible()
+        page.get_by_label("API key").fill("open")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("not the key of this server")).to_be_visible()
+        page.get_by_label("API key").fill("sesame")
+        page.keyboard.press("Tab")
+        expect(page.get_by_label("Model", exact=True).locator("option")).to_have_count(2)
+        say(page, "hello", "Hi")
+        done(page)
+        assert last_answer(page) == "Hey <s>"
+
+
+def test_code_is_set_apart_and_nothing_is_parsed_as_html(page: Page) -> None:
+    text = "See `a < b` and **c**:\n\n```html\n<img src=x onerror=alert(1)>\n```\n<script>alert(2)</script>\n```\nopen"
+    page.evaluate("text => { turns = [{role: 'assistant', content: text, note: '', error: ''}]; draw(); }", text)
+    assert page.locator("#log pre code").all_inner_texts() == ["<img src=x onerror=alert(1)>", "open"]
+    assert page.locator("#log .body > code").all_inner_texts() == ["a < b"]
+    assert page.locator("#log strong").all_inner_texts() == ["c"]
+    assert page.locator("#log img, #log script").count() == 0
+    expect(page.locator("#log")).to_contain_text("<script>alert(2)</script>")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, server: Server, scheme: str) -> None:
+    for page in opened(browser, server, viewport={"width": 360, "height": 640}, color_scheme=scheme):
+        say(page, "hello", "word" * 60)
+        done(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.get_by_role("button", name="Settings").click()
+        expect(page.get_by_label("Temperature")).to_be_visible()
+        expect(page.get_by_label("Message")).to_be_in_viewport()
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground)[:3])) > 384) == (scheme == "light")
+
+
+def test_the_browser_is_told_to_load_nothing_from_elsewhere(page: Page, server: Server) -> None:
+    answer = page.request.get(server.url)
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", answer.text())

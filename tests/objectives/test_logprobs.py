@@ -1,0 +1,142 @@
+"""Log-probabilities of single tokens in chunks against `log_softmax` of whole logits, and their sums over documents."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lmforge.objectives.chunked import CHUNK_TOKENS, IGNORED, cross_entropy_sum
+from lmforge.objectives.logprobs import (
+    document_sums,
+    document_tokens,
+    of_their_documents,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
+from tests.objectives.test_chunked import TOLERANCE, assert_close, drawn
+
+TOKENS = [1, CHUNK_TOKENS, CHUNK_TOKENS + 1]
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    every = (hidden @ weight.t() / temperature).log_softmax(-1)
+    chosen = every.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    scored = targets != IGNORED
+    return torch.where(scored, chosen, 0.0), torch.where(scored, -(every.exp() * every).sum(-1), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_values_and_gradients_are_those_of_whole_logits(tokens: int, temperature: float, dtype: torch.dtype) -> None:
+    hidden, weight, targets = drawn(tokens, dtype)
+    hidden, targets = hidden.view(1, tokens, -1).requires_grad_(), targets.view(1, tokens)
+    weight.requires_grad_()
+    ours, entropy = token_logprobs_and_entropy(hidden, weight, targets, temperature)
+    reference, of_whole = whole(hidden, weight, targets, temperature)
+    assert ours.shape == targets.shape
+    assert ours.dtype == dtype
+    assert not entropy.requires_grad
+    assert_close(ours, reference, TOLERANCE[dtype])
+    assert_close(entropy, of_whole, TOLERANCE[dtype])
+    assert torch.equal(token_logprobs(hidden, weight, targets, temperature), ours)
+    # Each token with a gradient of its own from above.
+    upstream = torch.randn(targets.shape, dtype=dtype)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, (hidden, weight), upstream),
+        torch.autograd.grad(reference, (hidden, weight), upstream),
+        strict=True,
+    ):
+        assert_close(mine, theirs, TOLERANCE[dtype])
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers that any tensor made under it has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor))])
+        return made
+
+
+def test_logits_are_never_whole_in_neither_pass() -> None:
+    tokens, vocab = 3 * CHUNK_TOKENS, 50
+    hidden = torch.randn(1, tokens, 8).requires_grad_()
+    weight, targets = torch.randn(vocab, 8).requires_grad_(), torch.randint(0, vocab, (1, tokens))
+    with _Largest() as largest:
+        values, _ = token_logprobs_and_entropy(hidden, weight, targets)
+        values.sum().backward()
+    assert largest.numbers == CHUNK_TOKENS * vocab
+    assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("of", [token_logprobs, cross_entropy_sum])
+def test_a_frozen_head_gets_no_gradient_and_what_is_below_gets_the_same(of: Callable[..., Tensor]) -> None:
+    hidden, weight, targets = drawn(20, torch.float64)
+    found = []
+    for frozen in (False, True):
+        below, head = hidden.clone()[None].requires_grad_(), weight.clone().requires_grad_(not frozen)
+        of(below, head, targets[None]).sum().backward()
+        assert (head.grad is None) == frozen
+        found.append(below.grad)
+    assert torch.equal(*found)
+
+
+def test_gradients_pass_gradcheck_with_masked_targets() -> None:
+    hidden, weight, targets = drawn(12, torch.float64)
+    hidden, targets = hidden.view(3, 4, -1).requires_grad_(), targets.view(3, 4)
+    targets[0, 0] = IGNORED
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 1.3), (hidden, weight.requires_grad_()))
+
+
+def test_nothing_scored_gives_zeros_and_zero_gradients() -> None:
+    hidden, weight, _ = drawn(30, torch.float32)
+    hidden, weight = hidden.view(2, 15, -1).requires_grad_(), weight.requires_grad_()
+    values, entropy = token_logprobs_and_entropy(hidden, weight, torch.full((2, 15), IGNORED))
+    assert torch.equal(values, torch.zeros(2, 15))
+    assert torch.equal(entropy, torch.zeros(2, 15))
+    for gradient in torch.autograd.grad(values.exp().sum(), (hidden, weight)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_under_autocast_values_are_fp32_of_bf16_logits_and_a_long_sum_of_them_is_fp32_too() -> None:
+    """1,024 log-probabilities near −5 summed in bf16 would be off by whole nats."""
+    hidden, weight, targets = drawn(1024, torch.float32, masked=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = token_logprobs(hidden[None], weight, targets[None])
+        total = document_sums(values, torch.zeros(1, 1024, dtype=torch.int32))[0, 0]
+    assert values.dtype == total.dtype == torch.float32
+    reference, _ = whole((hidden.bfloat16() @ weight.bfloat16().t()).double(), torch.eye(len(weight)).double(), targets, 1.0)
+    # 1,024 additions in fp32, one after another: bf16 would be off by a hundredth.
+    torch.testing.assert_close(total.double(), reference.sum(), rtol=1e-5, atol=0)
+
+
+def test_sums_over_documents_are_those_of_a_loop_and_go_back_to_their_tokens() -> None:
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 6, (3, 5), generator=generator)
+    documents = torch.full((3, 30), -1, dtype=torch.int32)
+    for row, sizes in enumerate(lengths.tolist()):
+        numbers = torch.arange(5).repeat_interleave(torch.tensor(sizes))
+        documents[row, : len(numbers)] = numbers
+    values = torch.randn(3, 30, dtype=torch.float64, generator=generator).requires_grad_()
+    targets = torch.randint(0, 9, (3, 30), generator=generator)
+    targets[torch.rand(3, 30, generator=generator) < 0.5] = IGNORED
+    sums, tokens = document_sums(values, documents), document_tokens(targets, documents)
+    for row in range(3):
+        for number in range(30):
+            here = documents[row] == number
+            torch.testing.assert_close(sums[row, number], values[row][here].sum(), rtol=1e-12, atol=1e-12)
+            assert tokens[row, number] == (targets[row][here] != IGNORED).sum()
+            assert (of_their_documents(sums, documents)[row][here] == sums[row, number]).all()
+    assert (of_their_documents(sums, documents)[documents < 0] == 0).all()
+    (back,) = torch.autograd.grad(sums[:, :5].sum(), values)
+    assert torch.equal(back, (documents >= 0).double())

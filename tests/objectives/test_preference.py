@@ -1,0 +1,341 @@
+"""Preference objectives against an oracle that goes token by token in fp64, and against what TRL's own trainers gave."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmforge.data.batch import Batch, Metrics
+from lmforge.model import build
+from lmforge.model.layers import LanguageModel
+from lmforge.model.shapes import ModelConfig
+from lmforge.objectives.kto import KTO
+from lmforge.objectives.language import NextToken
+from lmforge.objectives.preference import Preference, RewardModel, disagreement, dpo, orpo, simpo
+from tests.objectives import tiny
+from tests.objectives.oracle import (
+    Document,
+    assert_as_trl,
+    assert_same,
+    drawn,
+    drawn_pairs,
+    gradient,
+    logprobs_under,
+    moved,
+    packed,
+    plain,
+    tiny_model,
+    with_extras,
+)
+
+DPO: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "dpo smoothed": {"label_smoothing": 0.1},
+    "hinge": {"kind": "hinge"},
+    "ipo": {"kind": "ipo"},
+    "robust": {"kind": "robust", "label_smoothing": 0.2},
+    "exo": {"kind": "exo", "label_smoothing": 0.2},
+    "nca": {"kind": "nca"},
+    "apo-zero": {"kind": "apo-zero"},
+    "apo-down": {"kind": "apo-down"},
+}
+OBJECTIVES: dict[str, Preference] = {
+    **{name: Preference(partial(dpo, beta=0.1, **options), reference=True) for name, options in DPO.items()},
+    "orpo": Preference(partial(orpo, weight=0.1), reference=False),
+    "simpo": Preference(partial(simpo, beta=2.0, gamma=0.5), reference=False),
+}
+IN_TRL = {
+    "dpo": "dpo sigmoid",
+    "dpo smoothed": "cpo smoothed",
+    "hinge": "dpo hinge",
+    "ipo": "dpo ipo",
+    "robust": "dpo robust",
+    "exo": "dpo exo_pair",
+    "nca": "dpo nca_pair",
+    "apo-zero": "dpo apo_zero",
+    "apo-down": "dpo apo_down",
+    "orpo": "orpo",
+    "simpo": "simpo",
+}
+KTO_WEIGHTS = {"beta": 0.1, "desirable_weight": 1.3, "undesirable_weight": 0.8}
+
+Rows = Sequence[Sequence[Document]]
+
+
+def one_row(pairs: Sequence[tuple[Document, Document]]) -> list[list[Document]]:
+    return [[side for pair in pairs for side in pair]]
+
+
+def row_each(pairs: Sequence[tuple[Document, Document]]) -> list[list[Document]]:
+    return [list(pair) for pair in pairs]
+
+
+def recorded_pairs(**ranges: tuple[int, int]) -> list[tuple[Document, Document]]:
+    made = tiny.pairs(**ranges)
+    return [tuple(Document(pair["prompt"], pair[side]) for side in ("chosen", "rejected")) for pair in made]  # type: ignore[misc]
+
+
+def rotated(ones: Sequence[Document]) -> list[Document]:
+    """Each completion, followed by the mismatched one of its prompt."""
+    before = [ones[-1], *ones[:-1]]
+    return [each for one, other in zip(ones, before, strict=True) for each in (one, Document(one.prompt, other.completion))]
+
+
+def referred(batch: Batch, reference: LanguageModel) -> Batch:
+    return with_extras(batch, reference=logprobs_under(reference, batch))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
+    pairs = recorded_pairs(prompt=(1, 1), chosen=(8, 8)) if name == "orpo" else recorded_pairs()
+    batch = referred(packed(one_row(pairs)), tiny_model(0.02, 1))
+    if name == "dpo smoothed":
+        # TRL smooths labels where there is no reference, which is one that is certain of everything.
+        batch = with_extras(batch, reference=torch.zeros(batch.rows, batch.length))
+    assert_as_trl(IN_TRL[name], lambda model: _loss_and_weight(OBJECTIVES[name], model, batch))
+
+
+def _loss_and_weight(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+    total, metrics = objective.loss(model, batch)
+    return total, objective.weight(batch), metrics
+
+
+@pytest.mark.parametrize(("name", "centre", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)])
+def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, centre: float, margins: list[float]) -> None:
+    batch = with_extras(packed(one_row(recorded_pairs())), margin=[[margin for each in margins for margin in (each, 0.0)]])
+    objective = RewardModel(centre=centre, margins=True)
+    assert_as_trl(name, lambda model: _loss_and_weight(objective, model, batch), reward=True)
+
+
+def test_loss_and_gradients_of_fine_tuning_are_those_of_trl() -> None:
+    batch = packed([[chosen for chosen, _ in recorded_pairs()]])
+    assert_as_trl("sft", lambda model: _loss_and_weight(NextToken(), model, batch))
+
+
+def test_loss_and_gradients_of_kto_are_those_of_trl() -> None:
+    documents = rotated([chosen for chosen, _ in recorded_pairs()])
+    batch = referred(packed([documents]), tiny_model(0.02, 1))
+    batch = with_extras(batch, label=[[1, 1, 0, 0, 1, 1, 0, 0]])
+    metrics = assert_as_trl("kto", lambda model: _loss_and_weight(KTO(**KTO_WEIGHTS), model, batch))
+    # TRL's own estimate of the divergence, as it was told; above zero, or it would have had no part in the loss.
+    assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(1.0061497688293457, rel=1e-5)
+
+
+def sigma(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def plain_loss(name: str, chosen: list[Tensor], rejected: list[Tensor], before: tuple[list[Tensor], list[Tensor]]) -> Tensor:
+    """The loss of one pair from log p of each token under the policy and under the reference, as the papers write it."""
+    (c, r), (mean_c, mean_r) = (sum(chosen), sum(rejected)), (sum(chosen) / len(chosen), sum(rejected) / len(rejected))
+    if name == "orpo":
+        odds = [mean.exp() / (1 - mean.exp()) for mean in (mean_c, mean_r)]
+        return -mean_c - 0.1 * sigma((odds[0] / odds[1]).log()).log()
+    if name == "simpo":
+        return -sigma(2.0 * mean_c - 2.0 * mean_r - 0.5).log()
+    a, b = c - sum(before[0]), r - sum(before[1])
+    u = 0.1 * (a - b)
+    match name:
+        case "dpo":
+            return -sigma(u).log()
+        case "dpo smoothed":
+            return -0.9 * sigma(u).log() - 0.1 * sigma(-u).log()
+        case "hinge":
+            return torch.maximum(1 - u, torch.zeros_like(u))
+        case "ipo":
+            return (a / len(chosen) - b / len(rejected) - 1 / 0.2) ** 2
+        case "robust":
+            return (-0.8 * sigma(u).log() + 0.2 * sigma(-u).log()) / 0.6
+        case "exo":
+            return sigma(u) * (sigma(u) / 0.8).log() + sigma(-u) * (sigma(-u) / 0.2).log()
+        case "nca":
+            return -sigma(0.1 * a).log() - sigma(-0.1 * a).log() / 2 - sigma(-0.1 * b).log() / 2
+        case "apo-zero":
+            return 1 - sigma(0.1 * a) + sigma(0.1 * b)
+        case _:
+            return sigma(0.1 * a) + 1 - sigma(u)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by_token(name: str) -> None:
+    generator, model = drawn()
+    pairs = drawn_pairs(generator, 4)
+    reference = moved(model, 0.02, generator.initial_seed())
+    batch = referred(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), reference)
+    total, metrics = OBJECTIVES[name].loss(model, batch)
+    ours = total, gradient(total, model)
+    wide, wide_reference = model.double(), reference.double()
+    expected = sum(
+        plain_loss(name, *(plain(wide, side) for side in pair), tuple(plain(wide_reference, side) for side in pair))  # type: ignore[arg-type]
+        for pair in pairs
+    )
+    assert isinstance(expected, Tensor)
+    assert_same(ours, (expected.detach(), gradient(expected, wide)))
+    assert OBJECTIVES[name].weight(batch).item() == 4
+    assert torch.equal(metrics["loss"][0], ours[0].detach())
+
+
+def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_an_estimate_for_each_row() -> None:
+    generator, model = drawn()
+    ones = [chosen for chosen, _ in drawn_pairs(generator, 6)]
+    labels = [[1, 0, 1], [0, 1, 0]]
+    rows = [ones[:3], ones[3:]]
+    reference = moved(model, 0.05, generator.initial_seed())
+    batch = referred(packed([rotated(row) for row in rows]), reference)
+    batch = with_extras(batch, label=[[label for label in row for _ in range(2)] for row in labels])
+    objective = KTO(**KTO_WEIGHTS)
+    total, _ = objective.loss(model, batch)
+    ours = total, gradient(total, model)
+    wide, wide_reference = model.double(), reference.double()
+    expected = torch.zeros((), dtype=torch.float64)
+    for row, of_row in zip(rows, labels, strict=True):
+        ratios = [sum(plain(wide, one)) - sum(plain(wide_reference, one)) for one in rotated(row)]  # type: ignore[arg-type]
+        z = max(0.0, sum(float(ratio) for ratio in ratios[1::2]) / 3)
+        for ratio, label in zip(ratios[::2], of_row, strict=True):
+            gain = 0.1 * (ratio - z)
+            expected = expected + (1.3 * (1 - sigma(gain)) if label else 0.8 * (1 - sigma(-gain)))
+    assert_same(ours, (expected.detach(), gradient(expected, wide)))
+    assert objective.weight(batch).item() == 6
+
+
+def rewarding(seed: int) -> LanguageModel:
+    shape = {**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
+    return build(ModelConfig(**shape, initializer_range=0.2, reward=True), seed=seed)
+
+
+@pytest.mark.parametrize(("centre", "margins"), [(0.0, False), (0.01, True)])
+def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: float, margins: bool) -> None:
+    generator, _ = drawn()
+    model, pairs = rewarding(generator.initial_seed()), drawn_pairs(generator, 4)
+    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[[0.1, 0, 0.2, 0, 0.3, 0], [0.4, 0]])
+    objective = RewardModel(centre=centre, margins=margins)
+    total, metrics = objective.loss(model, batch)
+    ours = total, gradient(total, model)
+    wide = model.double()
+
+    def reward(one: Document) -> Tensor:
+        ids = torch.tensor([one.prompt + one.completion])
+        hidden = wide(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids, dtype=torch.int32))
+        return wide.lm_head(hidden)[0, -1, 0]
+
+    rewards = [(reward(chosen), reward(rejected)) for chosen, rejected in pairs]
+    expected = torch.zeros((), dtype=torch.float64)
+    for number, (chosen, rejected) in enumerate(rewards, start=1):
+        difference = chosen - rejected - (0.1 * number if margins else 0)
+        expected = expected - sigma(difference).log() + centre * (chosen + rejected) ** 2
+    assert_same(ours, (expected.detach(), gradient(expected, wide)))
+    right = sum(float(chosen) > float(rejected) for chosen, rejected in rewards)
+    assert [part.item() for part in metrics["rewards/accuracy"]] == [right, 4]
+
+
+EVERY: dict[str, Any] = {**OBJECTIVES, "kto": KTO(**KTO_WEIGHTS)}
+
+
+def full_batch(generator: torch.Generator, model: LanguageModel, arrange: Callable[..., Rows] = one_row) -> Batch:
+    """Five rows of one to three pairs with all that any of the objectives asks for."""
+    rows = [arrange(drawn_pairs(generator, count))[0] for count in (1, 3, 2, 1, 2)]
+    batch = referred(packed(rows), moved(model, 0.02, generator.initial_seed()))
+    return with_extras(batch, label=[[number // 2 % 2 for number in range(len(row))] for row in rows])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_gradient_is_the_same_for_any_split_of_the_batch(name: str) -> None:
+    generator, model = drawn()
+    model.double()
+    batch = full_batch(generator, model)
+    objective = EVERY[name]
+    whole, _ = objective.loss(model, batch)
+    parts = [batch[rows] for rows in (slice(0, 1), slice(1, 3), slice(3, 5))]
+    sums = [objective.loss(model, part)[0] for part in parts]
+    assert sum(objective.weight(part) for part in parts) == objective.weight(batch)
+    together = torch.stack([gradient(total, model) for total in sums]).sum(0)
+    assert_same((torch.stack(sums).sum().detach(), together), (whole.detach(), gradient(whole, model)), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_packed_pairs_are_worth_what_they_are_worth_alone(name: str) -> None:
+    generator, model = drawn()
+    model.double()
+    pairs, reference = drawn_pairs(generator, 4), moved(model, 0.02, generator.initial_seed())
+    results = []
+    for rows in (one_row(pairs), row_each(pairs)):
+        total, _ = OBJECTIVES[name].loss(model, referred(packed(rows), reference))
+        results.append((total.detach(), gradient(total, model)))
+    assert_same(*results, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_batch_without_targets_is_worth_zero_and_teaches_nothing(name: str) -> None:
+    generator, model = drawn()
+    batch = full_batch(generator, model)
+    batch.targets.fill_(-100)
+    total, metrics = EVERY[name].loss(model, batch)
+    assert total.item() == 0.0
+    assert EVERY[name].weight(batch).item() == 0.0
+    assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
+    assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
+
+
+def test_a_side_without_targets_makes_no_pair() -> None:
+    generator, model = drawn()
+    pairs = drawn_pairs(generator, 3)
+    batch, fewer = packed(one_row(pairs)), packed(one_row(pairs[:2]))
+    batch.targets[batch.documents == 5] = -100
+    ours, reference = (OBJECTIVES["simpo"].loss(model, each)[0] for each in (batch, fewer))
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=0)
+    assert OBJECTIVES["simpo"].weight(batch).item() == 2
+
+
+@pytest.mark.parametrize("name", ["dpo", "dpo smoothed"])
+def test_at_its_own_reference_the_loss_is_ln_2_and_no_pair_counts_as_right(name: str) -> None:
+    generator, model = drawn()
+    batch = referred(packed(one_row(drawn_pairs(generator, 3))), model)
+    total, metrics = OBJECTIVES[name].loss(model, batch)
+    assert total.item() == pytest.approx(3 * math.log(2), rel=1e-6)
+    assert metrics["rewards/accuracy"][0].item() == 0
+    means = {name: float(sum_ / count) for name, (sum_, count) in metrics.items()}
+    assert disagreement(means) is None
+
+
+def test_a_reference_in_another_dtype_is_told() -> None:
+    generator, model = drawn()
+    batch = packed(one_row(drawn_pairs(generator, 3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        batch = referred(batch, model)
+    _, metrics = OBJECTIVES["dpo"].loss(model, batch)
+    said = disagreement({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
+    assert said is not None
+    assert "nats a token" in said
+
+
+def test_metrics_are_of_the_pairs() -> None:
+    generator, model = drawn()
+    pairs, reference = drawn_pairs(generator, 3), moved(model, 0.1, generator.initial_seed())
+    _, metrics = OBJECTIVES["dpo"].loss(model, referred(packed(one_row(pairs)), reference))
+    policy = [[float(sum(plain(model, side))) for side in pair] for pair in pairs]
+    before = [[float(sum(plain(reference, side))) for side in pair] for pair in pairs]
+    rewards = [[0.1 * (ours - theirs) for ours, theirs in zip(*each, strict=True)] for each in zip(policy, before, strict=True)]
+    expected = {
+        "rewards/chosen": sum(chosen for chosen, _ in rewards),
+        "rewards/rejected": sum(rejected for _, rejected in rewards),
+        "rewards/margin": sum(chosen - rejected for chosen, rejected in rewards),
+        "rewards/accuracy": sum(chosen > rejected for chosen, rejected in rewards),
+        "logps/chosen": sum(chosen for chosen, _ in policy),
+        "logps/rejected": sum(rejected for _, rejected in policy),
+        "tokens/chosen": sum(len(chosen.completion) for chosen, _ in pairs),
+        "tokens/rejected": sum(len(rejected.completion) for _, rejected in pairs),
+    }
+    for name, value in expected.items():
+        assert metrics[name][0].item() == pytest.approx(value, rel=1e-4, abs=1e-4), name
+        assert metrics[name][1].item() == 3
+
+
+def test_a_batch_that_came_without_its_reference_is_refused_by_name() -> None:
+    generator, model = drawn()
+    batch = packed(one_row(drawn_pairs(generator, 1)))
+    with pytest.raises(ValueError, match="'reference'"):
+        OBJECTIVES["dpo"].loss(model, batch)

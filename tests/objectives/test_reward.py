@@ -1,0 +1,331 @@
+"""Reward functions: each failure has its clear error or its None, and nothing hangs."""
+
+import datetime
+import os
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lmforge.errors import Mistake
+from lmforge.objectives.reward import load_rewards
+from lmforge.objectives.rewards import code_of
+
+FUNCTIONS = """
+import asyncio, os, sys, time
+import numpy
+from lmforge.errors import Mistake
+
+def timed(prompts, completions, reward_seconds):
+    return [reward_seconds] * len(prompts)
+
+def length(prompts, completions, **columns):
+    return [len(completion) for completion in completions]
+
+def right(prompts, completions, answer):
+    return [float(completion == a) if a else None for completion, a in zip(completions, answer)]
+
+def of_numpy(prompts, completions):
+    return numpy.array([len(prompt) for prompt in prompts], dtype=numpy.float32)
+
+def process(**everything):
+    print("printed by a reward")
+    return [os.getpid()] * len(everything["prompts"])
+
+here = set()
+
+async def meet(me, other):
+    here.add(me)
+    while other not in here:
+        await asyncio.sleep(0.01)
+
+async def later(prompts, completions):
+    await meet("one", "other")
+    return [1.0] * len(prompts)
+
+async def later_too(prompts, completions):
+    await meet("other", "one")
+    return [2.0] * len(prompts)
+
+async def never_async(prompts, completions):
+    await asyncio.sleep(1000)
+
+def raises(prompts, completions):
+    return [1 / 0]
+
+def leaves(prompts, completions):
+    sys.exit(0)
+
+def dies(prompts, completions):
+    os._exit(3)
+
+def never(prompts, completions):
+    os.system("sleep 1234.5")
+
+def spins(prompts, completions):
+    while True:
+        pass
+
+def short(prompts, completions):
+    return [1.0]
+
+def one_number(prompts, completions):
+    return 1.0
+
+def nothing(prompts, completions):
+    pass
+
+def words(prompts, completions):
+    return ["good"] * len(prompts)
+
+def infinite(prompts, completions):
+    return [float("nan")] * len(prompts)
+
+def refuses(prompts, completions):
+    raise Mistake("this machine will not do")
+
+def raises_with_other_words(prompts, completions):
+    raise KeyError(completions[0])
+
+def strict(prompts, completions, self, seconds):
+    return [float(mine == its) for mine, its in zip(self, seconds)]
+
+def other_names(inputs, outputs):
+    return []
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Callable[[str], str]:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return lambda function: f"{tmp_path / 'mine.py'}:{function}"
+
+
+PROMPTS, COMPLETIONS = ["1+1=", "2+2=", "?"], ["2", "5", "no"]
+
+
+def test_what_lies_in_the_working_directory_is_not_imported_in_place_of_what_is_meant(
+    named: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work" / "lmforge").mkdir(parents=True)
+    for name in ("lmforge/__init__.py", "json.py", "queue.py"):
+        (tmp_path / "work" / name).write_text("raise SystemExit('the wrong one')\n")
+    monkeypatch.chdir(tmp_path / "work")
+    with load_rewards([named("length")]) as rewards:
+        assert rewards(PROMPTS, COMPLETIONS, {}).rewards == [1.0, 1.0, 2.0]
+
+
+def test_rewards_are_weighted_and_summed_and_none_is_left_out(named: Callable[[str], str]) -> None:
+    length, right, of_numpy = map(named, ("length", "right", "of_numpy"))
+    with load_rewards([length, right, of_numpy], weights=[0.5, 10.0, 1.0]) as rewards:
+        scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], "level": [1, 2, 3]})
+    assert scores.parts == {length: [1.0, 1.0, 2.0], right: [1.0, 0.0, None], of_numpy: [4.0, 4.0, 1.0]}
+    assert scores.rewards == [14.5, 4.5, 2.0]
+    assert scores.failures == {length: 0, right: 0, of_numpy: 0}
+
+
+def test_an_item_of_which_no_function_says_anything_has_no_reward(named: Callable[[str], str]) -> None:
+    with load_rewards([named("right")]) as rewards:
+        assert rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""]}).rewards == [1.0, 0.0, None]
+
+
+def test_async_functions_wait_together(named: Callable[[str], str]) -> None:
+    """Each waits for the other to be called: in turn, the first would wait for ever."""
+    with load_rewards([named("later"), named("later_too")]) as rewards:
+        assert rewards(["a"], ["b"], {}).rewards == [3.0]
+
+
+def test_a_file_is_imported_once_and_its_process_is_not_ours(
+    named: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with load_rewards([named("process")]) as rewards:
+        [first], [second] = rewards(["a"], ["b"], {}).rewards, rewards(["a"], ["b"], {}).rewards
+        assert first == second != os.getpid()
+        assert psutil.pid_exists(int(first or 0))
+    assert not psutil.pid_exists(int(first or 0))
+    told = capfd.readouterr()
+    assert (told.out, told.err) == ("", "printed by a reward\n" * 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("raises", "ZeroDivisionError: division by zero"),
+        ("leaves", "SystemExit: 0"),
+        ("dies", "its process died"),
+        ("never", "no answer in 0.5 seconds"),
+        ("spins", "no answer in 0.5 seconds"),
+        ("never_async", "no answer in 0.5 seconds"),
+    ],
+)
+def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard(
+    named: Callable[[str], str], function: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmforge.objectives.reward.GRACE_SECONDS", 0.5)
+    told: list[str] = []
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
+    bad, good = named(function), named("length")
+    with load_rewards([bad, good], seconds=0.5, say=told.append) as rewards:
+        began = {process.pid for process in psutil.Process().children(recursive=True)} - others
+        for _ in range(2):
+            scores = rewards(PROMPTS, COMPLETIONS, {})
+            # On a busy machine the good one may miss so short a time as well, but the bad one always does.
+            assert scores.parts[bad] == [None, None, None]
+            assert scores.failures[bad] == 3
+            assert scores.parts[good] in ([1.0, 1.0, 2.0], [None, None, None])
+        assert rewards.failures[bad] == 6
+    assert len([line for line in told if f"reward {bad}: {problem}" in line]) == 1
+    assert began
+    assert not {process.pid for process in psutil.Process().children(recursive=True)} - others
+    assert not [p for p in psutil.process_iter(["cmdline", "ppid"]) if p.info["cmdline"] == ["sleep", "1234.5"]]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("short", "returned 1 rewards for 3 completions"),
+        ("one_number", "returned float, not a list"),
+        ("nothing", "returned NoneType, not a list"),
+        ("words", "gave \"'good'\" for completion 0, not a finite number or None"),
+        ("infinite", "gave 'nan' for completion 0, not a finite number or None"),
+        ("refuses", "this machine will not do"),
+        ("right", "needs the column 'answer', which the data has not"),
+    ],
+)
+def test_a_function_that_is_always_wrong_ends_the_run_with_its_name(
+    named: Callable[[str], str], function: str, problem: str
+) -> None:
+    with load_rewards([named(function)]) as rewards, pytest.raises(Mistake) as caught:
+        rewards(PROMPTS, COMPLETIONS, {})
+    assert named(function) in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_what_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
+    cases: dict[str, Any] = {
+        f"{tmp_path / 'none.py'}:f": "no such file",
+        f"{tmp_path / 'broken.py'}:f": "ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        named("absent"): "no function 'absent': there are dies, infinite, later, later_too, leaves",
+        named("NUMBER"): "no function 'NUMBER'",
+        named("other_names"): "takes (inputs, outputs), but is called by name with prompts, completions",
+        "python_cod": "no function 'python_cod': there are code_of, python_code, worth",
+        "mine.py:": "expected FILE.py:FUNCTION",
+        "mine:length": "reward mine:length: expected FILE.py:FUNCTION",
+        "mine.py": "reward mine.py: expected FILE.py:FUNCTION",
+    }
+    for spec, problem in cases.items():
+        with pytest.raises(Mistake) as caught:
+            load_rewards([spec])
+        assert problem in str(caught.value)
+    with pytest.raises(Mistake, match="2 functions but 1 weights"):
+        load_rewards([named("length"), named("later")], weights=[1.0])
+
+
+NOT_PLAIN = {
+    "when": datetime.datetime(2024, 5, 1),
+    "bytes": b"b",
+    "price": Decimal("1.5"),
+    "deep": [{"date": datetime.date.min}],
+}
+
+
+def test_a_column_that_is_no_plain_data_is_refused(named: Callable[[str], str]) -> None:
+    with load_rewards([named("length")]) as rewards, pytest.raises(Mistake, match="not plain data"):
+        rewards(["a"], ["b"], {"thing": [object()]})
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_a_column_that_is_no_plain_data_is_named_before_it_is_handed_to_what_takes_it(
+    name: str, named: Callable[[str], str]
+) -> None:
+    plain = {"answer": "2", "level": 1, "share": 0.5, "right": True, "none": None, "tags": ["a"], "about": {"b": [1]}}
+    with load_rewards([named("right"), named("length")]) as rewards:
+        rewards.check_plain(plain)
+        with pytest.raises(Mistake, match=rf"column '{name}' is not plain data .*, and reward .*mine\.py:length takes it"):
+            rewards.check_plain({**plain, name: NOT_PLAIN[name]})
+    with load_rewards([named("right")]) as rewards:
+        rewards.check_plain({**plain, name: NOT_PLAIN[name]})
+        with pytest.raises(Mistake, match=r"column 'answer' is not plain data .*, and reward .*mine\.py:right takes it"):
+            rewards.check_plain({**plain, "answer": NOT_PLAIN[name]})
+
+
+def test_what_no_function_takes_may_be_anything(named: Callable[[str], str]) -> None:
+    columns = {name: [value] * 3 for name, value in NOT_PLAIN.items()}
+    with load_rewards([named("right"), named("of_numpy")]) as rewards:
+        scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], **columns})
+    assert scores.rewards == [5.0, 4.0, 1.0]
+
+
+def test_python_code_is_worth_what_it_can_do() -> None:
+    fenced = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles."
+    completions = [fenced, "def double(x):\n    return x", "def double(x):\n    return y\ndouble(1)", "return 1", "def (", "  "]
+    checks = [["assert double(2) == 4", "assert double(0) == 0"]] * len(completions)
+    with load_rewards(["python_code"]) as rewards:
+        assert rewards([""] * 6, completions, {"checks": checks}).rewards == pytest.approx([1.0, 0.7, 0.2, 0.1, 0.0, 0.0])
+        assert rewards([""] * 2, completions[1:3], {}).rewards == pytest.approx([1.0, 0.5])
+
+
+def test_programs_that_never_end_cost_the_others_of_their_set_nothing() -> None:
+    # More of them than their usual time would fit into the function's, on any number of cores.
+    endless = ["while True:\n    pass"] * (20 * len(os.sched_getaffinity(0)))
+    completions = ["x = 1", *endless, "x = 1", "x = 2"]
+    told: list[str] = []
+    with load_rewards(["python_code"], seconds=12.0, say=told.append) as rewards:
+        scores = rewards([""] * len(completions), completions, {"checks": [["assert x == 1"]] * len(completions)})
+    assert told == []
+    first, *middle, last, wrong = scores.rewards
+    assert (first, last, wrong) == pytest.approx((1.0, 1.0, 0.4))
+    assert set(middle) == {0.2}
+
+
+def test_a_function_that_asks_is_told_how_long_it_may_take(named: Callable[[str], str]) -> None:
+    with load_rewards([named("timed")], seconds=7.5) as rewards:
+        assert rewards(["a"], ["b"], {}).rewards == [7.5]
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```Python3\nx = 1\n```\nand\n```\ny = 2\n```  \nso", "x = 1\n\ny = 2\n"),
+        ("```json\n{}\n```\nWell:\n```py\nx = 1\n```\nas it is.", "x = 1\n"),
+        ("```sh\nls\n```\nThat is all.\n```python\nx = 1\n", "x = 1\n"),
+        ("1. So:\n   ```python\n   def f():\n       pass\n   ```", "def f():\n    pass\n"),
+        ("```python\nx = \"\"\"\n```js\n\"\"\"\n```", "x = \"\"\"\n```js\n\"\"\"\n"),
+        ("x = 1", "x = 1"),
+    ],
+)  # fmt: skip
+def test_code_is_what_is_fenced_as_python_and_no_other_block_nor_what_is_between(completion: str, code: str) -> None:
+    assert code_of(completion) == code
+
+
+def test_checks_may_be_missing_and_what_is_no_list_of_them_is_refused() -> None:
+    with load_rewards(["python_code"]) as rewards:
+        assert rewards([""] * 2, ["x = 1"] * 2, {"checks": [None, ["assert x == 1"]]}).rewards == pytest.approx([1.0, 1.0])
+        for bad in ("assert x == 1", [1], {"a": 1}, 3):
+            with pytest.raises(Mistake, match="checks: expected a list of statements"):
+                rewards([""], ["x = 1"], {"checks": [bad]})
+
+
+def test_failures_of_one_kind_are_told_once_whatever_their_words(named: Callable[[str], str]) -> None:
+    told: list[str] = []
+    with load_rewards([named("raises_with_other_words")], say=told.append) as rewards:
+        for number in range(3):
+            assert rewards(["a"], [f"completion {number}"], {}).rewards == [None]
+    assert len(told) == 1
+    assert "KeyError: 'completion 0'" in told[0]
+
+
+def test_a_column_may_have_any_name_but_those_of_what_every_function_gets(named: Callable[[str], str]) -> None:
+    with load_rewards([named("strict")]) as rewards:
+        columns = {"self": [1, 2], "seconds": [1, 3], "name": [0, 0], "spec": [0, 0]}
+        assert rewards(["a", "b"], ["c", "d"], columns).rewards == [1.0, 0.0]
+        for name in ("prompts", "completions", "reward_seconds"):
+            with pytest.raises(Mistake, match=f"column '{name}': reward functions get the run's prompts and completions"):
+                rewards(["a", "b"], ["c", "d"], {**columns, name: [1, 2]})

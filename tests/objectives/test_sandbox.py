@@ -1,0 +1,332 @@
+"""Generated code: what it does wrong has a clear outcome in bounded time, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lmforge.errors import Mistake
+from lmforge.objectives.rewards import worth
+from lmforge.objectives.sandbox import Outcome, Sandbox
+
+SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    """One whose programs have their folders in one of its own, so that another's are not taken for left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
+        with Sandbox() as opened:
+            yield opened
+
+
+def leftovers() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob("lmforge-code-*"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(sandbox: Sandbox) -> Iterator[None]:
+    """Whatever a program does, afterwards its folder is gone, and the server has no child."""
+    yield
+    assert sandbox.run("print('well')").output == "well\n"
+    assert leftovers() == []
+    servers = [child for child in psutil.Process().children() if "codeserver" in " ".join(child.cmdline())]
+    assert servers
+    assert not [child for server in servers for child in server.children(recursive=True)]
+
+
+def test_each_check_is_passed_or_failed(sandbox: Sandbox) -> None:
+    checks = ["assert double(2) == 4", "assert double(2) == 5", "assert double('a') == 'aa'", "double()", "this is no code"]
+    outcome = sandbox.run("def double(x):\n    return 2 * x\nprint('dé', double(3))", checks=checks)
+    assert outcome.ended == "done"
+    assert outcome.reached == ("parses", "compiles", "runs")
+    assert outcome.passed == (True, False, True, False, False)
+    assert outcome.output == "dé 6\n"
+    assert "check 5: SyntaxError" in outcome.error
+
+
+def test_programs_are_spread_over_workers_and_answered_in_their_order() -> None:
+    with Sandbox(2) as pair:
+        outcomes = pair.run_each([f"x = {number}" for number in range(8)], [[f"assert x == {number}"] for number in range(8)])
+    assert [outcome.passed for outcome in outcomes] == [(True,)] * 8
+
+
+def test_a_program_that_finds_no_time_left_is_not_begun_and_is_worth_nothing(sandbox: Sandbox) -> None:
+    for outcome in sandbox.run_each(["x = 1"] * 2, [["assert x == 1"], []], within=0.0):
+        assert (outcome.ended, outcome.reached, any(outcome.passed)) == ("time", (), False)
+        assert worth(outcome) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("code", "reached", "error"),
+    [
+        ("def f(:", (), "SyntaxError"),
+        ("x = 1\0", (), "null byte"),
+        ("-" * 100_000 + "1", (), ""),
+        ("x = '\ud800'", (), "UnicodeEncodeError"),
+        ("return 1", ("parses",), "SyntaxError: 'return' outside function"),
+    ],
+)
+def test_what_is_no_program_is_told_from_what_fails(sandbox: Sandbox, code: str, reached: tuple[str, ...], error: str) -> None:
+    outcome = sandbox.run(code)
+    assert (outcome.ended, outcome.reached) == ("syntax", reached)
+    assert error in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "error"),
+    [
+        ("1 / 0", "raised", "ZeroDivisionError: division by zero"),
+        ("def f():\n    f()\nf()", "raised", "RecursionError"),
+        ("class E(Exception):\n    def __str__(self):\n        raise self\nraise E", "raised", "E"),
+        ("import sys\nsys.exit(0)", "exit", ""),
+        ("import os\nos._exit(0)", "exit", ""),
+        ("import ctypes\nctypes.string_at(0)", "killed", "SIGSEGV"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
+        ("while True:\n    pass", "time", ""),
+        ("import time\ntime.sleep(1000)", "time", ""),
+        ("import signal, time\nfor n in (1, 2, 3, 15): signal.signal(n, 1)\ntime.sleep(1000)", "time", ""),
+        ("import os\nos.closerange(0, 100)\nwhile True:\n    pass", "time", ""),
+        ("x = bytearray(1 << 40)", "memory", ""),
+        ("x = []\nwhile True:\n    x.append(bytearray(1 << 24))", "memory", ""),
+        ("while True:\n    print('y' * 1000)", "output", ""),
+        ("import os\nwhile True:\n    os.fork()", "raised", "PermissionError"),
+        ("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", "raised", "PermissionError"),
+        ("import os\nos.execv('/bin/sh', ['sh'])", "raised", "PermissionError"),
+        ("import os\nos.kill(os.getppid(), 9)", "raised", "PermissionError"),
+        ("import os\nos.kill(-1, 9)", "raised", "PermissionError"),
+        ("import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=[99]).start()", "raised", "new"),
+        ("open('large', 'w').truncate(1 << 40)", "raised", "OSError"),
+        ("n = 0\nwhile True:\n    open(str(n), 'w').write('x' * 1000000)\n    n += 1", "files", ""),
+    ],
+)  # fmt: skip
+def test_each_offence_has_its_outcome_in_bounded_time(sandbox: Sandbox, code: str, ended: str, error: str) -> None:
+    began = time.monotonic()
+    outcome = sandbox.run(code, checks=["pass"], seconds=SECONDS if ended == "time" else 20.0, memory_mib=256)
+    assert outcome.ended == ended, outcome
+    assert error in outcome.error
+    assert outcome.passed == (False,)
+    # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy machine.
+    assert time.monotonic() - began < 20 + 20
+    assert len(outcome.output) <= 1 << 16
+
+
+def test_a_grandchild_that_would_live_on_is_never_born(sandbox: Sandbox, tmp_path: Path) -> None:
+    mark = f"sleep {90_000 + os.getpid()}"
+    code = f"import os\nos.system('setsid {mark} &')\nos.posix_spawn('/bin/sh', ['sh', '-c', '{mark} &'], {{}})"
+    assert sandbox.run(code).ended == "raised"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []) == mark]
+
+
+def test_no_connection_reaches_a_port_that_listens(sandbox: Sandbox, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named:
+        port = listening.getsockname()[1]
+        named.bind(str(tmp_path / "socket"))
+        attempts = [
+            f"socket.create_connection(('127.0.0.1', {port}), timeout=2)",
+            f"urllib.request.urlopen('http://127.0.0.1:{port}', timeout=2)",
+            f"socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', {str(tmp_path / 'socket')!r})",
+            # io_uring can open and connect sockets by itself: its setup is call 425 on every architecture.
+            "ctypes.CDLL(None, use_errno=True).syscall(425, 1, bytes(120)) >= 0 or throw(OSError(ctypes.get_errno(), ''))",
+        ]
+        for attempt in attempts:
+            code = f"import ctypes, socket, urllib.request\ndef throw(error):\n    raise error\n{attempt}"
+            outcome = sandbox.run(code)
+            assert outcome.ended == "raised", attempt
+            assert "Error" in outcome.error
+        listening.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            listening.accept()
+        named.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            named.recv(1)
+
+
+def test_files_are_written_in_its_own_folder_and_nowhere_else(sandbox: Sandbox, tmp_path: Path) -> None:
+    outside, kept = tmp_path / "outside", tmp_path / "kept"
+    kept.write_text("kept")
+    os.chmod(tmp_path, 0o777)
+    os.chmod(kept, 0o666)
+    inside = "import os, tempfile\nopen('f', 'w').write('a')\nos.mkdir('d')\nos.rename('f', 'd/f')\nprint(open('d/f').read())"
+    assert sandbox.run(inside).output == "a\n"
+    for code in (
+        f"open({str(outside)!r}, 'w')",
+        f"open('../{outside.name}', 'w')",
+        f"import os\nos.mkdir({str(outside)!r})",
+        f"import os\nos.symlink({str(tmp_path)!r}, 'link')\nopen('link/outside', 'w')",
+        f"import os\nos.link({str(kept)!r}, 'link')",
+        f"import os\nos.unlink({str(kept)!r})",
+        f"import os\nos.rename({str(kept)!r}, 'mine')",
+        f"import os\nos.truncate({str(kept)!r}, 0)",
+        f"import os\nos.chmod({str(kept)!r}, 0)",
+        f"import os\nos.utime({str(kept)!r}, (0, 0))",
+    ):
+        outcome = sandbox.run(code)
+        assert outcome.ended == "raised", code
+        # Landlock calls a link or a move out of or into the folder one between devices.
+        assert "PermissionError" in outcome.error or "Invalid cross-device link" in outcome.error
+    assert not outside.exists()
+    assert not (Path(tempfile.gettempdir()) / outside.name).exists()
+    assert kept.read_text() == "kept"
+    assert kept.stat().st_mode & 0o777 == 0o666
+    assert kept.stat().st_mtime > 1
+
+
+@pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_WRONLY | os.O_RDWR])
+def test_the_filter_alone_keeps_a_file_from_being_cut_by_who_opens_it_to_read(tmp_path: Path, mode: int) -> None:
+    """Landlock before its third version lets it pass; here there is none at all."""
+    (tmp_path / "kept").write_text("kept")
+    filtered = "confine.forgo_new_rights(os.getppid())\nconfine.refuse_calls(writing=True)"
+    attempt = "import os, sys\nfrom lmforge.objectives import confine\nos.open(sys.argv[1], int(sys.argv[2]))"
+    for flags, error in ((mode | os.O_TRUNC, "PermissionError"), (mode, "")):
+        code = attempt.replace("\nos.open", f"\n{filtered}\nos.open")
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "kept", str(flags)], capture_output=True, text=True, timeout=60
+        )
+        assert error in done.stderr
+        assert bool(error) == bool(done.returncode), done.stderr
+        assert (tmp_path / "kept").read_text() == "kept"
+
+
+def test_what_cannot_be_confined_is_told_and_not_run(sandbox: Sandbox) -> None:
+    """More memory than a limit can be set to."""
+    with pytest.raises(Mistake, match="generated code cannot be confined here: OverflowError"):
+        sandbox.run("print('run')", memory_mib=1 << 60)
+
+
+def test_ranks_on_one_machine_share_its_cores() -> None:
+    code = "from lmforge.objectives.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
+    cores = len(os.sched_getaffinity(0))
+    for ranks, workers in ((1, cores), (cores, 1), (2 * cores, 1)):
+        place = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "",
+            "MASTER_PORT": 0,
+        }
+        variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        assert subprocess.check_output([sys.executable, "-c", code], env=variables, timeout=120) == b"%d\n" % workers
+
+
+def test_no_secret_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    os.chmod(tmp_path / "secret", 0o644)
+    assert sandbox.protections["reading"]
+    for path in (str(tmp_path / "secret"), "/etc/passwd", "/proc/self/environ", f"/proc/{os.getpid()}/environ"):
+        assert "PermissionError" in sandbox.run(f"open({path!r}).read()").error, path
+    assert sandbox.run("import os\nprint(dict(os.environ))").output == "{}\n"
+
+
+def test_folders_that_cannot_be_read_or_are_very_deep_are_removed(sandbox: Sandbox) -> None:
+    assert sandbox.run("import os\nos.mkdir('a', 0o300)\nopen('a/b', 'w')\nos.mkdir('c', 0)").ended == "done"
+    deep = "import os\nfor _ in range(900):\n    os.mkdir('d')\n    os.chdir('d')"
+    assert sandbox.run(deep, seconds=20.0).ended == "done"
+    # What is removed is looked at by the fixture, after this.
+
+
+def test_one_program_does_not_see_another(sandbox: Sandbox) -> None:
+    sandbox.run("import json, builtins\nleft = 1\njson.left = 1\nbuiltins.left = 1\nopen('left', 'w')")
+    found = sandbox.run("import json, os\nprint('left' in globals(), hasattr(json, 'left'), os.listdir('.'))")
+    assert found.output == "False False []\n"
+
+
+def test_the_same_program_prints_the_same(sandbox: Sandbox) -> None:
+    with Sandbox() as another:
+        assert sandbox.run("print({*'lmforge'})").output == another.run("print({*'lmforge'})").output
+
+
+def test_ordinary_programs_run(sandbox: Sandbox) -> None:
+    code = """
+import asyncio, concurrent.futures, dataclasses, decimal, hashlib, random, re, sqlite3, statistics, typing, zoneinfo
+@dataclasses.dataclass
+class Point:
+    x: int
+async def soon():
+    await asyncio.sleep(0.01)
+    return Point(1)
+print(asyncio.run(soon()), sqlite3.connect(":memory:").execute("select 2").fetchone())
+with concurrent.futures.ThreadPoolExecutor(2) as threads:
+    print(list(threads.map(abs, [-3])), __name__)
+"""
+    outcome = sandbox.run(code, seconds=30.0)
+    assert outcome.output == "Point(x=1) (2,)\n[3] __main__\n", outcome
+
+
+def test_when_the_server_is_lost_its_program_has_an_outcome_and_the_next_a_new_server() -> None:
+    with Sandbox() as own:
+        # The newest of this process's children is the server of the newest sandbox.
+        max(psutil.Process().children(), key=psutil.Process.create_time).kill()
+        outcome = own.run("x = 1", checks=["pass"])
+        assert (outcome.ended, outcome.passed) == ("killed", (False,))
+        assert own.run("x = 1").ended == "done"
+
+
+def test_programs_end_with_whoever_ran_them() -> None:
+    code = """
+from lmforge.objectives.sandbox import Sandbox
+sandbox = Sandbox()
+print("open", flush=True)
+sandbox.run("while True: pass", seconds=1000.0)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"open\n"
+        [server] = psutil.Process(owner.pid).children()
+        deadline = time.monotonic() + 60
+        while not (programs := server.children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        owner.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs([server, *programs], timeout=30)[1] == []
+
+
+# A filter of system calls that hides Landlock, as a kernel of another make would: four steps of classic BPF.
+WITHOUT_LANDLOCK = """
+import ctypes, json, struct, sys
+from lmforge.objectives.sandbox import Sandbox
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)), 0, 0) == 0
+with Sandbox() as sandbox:
+    outcomes = [sandbox.run(code) for code in json.loads(sys.argv[1])]
+    print(json.dumps([sandbox.protections, [[outcome.ended, outcome.error, outcome.output] for outcome in outcomes]]))
+"""
+
+
+def test_without_landlock_nothing_is_written_at_all_and_it_says_that_files_can_be_read(tmp_path: Path) -> None:
+    programs = ["print(6 * 7)", "open('own', 'w')", f"open({str(tmp_path / 'x')!r}, 'w')", "import os\nos.mkdir('d')"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LANDLOCK, json.dumps(programs)], capture_output=True, text=True, timeout=120
+    )
+    protections, outcomes = json.loads(done.stdout)
+    assert protections == {"network": True, "processes": True, "signals": True, "writing": True, "reading": False}
+    assert "can read this user's files" in done.stderr
+    assert outcomes[0] == ["done", "", "42\n"]
+    assert all("PermissionError" in error for _, error, _ in outcomes[1:])
+    assert not (tmp_path / "x").exists()
+
+
+def test_where_nothing_can_be_shut_off_no_code_is_run() -> None:
+    """seccomp itself refused, as under some container runtimes."""
+    refusing = WITHOUT_LANDLOCK.replace("(0x15, 0, 1, 444)", "(0x15, 0, 1, 157)")
+    done = subprocess.run([sys.executable, "-c", refusing, "[]"], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "Mistake: generated code cannot be confined here" in done.stderr
+
+
+def test_an_outcome_is_plain_data(sandbox: Sandbox) -> None:
+    assert sandbox.run("") == Outcome("done", ("parses", "compiles", "runs"), (), "", "", pytest.approx(0, abs=60))

@@ -1,0 +1,28 @@
+"""The first command of a newcomer, cut down to a few steps of each stage."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from lmforge.runs import Run
+from tests.conftest import Command
+
+
+def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(tmp_path: Path, lmforge: Command) -> None:
+    words = ["quickstart", "--folder", tmp_path, "--steps", 2, "--processes", 1]
+    done = lmforge(*words)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    typed = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("$ lmforge ")]
+    assert typed == ["prepare", "prepare", "pretrain", "sft", "align", "generate"]
+    rows = re.findall(r"(pretrain|sft|align) .* (\d\.\d{3}|\d\d?\.\d{3}) .* (\d+\.\d{3}) .*(better)", done.stdout)
+    assert [row[0] for row in rows] == ["pretrain", "sft", "align"], done.stdout[-1500:]
+    runs = [Run(tmp_path / "runs" / name) for name in ("quickstart", "quickstart-sft", "quickstart-align")]
+    assert [run.steps()[-1] for run in runs] == [2, 2, 2]
+    for before, after in pairwise(runs):
+        assert after.config().model.source == before.checkpoint(2)
+    again = lmforge(*words)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("trained to step 2 already") == 3
+    chat = re.findall(r"^  lmforge (chat .*)$", done.stdout, re.M)
+    answered = lmforge(*chat[0].split(), "--max_tokens", 4, stdin="Write a function.\n")
+    assert answered.returncode == 0, answered.stderr

@@ -1,0 +1,54 @@
+"""What a recipe's model holds and costs, checked against counting."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmforge.config_post import AlignConfig
+from lmforge.model import build
+from lmforge.model.lora import adapted, add_lora
+from lmforge.model.shapes import ModelConfig
+from lmforge.train.material import adapters_of, counted, step_flops_per_token
+
+LENGTH, ROWS = 40, 2
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "k_proj", "v_proj"]])
+def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> None:
+    config = AlignConfig.model_validate(
+        {
+            "model": {"source": Path("somewhere")},
+            "data": {"length": LENGTH},
+            "lora": {"rank": 3, "targets": targets},
+            "align": {"method": method},
+        }
+    )
+    shape = ModelConfig(
+        vocab_size=70,
+        hidden_size=24,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        reward=method == "reward",
+    )
+    model = build(shape, seed=None, device="meta")
+    lora = adapters_of(config)
+    assert lora is not None
+    add_lora(model, lora)
+    total, trained = counted(config, shape)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as found:
+        model.lm_head(model(tokens, tokens, tokens.int())).sum().backward()
+    # Norms are counted by the convention and are no matrix products; and nobody asks for the gradient of the embeddings,
+    # which the first layers would have to be gone back through for.
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+    first = model.blocks[0].self_attn
+    unasked = sum(layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
+    unasked += sum(layer.lora_A.weight.numel() for name, layer in adapted(first) if name in ("q_proj", "k_proj", "v_proj"))
+    assert found.get_total_flops() / (ROWS * LENGTH) == step_flops_per_token(config, shape) - 4 * vectors - 2 * unasked

@@ -1,0 +1,183 @@
+"""Questions asked while a run trains: the scores of its checkpoints, by any stage, and what cannot be asked told before it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmforge.infer.engine import generate
+from lmforge.infer.opening import open_model
+from lmforge.infer.sampling import Sampling
+from lmforge.runs import Run
+from tests.conftest import Command, Refusal
+
+CHOICES = [
+    {"question": "Who speaks?", "choices": ["the king", "a very long answer that nobody would give", "x"], "answer": 0},
+    {"prompt": "First Citizen:\n", "choices": ["Before we proceed", "zzzz qqqq"], "answer": 0},
+    {"prompt": "What is", "choices": ["it", "the matter", "7"], "answer": "B"},
+]
+TURNS = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
+NO = [{"role": "assistant", "content": "No."}]
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Questions of either kind; one of those to be answered in writing is so by the model that `tiny_run` ends with alone."""
+    folder = tmp_path_factory.mktemp("questions")
+    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    how: dict[str, Any] = {"max_tokens": 64, "sampling": Sampling(0.0), "seed": 0, "stop": ["\n"]}
+    [answer] = generate(opened.model, opened.tokenizer, ["The king"], **how)
+    written = [
+        {"prompt": "The king", "answer": answer.text},
+        {"prompt": "My lord,", "answer": "nobody says this", "pattern": "[a-z]"},
+    ]
+    return [write_lines(folder / "chosen.jsonl", CHOICES), write_lines(folder / "written.jsonl", written)]
+
+
+def told_by_the_verb(lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> dict[str, float]:
+    """Scores that `lmforge evaluate MODEL --tasks` prints, by their names in metrics.jsonl."""
+    done = lmforge("evaluate", model, "--tasks", *files, "--device", "cpu", "--output", "json", *words)
+    assert done.returncode == 0, done.stderr
+    return {
+        f"val/{result['task']}/{name}": score for result in json.loads(done.stdout) for name, score in result["metrics"].items()
+    }
+
+
+def scores_by_step(run: Run) -> dict[int, dict[str, float]]:
+    """What a run's metrics have of tasks."""
+    found = {}
+    for record in run.read_metrics():
+        if scores := {name: score for name, score in record.items() if name.startswith("val/") and name.count("/") == 2}:
+            found[record["step"]] = scores
+    return found
+
+
+def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept(
+    tiny_options: list[str], files: list[Path], tmp_path: Path, lmforge: Command
+) -> None:
+    words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
+    words += ["--validation.at_start", "--validation.few_shot", 1, "--validation.task_questions", 2]
+    words += ["--checkpoint.keep_best", 1, "--checkpoint.keep_last", 1, "--checkpoint.best_metric", "val/chosen/accuracy"]
+    done = lmforge("pretrain", *words, "--checkpoint.best_is", "highest")
+    assert done.returncode == 0, done.stderr
+    run = Run(tmp_path / "run")
+    told = scores_by_step(run)
+    assert told.keys() == {0, 2, 3, 4, 6}  # every 3 steps, and with each checkpoint
+    best = max((2, 4, 6), key=lambda step: (told[step]["val/chosen/accuracy"], -step))
+    assert run.steps() == sorted({best, 6})
+    for step in run.steps():
+        assert told[step] == told_by_the_verb(lmforge, run.checkpoint(step), files, "--few_shot", 1, "--limit", 2)
+    assert f"  chosen: accuracy {told[6]['val/chosen/accuracy']:.4f}, accuracy_normalised " in done.stdout
+
+
+def test_questions_change_nothing_of_the_training_and_tell_models_apart(
+    tiny_options: list[str], tiny_run: Path, files: list[Path], tmp_path: Path, lmforge: Command
+) -> None:
+    words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
+    done = lmforge("pretrain", *words, "--validation.at_start")
+    assert done.returncode == 0, done.stderr
+    run = Run(tmp_path / "run")
+    losses = {record["step"]: record["loss"] for record in run.read_metrics() if "loss" in record}
+    assert losses == {record["step"]: record["loss"] for record in Run(tiny_run).read_metrics()}
+    told = scores_by_step(run)
+    assert [told[step]["val/written/exact_match"] for step in (0, 6)] == [0.0, 0.5]
+    assert told[6] == told_by_the_verb(lmforge, run.path, files)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("sft", ["--data.files", "chats.jsonl"]),
+        ("align", ["--data.files", "pairs.jsonl"]),
+        ("align", ["--method", "grpo", "--data.files", "prompts.jsonl", "--rollout.rewards", "rewards.py:long"]),
+    ],
+    ids=["sft", "dpo", "grpo"],
+)
+def test_every_stage_asks_as_its_checkpoints_are_asked(
+    verb: str, words: list[str], tiny_run: Path, files: list[Path], tmp_path: Path, lmforge: Command
+) -> None:
+    write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 8)
+    write_lines(tmp_path / "pairs.jsonl", [{"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": NO}] * 8)
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": TURNS[:1]}] * 8)
+    (tmp_path / "rewards.py").write_text(
+        "def long(prompts, completions, **columns):\n    return [len(c) for c in completions]\n"
+    )
+    few: dict[str, object] = {
+        "model.source": tiny_run,
+        "run.name": "run",
+        "data.length": 64,
+        "train.steps": 2,
+        "train.global_batch_rows": 8,
+        "train.dtype": "fp32",
+        "train.device": "cpu",
+        "train.compile": "off",
+        "train.threads": 1,
+        "optimizer.lr": 1e-2,
+        **({"rollout.samples": 4, "rollout.max_tokens": 8} if "grpo" in words else {}),
+    }
+    line = [word for name, value in few.items() for word in (f"--{name}", value)]
+    done = lmforge(verb, *line, *words, "--validation.tasks", *files, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = Run(tmp_path / "runs" / "run")
+    assert scores_by_step(run) == {2: told_by_the_verb(lmforge, run.path, files)}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gone.jsonl"], "gone.jsonl: cannot be read (No such file or directory); name a .jsonl file"),
+        (["broken.jsonl"], "broken.jsonl: line 2: not valid JSON"),
+        (["fine.jsonl", "--validation.few_shot", "2"], "fine.jsonl: has 1 questions to show as examples, and 2 were asked for"),
+        (["patterns.jsonl", "--validation.few_shot", "1"], "patterns.jsonl: line 2: an example needs an answer to show"),
+        (["long.jsonl"], "long.jsonl: line 2: prompt and answer take "),
+        (["choices.jsonl"], "choices.jsonl: line 1: prompt and answer take "),
+        (["fine.jsonl", "other/fine.jsonl"], "fine.jsonl and other/fine.jsonl would both be told as val/fine/…; rename one"),
+        (["rewards.jsonl"], "rewards.jsonl: val/rewards/… is told of alignment; give the file another name"),
+        (
+            ["fine.jsonl", "--parallel.tensor_ranks", "2", "--launch.processes", "2"],
+            "validation.tasks: with tensor_ranks or pipeline_ranks no rank has the whole model; leave it out, and evaluate",
+        ),
+        (["fine.jsonl", "--validation.task_questions", "0"], "validation.task_questions"),
+        (["--validation.few_shot", "1"], "validation.few_shot: only with validation.tasks; leave it out"),
+        (["--validation.task_questions", "1"], "validation.task_questions: only with validation.tasks; leave it out"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_in_one_line_and_nothing_is_made(
+    words: list[str],
+    said: str,
+    tiny_options: list[str],
+    tmp_path: Path,
+    refused: Refusal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fine = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}]
+    long = "word " * 3000
+    (tmp_path / "other").mkdir()
+    for name in ("fine", "other/fine", "rewards"):
+        write_lines(tmp_path / f"{name}.jsonl", fine)
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{\n')
+    write_lines(tmp_path / "patterns.jsonl", [fine[0], {"prompt": "c", "pattern": "d"}])
+    write_lines(tmp_path / "long.jsonl", [fine[0], {"prompt": long, "answer": "d"}])
+    write_lines(tmp_path / "choices.jsonl", [{"prompt": "a", "choices": ["b", long], "answer": 0}])
+    asked = words if words[0].startswith("-") else ["--validation.tasks", *words]
+    assert said in refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "run", *asked)
+    assert not any(path.name != ".lock" for path in tmp_path.glob("runs/*/*"))
+
+
+def test_a_long_prompt_beyond_the_questions_that_are_asked_is_no_trouble(
+    tiny_options: list[str], tmp_path: Path, lmforge: Command
+) -> None:
+    task = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "word " * 3000, "answer": "d"}])
+    words = [*tiny_options, "--train.steps", 3, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", task]
+    done = lmforge("pretrain", *words, "--validation.task_questions", 1)
+    assert done.returncode == 0, done.stderr
+    assert scores_by_step(Run(tmp_path / "run"))[3].keys() == {"val/a/exact_match", "val/a/contains"}
