@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
+# Processes that share the tests; each holds a few models and starts ranks of its own.
+JOBS ?= 2
 
 .PHONY: help quickstart install install-dev test test-gpu chaos lint format bench bench-gpu clean
 
@@ -37,7 +39,7 @@ quickstart: $(STAMP)
 	$(BIN)/lmforge quickstart
 
 test: $(STAMP_DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 test-gpu: $(STAMP_DEV)
 	$(BIN)/python -m pytest -m gpu

@@ -1,5 +1,6 @@
 """`lmforge doctor --parity`: does every strategy compute the same on this machine, with these ranks?"""
 
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -49,6 +50,7 @@ def _examine(ranks: Ranks, options: DoctorOptions) -> list[dict[str, Any]]:
     chosen = cases(ranks.count, options.compile)
     tolerance = TOLERANCES[ranks.device.type]
     reference = alone(chosen[0], task, ranks) if ranks.first else None
+    gc.freeze()  # trials and the compiler collect often: what is here to stay need not be looked through each time
     rows = []
     for case in chosen:
         if ranks.first and sys.stderr.isatty():

@@ -5,6 +5,7 @@ it for processes by lines of JSON. Each is a process of its own, with its own ou
 begins where `python -m lmforge` is after its imports. What is about starting itself is tested with real starts elsewhere.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -84,6 +85,15 @@ def preloaded() -> Preloaded:
     return Preloaded()
 
 
+def on_ranks(ranks: int, script: Path, folder: Path, *words: object, timeout: float = 500) -> str:
+    """Carry out a script on so many ranks that succeed; what they said, which goes to a new folder in `folder`, too."""
+    said = folder / f"said-{len(list(folder.glob('said-*')))}"
+    said.mkdir()
+    done = preloaded().run([str(word) for word in words], said, script=script, ranks=ranks, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
 def _serve() -> dict[str, Any] | None:
     """Fork what is asked for until nobody asks any more. Returns what to be in a child, None in the end of the parent."""
     for line in sys.stdin:
@@ -139,6 +149,7 @@ def _become(wanted: dict[str, Any]) -> None:
         sys.argv = [wanted["script"], *wanted["words"]]
         sys.path.insert(0, str(Path(wanted["script"]).parent))
         runpy.run_path(wanted["script"], run_name="__main__")
+        cli.leave(0)
     else:
         sys.argv = ["lmforge", *wanted["words"]]
         cli.main()
@@ -155,6 +166,7 @@ if __name__ == "__main__":
     import lmforge.train.stages  # noqa: F401
     from lmforge import cli
 
+    gc.freeze()  # what is here to stay need not be looked through by every child again and again
     asked_to_be = _serve()
     if asked_to_be is not None:
         _become(asked_to_be)

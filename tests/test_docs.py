@@ -32,6 +32,7 @@ from lmforge.model.shapes import resolve
 from lmforge.options import fields
 from tests.conftest import corpus
 from tests.model.foreign import theirs_of
+from tests.preloaded import preloaded
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,10 +137,15 @@ def shortened_pipeline(path: Path) -> None:
 
 @dataclass
 class Reader:
-    """Follows the documents from top to bottom, each piece once, whichever test asks first."""
+    """Follows the documents from top to bottom, each piece once, whichever test asks first.
+
+    The first command of each page is started as a reader starts it; `lmforge` after that is spared its imports.
+    """
 
     folder: Path
+    said: Path
     outcomes: list[str | None] = field(default_factory=list)
+    started: set[Path] = field(default_factory=set)
 
     def outcome(self, number: int) -> str | None:
         """What went wrong with a piece, after all before it were carried out; None where nothing did."""
@@ -158,12 +164,23 @@ class Reader:
             shortened_pipeline(self.folder / piece.text.split()[-1])
         if piece.kind == "sh" and piece.text.startswith("make "):
             return make_line(piece.text)
-        command = ["sh", "-c", shortened(piece.text)] if piece.kind == "sh" else [sys.executable, "-c", piece.text]
+        line = shortened(piece.text) if piece.kind == "sh" else ""
+        command = ["sh", "-c", line] if line else [sys.executable, "-c", piece.text]
         variables = {**os.environ, "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(
-            command, cwd=self.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500
-        )
+        if piece.page in self.started and (words := of_lmforge(line)):
+            done = preloaded().run(words, self.said, cwd=self.folder, variables=variables, timeout=500)
+        else:
+            self.started.add(piece.page)
+            done = subprocess.run(
+                command, cwd=self.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500
+            )
         return None if done.returncode == 0 else f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+def of_lmforge(line: str) -> list[str] | None:
+    """The words of a line that is one call of `lmforge`, with nothing for a shell to do; None of any other."""
+    words = shlex.split(line, comments=True)
+    return words[1:] if words[:1] == ["lmforge"] and not re.search(r"[|&;<>$*?`~{}()]", line) else None
 
 
 def make_line(line: str) -> str | None:
@@ -205,7 +222,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     shutil.rmtree(folder / "made")
     for name, records in conversations().items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return Reader(folder)
+    return Reader(folder, tmp_path_factory.mktemp("said"))
 
 
 def conversations() -> dict[str, list[dict[str, Any]]]:

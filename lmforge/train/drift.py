@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 
 # Log steps in a median; quick ones are taken together until they cover a second.
-READINGS = 10
+READINGS = 20
 READING_SECONDS = 1.0
 # So much slower than the best median is told, and again for each as much again; recovered is below half of it.
 DRIFT = 0.2
@@ -17,7 +17,7 @@ MOST = 0.8
 
 
 class Drift:
-    """Step times in, lines out. The baseline is the median of ten neighbouring readings at its quickest so far."""
+    """Step times in, lines out. The baseline is the median of twenty neighbouring readings at its quickest so far."""
 
     def __init__(self) -> None:
         self._readings: deque[float] = deque(maxlen=READINGS)

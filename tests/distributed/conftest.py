@@ -1,6 +1,7 @@
 """Real ranks: processes of their own, talking through gloo; what torch's launcher adds is tested where it matters."""
 
 import json
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from lmforge import checkpoint
 from lmforge.model import build
 from lmforge.runs import Run
-from tests.preloaded import preloaded
+from tests.preloaded import on_ranks
 
 HERE = Path(__file__).parent
 Case = tuple[str, list[str]]
@@ -20,10 +21,22 @@ def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
     """Carry out pretraining command lines on `ranks` ranks that are started once."""
     file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
     file.write_text(json.dumps(cases))
-    place = folder / f"{file.stem}-said"
-    place.mkdir()
-    done = preloaded().run([str(file)], place, script=HERE / "several_runs.py", ranks=ranks, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    on_ranks(ranks, HERE / "several_runs.py", folder, file)
+
+
+class Trials(dict[int, Path]):
+    """Folders with what strategies.py measured, by the number of ranks; each carried out when it is first asked for."""
+
+    def __init__(self, folder: Path, kind: str = "") -> None:
+        super().__init__()
+        self._folder, self._words = folder, [kind] if kind else []
+
+    def __missing__(self, ranks: int) -> Path:
+        folder, seed = self._folder / f"ranks-{ranks}", secrets.randbelow(10_000)
+        print(f"{ranks} ranks: seed {seed}")
+        folder.mkdir()
+        on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._words)
+        return self.setdefault(ranks, folder)
 
 
 def losses(run: Run, name: str = "loss") -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Run by torch's launcher in every rank: pretraining runs whose ranks write down what torch was told while they trained.
+"""Run in every rank: pretraining runs whose ranks write down what torch was told while they trained.
 
 deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without the verb
 """

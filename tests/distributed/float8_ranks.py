@@ -1,4 +1,4 @@
-"""Run by torch's launcher in every rank: the same steps in fp32 and with float8 products, emulated.
+"""Run in every rank: the same steps in fp32 and with float8 products, emulated.
 
     float8_ranks.py FILE
 

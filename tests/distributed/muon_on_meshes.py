@@ -1,4 +1,4 @@
-"""Run by torch's launcher in every rank: Muon on matrices of odd sizes, sharded over meshes of all ranks, and alone.
+"""Run in every rank: Muon on matrices of odd sizes, sharded over meshes of all ranks, and alone.
 
 muon_on_meshes.py SEED     fails where a mesh gives other weights than one process
 """

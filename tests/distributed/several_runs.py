@@ -1,4 +1,4 @@
-"""Run by torch's launcher in every rank: several whole runs, one after another, in one set of processes.
+"""Run in every rank: several whole runs, one after another, in one set of processes.
 
     several_runs.py CASES.json     a list of command lines of verbs that train; those without a verb are of pretrain
 
@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from lmforge.cli import leave, load_config
+from lmforge.cli import load_config
 from lmforge.train import stages
 
 if __name__ == "__main__":
@@ -19,4 +19,3 @@ if __name__ == "__main__":
         status = getattr(stages, verb)(load_config(rest, verb))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"
-    leave(0)

@@ -1,4 +1,4 @@
-"""Run by torch's launcher in every rank: trials of strategies, one after another, in one set of processes.
+"""Run in every rank: trials of strategies, one after another, in one set of processes.
 
     strategies.py FOLDER SEED [dropout | lora]
 

@@ -1,8 +1,6 @@
 """`--deterministic` reaches torch in every rank, and two runs under it have the same bits."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,8 @@ import torch
 from lmforge.errors import Mistake
 from lmforge.runs import Run
 from lmforge.train.determinism import ENVIRONMENT, be_deterministic, refusal
-from tests.distributed.conftest import Recipe, losses, weights
+from tests.distributed.conftest import HERE, Recipe, losses, weights
+from tests.preloaded import on_ranks
 
 RANKS = 2
 
@@ -23,10 +22,7 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = ["--model.dropout", "0.1", "--train.micro_batch_rows", "2"]
     lines = [recipe(folder, name, *more, "--deterministic") for name in ("a", "b")] + [recipe(folder, "usual", *more)]
     (folder / "cases.json").write_text(json.dumps(lines))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [*launcher, str(Path(__file__).parent / "deterministic_ranks.py"), str(folder), str(folder / "cases.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    on_ranks(RANKS, HERE / "deterministic_ranks.py", folder, folder, folder / "cases.json")
     return folder
 
 

@@ -1,10 +1,7 @@
 """Law 1 with dropout: the same masks, and so the same run, however it is spread, cut, recomputed or continued."""
 
 import json
-import secrets
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +9,9 @@ import torch
 
 from lmforge.cli import run as lmforge_here
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.distributed.conftest import Recipe, Trials, losses, run_cases, weights
 from tests.distributed.shapes import dropout_cases, shapes_on
 
-HERE = Path(__file__).parent
 # fp32 sums in another order; with other masks losses differ from the second digit on.
 TOLERANCE = 1e-6
 CASES = [
@@ -26,16 +22,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The folder of the trials' results, by the number of ranks."""
-    folders = {}
-    for ranks in (1, 2, 3):
-        folders[ranks] = tmp_path_factory.mktemp(f"dropout-{ranks}")
-        seed = secrets.randbelow(10_000)
-        print(f"{ranks} ranks: seed {seed}")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [*launcher, "-m", "tests.distributed.strategies", str(folders[ranks]), str(seed), "dropout"]
-        done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return folders
+    return Trials(tmp_path_factory.mktemp("dropout"), "dropout")
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)

@@ -1,35 +1,24 @@
 """Adapters train the same however the frozen model beside them is spread, and go on under another strategy."""
 
 import json
-import secrets
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.conftest import HERE, Trials
 from tests.distributed.shapes import lora_cases, shapes_on
-from tests.preloaded import preloaded
+from tests.preloaded import on_ranks
 
-HERE = Path(__file__).parent
 # fp32 sums in another order, over 6 steps.
 TOLERANCE = 1e-6
 # B begins at zero: it is nothing but updates, in which the rounding of gradients is not diluted.
 OF_WEIGHTS = 5e-6
 
 
-def on_two_ranks(script: str, folder: Path, *words: str) -> None:
-    said = folder / "said"
-    said.mkdir()
-    done = preloaded().run([str(folder), *words], said, script=HERE / script, ranks=2, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trials' results."""
-    folder, seed = tmp_path_factory.mktemp("lora"), secrets.randbelow(10_000)
-    print(f"seed {seed}")
-    on_two_ranks("strategies.py", folder, str(seed), "lora")
-    return folder
+    """The folder of the trials' results on two ranks."""
+    return Trials(tmp_path_factory.mktemp("lora"), "lora")[2]
 
 
 @pytest.mark.parametrize("name", [f"{shape} {case.name}" for shape in shapes_on(2) for case in lora_cases(shape, 2)])
@@ -55,7 +44,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(measured: Path, name: 
 
 
 def test_what_is_saved_under_one_strategy_goes_on_under_another(tmp_path: Path) -> None:
-    on_two_ranks("lora_saved.py", tmp_path)
+    on_ranks(2, HERE / "lora_saved.py", tmp_path, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     assert len(told) == 3
     for saved in told.values():

@@ -3,14 +3,11 @@
 import secrets
 from pathlib import Path
 
-from tests.preloaded import preloaded
-
-HERE = Path(__file__).parent
+from tests.distributed.conftest import HERE
+from tests.preloaded import on_ranks
 
 
 def test_losses_and_gradients_of_preference_and_policy_are_those_of_one_process_under_every_engine(tmp_path: Path) -> None:
     seed = secrets.randbelow(2**31)
     print(f"seed {seed}")
-    done = preloaded().run([str(seed)], tmp_path, script=HERE / "objective_ranks.py", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the same") == 4
+    assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed).count("the same") == 4

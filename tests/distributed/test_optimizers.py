@@ -2,8 +2,7 @@
 
 import secrets
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from lmforge import checkpoint
 from lmforge.runs import Run
 from tests.distributed.conftest import HERE, Recipe, losses, run_cases, weights
+from tests.preloaded import on_ranks
 
 # fp32 sums in another order differ by some 1e-7 of the gradient. Muon lifts what is small in it by up to 3.4 to the fifth.
 TOLERANCE = 1e-5
@@ -125,10 +125,7 @@ def test_momentum_is_kept_for_hidden_matrices_and_moments_for_the_rest(runs: dic
         assert f"optimizer.{name}.momentum_buffer" not in kept
 
 
-def test_muon_gives_the_weights_of_one_process_on_any_mesh_and_for_any_sizes() -> None:
+def test_muon_gives_the_weights_of_one_process_on_any_mesh_and_for_any_sizes(tmp_path: Path) -> None:
     seed = secrets.randbelow(2**31)
     print(f"seed {seed}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    script = str(HERE / "muon_on_meshes.py")
-    done = subprocess.run([*command, script, str(seed)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    on_ranks(4, HERE / "muon_on_meshes.py", tmp_path, seed)

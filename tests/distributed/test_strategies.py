@@ -1,9 +1,6 @@
 """Every strategy computes what one process computes, and holds the share of memory that it promises."""
 
 import json
-import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +10,9 @@ import pytest
 
 from lmforge.model.activations import saved_bytes
 from lmforge.train.parity import Case, cases
+from tests.distributed.conftest import Trials
 from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 
-HERE = Path(__file__).parent
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
 TOLERANCE = 1e-6
 
@@ -29,24 +26,7 @@ def names(ranks: int) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The folder of the trials' results, by the number of ranks."""
-    folders = {}
-    for ranks in (1, 2, 3, 4):
-        folders[ranks] = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        seed = secrets.randbelow(10_000)
-        print(f"{ranks} ranks: seed {seed}")
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [
-            sys.executable,
-            "-m",
-            *launcher,
-            "-m",
-            "tests.distributed.strategies",
-            str(folders[ranks]),
-            str(seed),
-        ]
-        done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return folders
+    return Trials(tmp_path_factory.mktemp("strategies"))
 
 
 def result(folder: Path, name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lmforge.cli import leave
 from lmforge.model import build
 from lmforge.model.shapes import resolve
 from lmforge.model.weights import load_folder
@@ -47,3 +48,4 @@ for folder in map(Path, sys.argv[3:]):
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
     (out / f"{folder.name}-{dist.get_rank()}.json").write_text(json.dumps({"read": read, "held": held * 1024, "own": own}))
 dist.destroy_process_group()
+leave(0)

@@ -14,6 +14,7 @@ from lmforge.model.export import export_folder
 from lmforge.model.safetensors_file import BLOCK_BYTES
 from lmforge.model.shapes import ModelConfig
 from tests.model.conftest import built, drawn_config
+from tests.preloaded import on_ranks
 
 
 def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.Random, tmp_path: Path) -> None:
@@ -21,10 +22,7 @@ def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.R
     for folder in folders:
         config = drawn_config(folder.name, draw)
         export_folder(built(config), config, folder, shard_bytes=9000)
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    program = [str(Path(__file__).with_name("sharded_ranks.py")), *map(str, folders)]
-    done = subprocess.run([sys.executable, *ranks, *program], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(3, Path(__file__).with_name("sharded_ranks.py"), tmp_path, *folders)
 
 
 @pytest.fixture(scope="module")

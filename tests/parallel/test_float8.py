@@ -1,8 +1,6 @@
 """Float8 in the linear layers of the blocks: emulated on two real ranks, refused where it cannot be had, and on a GPU."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ from lmforge.model.shapes import preset
 from lmforge.parallel.precision import check_float8, use_float8
 from lmforge.train.parity import SMALL
 from tests.conftest import Command
+from tests.distributed import float8_ranks
 from tests.distributed.float8_ranks import SHAPE
+from tests.preloaded import on_ranks
 
-ROOT = Path(__file__).parents[2]
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that multiplies float8"
 )
@@ -28,9 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/distributed/float8_ranks.py measured on two ranks under fsdp2."""
     pytest.importorskip("torchao")
     file = tmp_path_factory.mktemp("float8") / "told.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.distributed.float8_ranks"]
-    done = subprocess.run([sys.executable, *launcher, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(2, Path(float8_ranks.__file__), file.parent, file)
     return json.loads(file.read_text())
 
 
