@@ -11,7 +11,6 @@ from lmforge.data.packing import Row
 from lmforge.data.preferences import encode_answers
 from lmforge.infer.opening import open_model
 from lmforge.objectives.preference import rewards_of
-from lmforge.parallel.precision import choose_dtype
 
 ROWS_AT_ONCE = 16
 
@@ -23,9 +22,9 @@ class ModelJudge:
     it does.
     """
 
-    def __init__(self, spec: str, device: torch.device, alive: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, spec: str, device: torch.device, dtype: torch.dtype, alive: Callable[[], None] = lambda: None) -> None:
         self._spec, self._alive = spec, alive
-        self._opened = open_model(Path(spec), device, choose_dtype("auto", device)[0], judges=True)
+        self._opened = open_model(Path(spec), device, dtype, judges=True)
         self._device = device
         self.needs: dict[str, list[str]] = {spec: []}
         self.takes: dict[str, list[str] | None] = {spec: ["tools"]}

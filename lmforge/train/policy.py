@@ -199,7 +199,7 @@ def rollouts_of(built: Built, config: AlignConfig) -> Feed:
             weights=weights,
             seconds=options.reward_seconds,
             say=say,
-            models=partial(ModelJudge, device=ranks.device, alive=alive),
+            models=partial(ModelJudge, device=ranks.device, dtype=built.dtype, alive=alive),
             alive=alive,
         )
     columns = sorted({name for prompt in [*packing.prompts, *packing.held_out] for name in prompt.columns})

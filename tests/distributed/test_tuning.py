@@ -365,7 +365,7 @@ def test_an_exported_reward_model_gives_in_transformers_what_it_gives_here(
     assert done.returncode == 0, done.stderr
     prompts = [[{"role": "user", "content": f"Which is first, apple or {each}?"}] for each in THINGS]
     job = {"prompts": prompts, "completions": list(THINGS), "columns": {}}
-    both = [ModelJudge(str(spec), torch.device("cpu")) for spec in (world.folder / "reward", tmp_path / "out")]
+    both = [ModelJudge(str(spec), torch.device("cpu"), torch.float32) for spec in (world.folder / "reward", tmp_path / "out")]
     ours, opened = (judge.call(job, 60.0)[name]["given"] for judge in both for name in judge.needs)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert theirs.num_labels == 1
@@ -385,7 +385,7 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     assert Path(spec).is_relative_to(world.folder / "reward")
     job: dict[str, object] = {name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")}
     job["columns"] = {}
-    [given] = (told["given"] for told in ModelJudge(spec, torch.device("cpu")).call(job, 60.0).values())
+    [given] = (told["given"] for told in ModelJudge(spec, torch.device("cpu"), torch.float32).call(job, 60.0).values())
     assert [record["parts"][spec] for record in records] == pytest.approx(given, abs=1e-5)
     assert [record["reward"] for record in records] == pytest.approx(given, abs=1e-5)
 
