@@ -162,14 +162,20 @@ def completions_of(generator: torch.Generator, counts: Sequence[int]) -> list[li
 
 
 def told(batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, switches: Switches, seed: int) -> Batch:
-    """With advantages of both signs, the log-probabilities of an older policy and of a reference, some overlong."""
+    """With advantages of both signs, the log-probabilities of an older policy and of a reference, some overlong.
+
+    Under the older policy the very first completion is as likely as now: a batch in which all are clipped teaches nothing.
+    """
     count = len(rows) * max(map(len, rows))
+    first = torch.zeros_like(batch.documents, dtype=torch.bool)
+    first[0] = batch.documents[0] == 0
+    now, older = (logprobs_under(each, batch, switches.temperature) for each in (model, moved(model, 0.01, seed)))
     values = torch.randn(len(rows), count, generator=torch.Generator().manual_seed(seed))
     return with_extras(
         batch,
         advantage=[values[row, : len(of)].tolist() for row, of in enumerate(rows)],
         overlong=[[float(number % 3 == 1) for number in range(len(of))] for of in rows],
-        old=logprobs_under(moved(model, 0.01, seed), batch, switches.temperature),
+        old=torch.where(first, now, older).detach(),
         reference=logprobs_under(moved(model, 0.03, seed + 1), batch, switches.temperature),
     )
 
