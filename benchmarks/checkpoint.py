@@ -22,15 +22,15 @@ import torch.distributed.checkpoint as dcp
 from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
 
 from lmforge import checkpoint
-from lmforge.checkpoint import Keep, Saver
-from lmforge.cluster.environment import Place
-from lmforge.cluster.ranks import Ranks
-from lmforge.config import OptimizerOptions
+from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.run import OptimizerOptions
 from lmforge.data.tokenizer import train_tokenizer
-from lmforge.model import build
-from lmforge.model.shapes import ModelConfig
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.runs import Run
-from lmforge.train.optim import build_optimizer, state_by_name
+from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 
 PIECE = 1 << 24
 ABOUT: dict[str, Any] = {"plan_hash": "", "rows": 1, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
@@ -60,19 +60,19 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 
 def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
     """Gigabytes a second of each way, in rounds."""
-    ranks = Ranks(Place(), torch.device("cpu"), None)
-    model = build(shape, seed=0)
+    ranks = DistributedContext(RankInfo(), torch.device("cpu"), None)
+    model = build_model(shape, seed=0)
     state = {"model": dict(model.named_parameters())}
-    state["optimizer"] = state_by_name(model, build_optimizer(model, OptimizerOptions()))
+    state["optimizer"] = named_optimizer_state(model, build_optimizer(model, OptimizerOptions()))
     run, lines = Run(folder / "run"), []
-    saver = Saver(
+    saver = AsyncCheckpointer(
         run,
         ranks,
-        Keep(1),
-        about=ABOUT,
+        RetentionPolicy(1),
+        metadata=ABOUT,
         tokenizer=train_tokenizer(["text"], 300),
-        say=lines.append,
-        asynchronous=False,
+        log=lines.append,
+        async_save=False,
     )
     content = memoryview(torch.randint(0, 255, (PIECE,), dtype=torch.uint8).numpy())
     found: dict[str, list[float]] = {
@@ -91,11 +91,11 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
             found[name].append(expected / timed(work) / 1e9)
         assert not lines, lines
         reader = dcp.FileSystemReader(folder / "torch")
-        found["load"].append(expected / timed(lambda step=step: checkpoint.load(run.checkpoint(step), state)) / 1e9)
+        found["load"].append(expected / timed(lambda step=step: checkpoint.load(run.checkpoint_path(step), state)) / 1e9)
         their_loading = timed(lambda reader=reader: dcp.load(state, storage_reader=reader, no_dist=True))
         found["torch's dcp.load"].append(expected / their_loading / 1e9)
         (folder / "plain").unlink()
-        for left in (folder / "torch", run.checkpoint(step)):
+        for left in (folder / "torch", run.checkpoint_path(step)):
             shutil.rmtree(left)
         print(", ".join(f"{name} {values[-1]:.2f}" for name, values in found.items()), "GB/s", file=sys.stderr, flush=True)
     ratios = [ours / plain for ours, plain in zip(found["save"], found["plain write"], strict=True)]
@@ -111,18 +111,18 @@ def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
     tokens = tokens_of_stdlib(folder, files=40, vocab_size=2048)
     chosen = {
         "data.folder": tokens.path,
-        "data.length": 256,
+        "data.sequence_length": 256,
         "model.hidden_size": width,
         "model.intermediate_size": 3 * width,
         "model.num_hidden_layers": 6,
         "model.num_attention_heads": 8,
         "model.num_key_value_heads": 8,
-        "train.global_batch_rows": 8,
+        "train.global_batch_size": 8,
         "train.steps": 10**6,
         "train.dtype": "fp32",
         "train.device": "cpu",
         "train.compile": "off",
-        "validation.rows": 1,
+        "validation.sequences": 1,
         "checkpoint.every_minutes": 1,
         "checkpoint.every_steps": 10**6,
         "checkpoint.keep_last": 100,
@@ -141,8 +141,8 @@ def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
     finally:
         process.kill()
         process.wait()
-    records, saves = run.read_metrics(), run.steps()
-    size = sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint(saves[-1])).files.values())
+    records, saves = run.read_metrics(), run.checkpoint_steps()
+    size = sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(saves[-1])).files.values())
     held = records[-1].get("save_stall_seconds", 0.0)
     return {"minutes": minutes, "bytes": size, "saves": len(saves), "held_seconds": held, "share": held / (60 * minutes)}
 

@@ -19,24 +19,24 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from lmforge.checkpoint import Keep, Saver
-from lmforge.cluster import ranks as cluster
-from lmforge.config import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
-from lmforge.data.loader import Loader
+from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.cluster import distributed as cluster
+from lmforge.config.run import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
+from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
-from lmforge.model import build
+from lmforge.data.stream import TokenDataset
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
-from lmforge.model.shapes import ModelConfig
-from lmforge.objectives.language import NextToken
+from lmforge.monitor.watchdog import Watchdog
+from lmforge.objectives.language import NextTokenObjective
 from lmforge.runs import Run
-from lmforge.train.building import MASTERS, prepare_model
-from lmforge.train.guard import Guard
-from lmforge.train.loop import Parts, train
-from lmforge.train.metrics import MetricsFile, Teller, peak_memory_gib
-from lmforge.train.recovery import Recovery
-from lmforge.train.saves import Saves
-from lmforge.train.watch import Watch
+from lmforge.stages.setup import MASTER_DTYPES, build_model_and_optimizer
+from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.checkpoint_schedule import CheckpointSchedule
+from lmforge.train.loop import Trainer, train
+from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
+from lmforge.train.rollback import Rollback
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -67,8 +67,8 @@ class Contest:
     def tokens_a_step(self) -> int:
         return self.rows * self.length
 
-    def stream(self) -> Stream:
-        return Stream(TokenFolder.open(self.folder / "tokens"), length=self.length)
+    def stream(self) -> TokenDataset:
+        return TokenDataset(TokenFolder.open(self.folder / "tokens"), sequence_length=self.length)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.dtype == "fp32" else torch.autocast(self.device, dtype=DTYPES[self.dtype])
@@ -119,7 +119,7 @@ class Turns:
             self._begin(steps=1, seconds=seconds)
 
 
-class TakesTurns(Teller):
+class TakesTurns(ConsoleLogger):
     """The loop tells of each step that is done. A checkpoint is no hook: the loop reads all metrics before it saves one."""
 
     def __init__(self, turns: Turns, *arguments: Any) -> None:
@@ -127,61 +127,63 @@ class TakesTurns(Teller):
         self._turns = turns
 
     def advance(self, step: int) -> None:
-        super().advance(step)
+        super().update_progress(step)
         self._turns.step_done()
 
 
 def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool, float8: bool = False) -> None:
     """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log."""
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
-    ranks = cluster.start(contest.device, contest.threads)
-    objective = NextToken()
+    ranks = cluster.init_distributed(contest.device, contest.threads)
+    objective = NextTokenObjective()
     recipe = Config(
         optimizer=OPTIMIZER,
-        parallel=ParallelOptions(recompute="full" if contest.recompute else "none"),
+        parallel=ParallelOptions(activation_checkpointing="full" if contest.recompute else "none"),
         train=TrainOptions(master_dtype=contest.master_dtype, float8=float8),
     )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    trained, optimizer = prepare_model(recipe, contest.shape, objective, ranks, dtype, compiled, fresh=True)
+    trained, optimizer = build_model_and_optimizer(recipe, contest.shape, objective, ranks, dtype, compiled, init_weights=True)
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
-    loader = Loader(contest.stream(), global_batch_rows=plan.rows, micro_batch_rows=plan.micro_batch_rows, device=ranks.device)
+    loader = BatchLoader(
+        contest.stream(), global_batch_size=plan.rows, micro_batch_size=plan.micro_batch_size, device=ranks.device
+    )
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
-    watch, teller = Watch(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
-    metrics, guard = MetricsFile(folder / "metrics.jsonl"), Guard(ranks, spike_sigmas=None, window_steps=1)
-    parts = Parts(
-        spread=trained,
-        weight=objective.weight,
+    watch, teller = Watchdog(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
+    metrics, guard = MetricsFile(folder / "metrics.jsonl"), BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
+    parts = Trainer(
+        parallel_model=trained,
+        num_items=objective.num_items,
         optimizer=optimizer,
-        learning_rate=lambda step: LR,
-        batches=loader,
-        plan=plan,
-        ranks=ranks,
+        lr_schedule=lambda step: LR,
+        batch_source=loader,
+        batch_plan=plan,
+        dist_ctx=ranks,
         watch=watch,
-        teller=teller,
-        metrics=metrics,
+        console=teller,
+        metrics_file=metrics,
         steps=ENDLESS_STEPS,
-        clip_norm=OPTIMIZER.clip_norm,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
         log_every=LOG_EVERY_STEPS,
         validate_every=None,
         sample_every=None,
-        guard=guard,
-        bad_steps=recipe.faults.bad_steps,
-        recovery=cast(Recovery, None),  # no step here is bad
-        saves=Saves(
-            Saver(
+        bad_step_detector=guard,
+        max_bad_steps=recipe.faults.max_bad_steps,
+        rollback=cast(Rollback, None),  # no step here is bad
+        checkpoint_schedule=CheckpointSchedule(
+            AsyncCheckpointer(
                 Run(folder),
                 ranks,
-                Keep(1),
-                about={},
+                RetentionPolicy(1),
+                metadata={},
                 tokenizer=tokenizer,
-                say=teller.say,
+                log=teller.info,
             ),
             recipe.checkpoint,
             every_steps=ENDLESS_STEPS,
-            steps=ENDLESS_STEPS,
-            first=True,
-            state=lambda kinds: {},
-            about=lambda step: guard.state(),
+            total_steps=ENDLESS_STEPS,
+            is_rank0=True,
+            get_state=lambda kinds: {},
+            get_metadata=lambda step: guard.state_dict(),
         ),
         validate=lambda step: {},
         sample=lambda step: None,
@@ -207,10 +209,10 @@ def transformers_llama(contest: Contest) -> nn.Module:
     if contest.device == "cpu":
         torch.set_num_threads(contest.threads)
     with torch.device(contest.device):
-        model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_hugging_face(), "use_cache": False}))
+        model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_config_json(), "use_cache": False}))
     for parameter in model.parameters():  # not its buffers: among them are the frequencies of positions
-        parameter.data = parameter.data.to(MASTERS[contest.master_dtype])
-    weights = build(contest.shape, seed=0).state_dict()  # on the CPU: the device may have room for one copy only
+        parameter.data = parameter.data.to(MASTER_DTYPES[contest.master_dtype])
+    weights = build_model(contest.shape, seed=0).state_dict()  # on the CPU: the device may have room for one copy only
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
     if contest.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -220,9 +222,9 @@ def transformers_llama(contest: Contest) -> nn.Module:
 def rows_at_hand(contest: Contest) -> tuple[Tensor, Tensor]:
     """Tokens and targets of an epoch, int64 [rows, length], in lmforge's order and in memory: no contender waits for them."""
     stream = contest.stream()
-    rows = stream.rows(0, stream.rows_per_epoch // contest.rows * contest.rows)
+    rows = stream.sequences(0, stream.sequences_per_epoch // contest.rows * contest.rows)
     return torch.stack([torch.from_numpy(row.tokens) for row in rows]), torch.stack(
-        [torch.from_numpy(row.targets) for row in rows]
+        [torch.from_numpy(row.labels) for row in rows]
     )
 
 
@@ -249,7 +251,7 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
         adam_beta2=OPTIMIZER.beta2,
         adam_epsilon=OPTIMIZER.eps,
         weight_decay=OPTIMIZER.weight_decay,
-        max_grad_norm=OPTIMIZER.clip_norm,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
         logging_steps=LOG_EVERY_STEPS,
         save_strategy="no",
         report_to="none",
@@ -293,7 +295,7 @@ def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, comp
             loss.backward()
             if step < LOG_EVERY_STEPS:
                 losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == LOG_EVERY_STEPS:

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from setting import RESULTS, machine, machine_lines, spread_of, write_result
 
-from lmforge.cluster.environment import local_threads
-from lmforge.cluster.ranks import keep_freed_memory
-from lmforge.infer.engine import decode
-from lmforge.infer.sampling import Sampling
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.flops import parameters
+from lmforge.cluster.distributed import keep_freed_memory
+from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.generate.engine import decode
+from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.export import export_folder
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig, resolve_model_config
+from lmforge.model.flops import parameter_count
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig, resolve
-from lmforge.model.weights import load_folder
 
 OURS, THEIRS = "lmforge", "transformers"
 # That of train_cpu.py, and the same with grouped heads. First weights so large that the likeliest token stands out.
@@ -45,11 +45,11 @@ LLAMA = ModelConfig(
 )
 SHAPES = {"llama": LLAMA, "llama, grouped heads": replace(LLAMA, num_attention_heads=8, num_key_value_heads=2, head_dim=32)}
 TINY = replace(LLAMA, vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.0)}
+SAMPLINGS = {"greedy": SamplingParams(0.0), "sampled": SamplingParams(1.0)}
 # Two sums of some hundred terms of size one, in another order.
 TIE = 1e-3
 
-Write = Callable[[Sampling], list[list[int]]]
+Write = Callable[[SamplingParams], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,22 @@ class Work:
 
 def ours(work: Work) -> Write:
     keep_freed_memory()
-    config = resolve(work.folder, {})
+    config = resolve_model_config(work.folder, {})
     model = opened(work.folder, config)
 
-    def write(sampling: Sampling) -> list[list[int]]:
+    def write(sampling: SamplingParams) -> list[list[int]]:
         written: list[list[int]] = [[] for _ in work.prompts]
         about = {"vocab_size": config.vocab_size, "max_tokens": work.new_tokens, "stop_ids": frozenset[int]()}
         for step in decode(model, work.prompts, sampling=sampling, seed=0, **about):
             for token in step:
-                written[token.request].append(token.id)
+                written[token.request_id].append(token.token_id)
         return written
 
     return write
 
 
 def opened(folder: Path, config: ModelConfig) -> LanguageModel:
-    model = build(config, seed=None)
+    model = build_model(config, seed=None)
     load_folder(folder, model)
     return model
 
@@ -93,12 +93,12 @@ def theirs(work: Work) -> Write:
     tokens = torch.tensor([[0] * pads + prompt for pads, prompt in zip(padding, work.prompts, strict=True)])
     mask = torch.tensor([[0] * pads + [1] * (longest - pads) for pads in padding])
 
-    def write(sampling: Sampling) -> list[list[int]]:
+    def write(sampling: SamplingParams) -> list[list[int]]:
         drawn: dict[str, Any] = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         chosen = drawn if sampling.temperature else {"do_sample": False}
         length: dict[str, Any] = {"max_new_tokens": work.new_tokens, "eos_token_id": None, "pad_token_id": 0}
         with torch.inference_mode():
-            found = model.generate(tokens, attention_mask=mask, **length, **chosen)
+            found = model.generate(tokens, create_attention_mask=mask, **length, **chosen)
         return [row[longest:] for row in found.tolist()]
 
     return write
@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
     parser.add_argument("--rows", type=int, default=64, help="prompts, written after together (default: 64)")
     parser.add_argument("--new_tokens", type=int, default=128, help="written after each prompt (default: 128)")
-    parser.add_argument("--threads", type=int, default=local_threads(1), help="of each (default: all cores)")
+    parser.add_argument("--threads", type=int, default=threads_per_rank(1), help="of each (default: all cores)")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that everything works")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
@@ -198,9 +198,9 @@ def main() -> int:
         draw = random.Random(0)
         prompts = [[draw.randrange(shape.vocab_size) for _ in range(draw.randint(16, 64))] for _ in range(chosen.rows)]
         with tempfile.TemporaryDirectory(prefix="engine-") as folder:
-            export_folder(build(shape, seed=0), shape, Path(folder) / "model")
+            export_folder(build_model(shape, seed=0), shape, Path(folder) / "model")
             work = Work(Path(folder) / "model", prompts, chosen.new_tokens, chosen.threads)
-            found[name] = {"parameters": parameters(shape).total, **hold(work, shape, chosen.rounds)}
+            found[name] = {"parameters": parameter_count(shape).total, **hold(work, shape, chosen.rounds)}
     what = (
         f"fp32, {chosen.rows} prompts of 16 to 64 tokens, {chosen.new_tokens} new tokens each, {chosen.threads} threads, "
         f"{chosen.rounds} rounds; median (lowest–highest)"

@@ -20,12 +20,12 @@ from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, 
 from judge import Contender, EndedEarly
 from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
 
-from lmforge.cluster.environment import local_threads
-from lmforge.model.flops import CONVENTION, flops_per_token, parameters
-from lmforge.model.shapes import ModelConfig
-from lmforge.parallel.precision import has_fast_bf16
-from lmforge.train.bench import OUT_OF_MEMORY, ran_out_of_memory
-from lmforge.train.building import peak_of
+from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
+from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.model.config import ModelConfig
+from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.parallel.precision import has_native_bf16
+from lmforge.stages.setup import device_peak_flops
 
 LENGTHS = (2048, 8192)
 GIB = 2**30
@@ -72,7 +72,7 @@ TINY_LENGTHS = (128,)
 
 def bytes_at_rest(shape: ModelConfig, bytes_a_number: int) -> int:
     """Of weights, gradients and AdamW's two moments."""
-    return 4 * bytes_a_number * parameters(shape).total
+    return 4 * bytes_a_number * parameter_count(shape).total
 
 
 def what_fits(size: Size, length: int, memory_bytes: float) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def contest_of(size: Size, length: int, folder: Path, device: torch.device, chos
         rows=rows,
         length=length,
         threads=chosen.threads,
-        dtype="bf16" if has_fast_bf16(device) else "fp32",
+        dtype="bf16" if has_native_bf16(device) else "fp32",
         compiled=on_gpu,
         peak_size=0,
         folder=folder,
@@ -106,7 +106,7 @@ def why(ended: EndedEarly) -> str:
     if ran_out_of_memory(ended.status, ended.said):
         return OUT_OF_MEMORY
     last = next((line for line in reversed(ended.said.splitlines()) if line.strip()), "it said nothing")
-    return last.removeprefix("lmforge.errors.Mistake: ").replace("|", "/")[:200]
+    return last.removeprefix("lmforge.errors.UserError: ").replace("|", "/")[:200]
 
 
 def contenders(compiled: bool) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def figures(trials: list[dict[str, Any]], ours: list[dict[str, Any]], flops: flo
 def table(record: dict[str, Any]) -> str:
     """The record, to be read by people."""
     lines = ["# Training on one GPU, side by side", "", f"- {record['device']}", *machine_lines(record["machine"])]
-    lines += [f"- {record['what']}", f"- MFU: {CONVENTION}; of the bf16 peak of the data sheet, float8 too"]
+    lines += [f"- {record['what']}", f"- MFU: {FLOPS_CONVENTION}; of the bf16 peak of the data sheet, float8 too"]
     for label, cell in record["cells"].items():
         lines += ["", f"## {label}: {cell['what']}", ""]
         lines += ["| contender | tokens/s | MFU | lmforge in bf16 ÷ it | GiB | loss, steps 1–10 |", "|---|---|---|---|---|---|"]
@@ -198,7 +198,7 @@ def describe(contest: Contest) -> str:
     at_rest = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
     again = ", activations computed again" if contest.recompute else ""
     return (
-        f"{parameters(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens a step in"
+        f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens a step in"
         f" {contest.accumulation} micro-batches, {contest.dtype}, masters {contest.master_dtype}"
         f" ({at_rest:.1f} GiB at rest){again}"
     )
@@ -215,7 +215,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="time that is measured in a trial (default: 10)")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds until a silent trial is given up (default: 420)")
     parser.add_argument(
-        "--threads", type=int, default=local_threads(1), help="CPU threads of each (default: the cores there are)"
+        "--threads", type=int, default=threads_per_rank(1), help="CPU threads of each (default: the cores there are)"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
@@ -247,11 +247,11 @@ def main() -> int:
             if only and size not in only and label not in only:
                 continue
             contest = contest_of(sizes[size], length, folder, device, chosen)
-            peak = peak_of(device, torch.bfloat16 if contest.dtype == "bf16" else torch.float32)
+            peak = device_peak_flops(device, torch.bfloat16 if contest.dtype == "bf16" else torch.float32)
             say(f"{label}: {describe(contest)}")
             cells[label] = {
                 "what": describe(contest),
-                "shape": contest.shape.to_hugging_face(),
+                "shape": contest.shape.to_config_json(),
                 "flops_per_token": flops_per_token(contest.shape, length),
                 "peak_flops": peak,
                 "contenders": hold(label, contest, peak, chosen),
@@ -262,7 +262,7 @@ def main() -> int:
         "machine": about,
         "what": f"{chosen.rounds} rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up, each trial a process"
         f" of its own; median (low–high), ratios in a round; {time.perf_counter() - began:.0f} s in all",
-        "convention": CONVENTION,
+        "convention": FLOPS_CONVENTION,
         "warm_up_steps": WARM_UP_STEPS,
         "rounds": chosen.rounds,
         "seconds": chosen.seconds,

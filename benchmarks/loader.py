@@ -14,43 +14,43 @@ from typing import Any
 import torch
 from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
 
-from lmforge.cluster.environment import local_threads
+from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.batch import Batch
-from lmforge.data.loader import Loader
+from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
+from lmforge.data.stream import TokenDataset
 
 BATCHES = ((8, 256), (64, 2048))
 STEP_SECONDS = 0.1
 PRODUCT_SIZE = 512  # a product of a few milliseconds: a step ends on time
 
 
-def making_seconds(stream: Stream, rows: int, batches: int) -> list[float]:
+def making_seconds(stream: TokenDataset, rows: int, batches: int) -> list[float]:
     """Seconds that each of the first global batches takes to make, with nothing else going on."""
     taken = []
     for step in range(batches):
         began = time.perf_counter()
-        Batch.of(stream.rows(step * rows, (step + 1) * rows))
+        Batch.from_sequences(stream.sequences(step * rows, (step + 1) * rows))
         taken.append(time.perf_counter() - began)
     return taken
 
 
-def waited(stream: Stream, rows: int, steps: int) -> tuple[float, float]:
+def waited(stream: TokenDataset, rows: int, steps: int) -> tuple[float, float]:
     """(seconds that the training thread waited for data, seconds of everything) over `steps`, after a first one."""
     product = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE)
-    with Loader(stream, global_batch_rows=rows, micro_batch_rows=rows) as loader:
+    with BatchLoader(stream, global_batch_size=rows, micro_batch_size=rows) as loader:
         loader.batches(0)
-        before, began = loader.data_seconds, time.perf_counter()
+        before, began = loader.data_wait_seconds, time.perf_counter()
         for step in range(1, steps + 1):
             until = time.perf_counter() + STEP_SECONDS
             while time.perf_counter() < until:
                 torch.mm(product, product)
             loader.batches(step)
-        return loader.data_seconds - before, time.perf_counter() - began
+        return loader.data_wait_seconds - before, time.perf_counter() - began
 
 
 def measure(tokens: TokenFolder, rows: int, length: int, rounds: int, steps: int) -> dict[str, Any]:
-    stream = Stream(tokens, length=length)
+    stream = TokenDataset(tokens, sequence_length=length)
     making = [1000 * seconds for seconds in making_seconds(stream, rows, steps)]
     shares, milliseconds = [], []
     for _ in range(rounds):
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each batch (default: 5)")
     parser.add_argument("--steps", type=int, default=50, help="steps of one measurement (default: 50)")
     parser.add_argument(
-        "--threads", type=int, default=local_threads(1), help="CPU threads of the step (default: the cores there are)"
+        "--threads", type=int, default=threads_per_rank(1), help="CPU threads of the step (default: the cores there are)"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()

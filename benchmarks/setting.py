@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from lmforge.data.prepare import prepare
+from lmforge.data.prepare.prepare import prepare
 from lmforge.data.shards import TokenFolder
-from lmforge.runs import environment
+from lmforge.runs import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,7 +40,7 @@ def spread_of(values: list[float]) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Hardware, versions, date, commit and command; nothing that names this host or its folders."""
-    facts = environment()
+    facts = describe_environment()
     about = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
     for name in ("accelerate", "torchao"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

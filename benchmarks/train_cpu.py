@@ -17,10 +17,10 @@ from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED,
 from judge import Contender
 from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
 
-from lmforge.cluster.environment import local_threads
-from lmforge.model.flops import CONVENTION, flops_per_token, parameters
-from lmforge.model.shapes import ModelConfig
-from lmforge.parallel.precision import find_compiler, has_fast_bf16
+from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.model.config import ModelConfig
+from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.parallel.precision import has_native_bf16, missing_for_compile
 
 PEAK_SECONDS = 1.5
 # Written out rather than a preset, so that results stay comparable when presets change.
@@ -75,7 +75,7 @@ def figures(contest: Contest, speeds: dict[str, list[float]], losses: dict[str, 
 def table(record: dict[str, Any]) -> str:
     """The record, to be read by people."""
     lines = ["# Training on a CPU, side by side", "", *machine_lines(record["machine"])]
-    lines += [f"- {record['what']}", f"- share of peak: {CONVENTION}", *(f"- {reason}" for reason in record["left_out"])]
+    lines += [f"- {record['what']}", f"- share of peak: {FLOPS_CONVENTION}", *(f"- {reason}" for reason in record["left_out"])]
     for dtype, of_dtype in record["dtypes"].items():
         peak = of_dtype["peak_gflops"]
         reached = f"{peak['median']:.0f} GFLOP/s ({peak['min']:.0f}–{peak['max']:.0f})"
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a turn (default: 10)")
     parser.add_argument(
-        "--threads", type=int, default=local_threads(1), help="CPU threads of each (default: the cores there are)"
+        "--threads", type=int, default=threads_per_rank(1), help="CPU threads of each (default: the cores there are)"
     )
     parser.add_argument("--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it")
     parser.add_argument(
@@ -112,13 +112,13 @@ def main() -> int:
         parser.error("--rounds, --threads: at least 1")
 
     about = machine()
-    missing = find_compiler(torch.device("cpu"))
+    missing = missing_for_compile(torch.device("cpu"))
     compiled = not chosen.tiny and missing is None
     left_out = []
     if not compiled:
         left_out.append("nothing is compiled: " + (f"{missing} on this machine" if missing else "--tiny leaves it out"))
     dtypes = ["fp32"]
-    if chosen.force_bf16 or has_fast_bf16(torch.device("cpu")):
+    if chosen.force_bf16 or has_native_bf16(torch.device("cpu")):
         dtypes.append("bf16")
     else:
         left_out.append(
@@ -129,7 +129,7 @@ def main() -> int:
         shape, rows, length, peak_size = (TINY, 2, 64, 512) if chosen.tiny else (SHAPE, 8, 256, 2048)
         tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=shape.vocab_size)
         what = (
-            f"Llama of {parameters(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
+            f"Llama of {parameter_count(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
             f" vocabulary {shape.vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads;"
             f" {chosen.rounds} interleaved rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up;"
             " median (low–high), ratios in a round"
@@ -144,10 +144,10 @@ def main() -> int:
         "benchmark": "train_cpu",
         "machine": about,
         "what": what,
-        "shape": shape.to_hugging_face(),
-        "parameters": parameters(shape).total,
+        "shape": shape.to_config_json(),
+        "parameters": parameter_count(shape).total,
         "flops_per_token": flops_per_token(shape, length),
-        "convention": CONVENTION,
+        "convention": FLOPS_CONVENTION,
         "rows": rows,
         "length": length,
         "threads": chosen.threads,

@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from lmforge import __version__
-from lmforge import config_verbs as options
-from lmforge.cluster.environment import find_place
-from lmforge.config import BenchConfig, Config, StageConfig
-from lmforge.config_post import STAGES, AlignConfig, RunPipelineOptions, SftConfig
-from lmforge.errors import LOST, Mistake, PeerLost, RunFailed
-from lmforge.options import Options, describe, parse, read_recipe
+from lmforge.cluster.rank_info import read_rank_info
+from lmforge.config import verbs as options
+from lmforge.config.options import Options, format_help, parse_options, read_recipe
+from lmforge.config.post_training import STAGES, AlignConfig, RunPipelineOptions, SftConfig
+from lmforge.config.run import BenchConfig, Config, StageConfig
+from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 
-Recipe = TypeVar("Recipe", bound=StageConfig)
+StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
 # Set by --debug, and so handed on to the ranks that a verb starts.
-DEBUG = "LMFORGE_DEBUG"
+DEBUG_VARIABLE = "LMFORGE_DEBUG"
 
 
 def main() -> None:
     """Entry of the `lmforge` command: runs a verb and ends the process with its status."""
-    leave(run(sys.argv[1:]))
+    exit_process(run(sys.argv[1:]))
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End the process.
 
     Where ranks have talked to each other, without taking down the interpreter: threads of torch that free a tensor
@@ -52,19 +52,19 @@ def run(arguments: list[str]) -> int:
     """Carry out a command line. Returns its exit status: 0, 1 for a failed run, 2 for bad input, 75 for a lost rank,
     128 + signal."""
     if "--debug" in arguments:
-        os.environ[DEBUG] = "1"
-    debug = DEBUG in os.environ
+        os.environ[DEBUG_VARIABLE] = "1"
+    debug = DEBUG_VARIABLE in os.environ
     try:
-        status = _carry_out([word for word in arguments if word != "--debug"])
+        status = _dispatch([word for word in arguments if word != "--debug"])
         sys.stdout.flush()  # while a reader that has left can still be noticed
         return status
-    except (Mistake, RunFailed) as problem:
+    except (UserError, RunFailed) as problem:
         if debug:
             raise
-        _tell(str(problem))
+        _print_error(str(problem))
         if isinstance(problem, PeerLost):
-            return LOST
-        return 2 if isinstance(problem, Mistake) else 1
+            return EXIT_PEER_LOST
+        return 2 if isinstance(problem, UserError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -72,60 +72,60 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception:
-        if debug or _speaks():
+        if debug or _reports_errors():
             if sys.__stderr__ is not None:
                 sys.stderr = sys.__stderr__  # a rank's own may be its log
             raise
-        _let_the_one_that_speaks_finish()
+        _wait_for_reporting_rank()
         return 1
 
 
-def _carry_out(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
-    if words[0] in ("-V", "--version"):
+    if arguments[0] in ("-V", "--version"):
         print(f"lmforge {__version__}")
         return 0
-    name, rest = words[0], words[1:]
+    name, rest = arguments[0], arguments[1:]
     if name not in VERBS:
         close = difflib.get_close_matches(name, VERBS, n=1)
         hint = f" did you mean {close[0]}?" if close else ""
-        raise Mistake(f"{name}: no such verb;{hint} lmforge --help lists them")
+        raise UserError(f"{name}: no such verb;{hint} lmforge --help lists them")
     verb = VERBS[name]
     if "-h" in rest or "--help" in rest:
-        print(f"{verb.meaning}\n\nusage: lmforge {name} {verb.usage}\n\n{verb.notes}{describe(verb.options)}")
+        print(f"{verb.summary}\n\nusage: lmforge {name} {verb.usage}\n\n{verb.notes}{format_help(verb.options)}")
         return 0
     return verb.run(rest)
 
 
-def _speaks() -> bool:
+def _reports_errors() -> bool:
     """Whether this process is the one of its peers that tells the user what went wrong."""
     try:
         if "torch" not in sys.modules:
-            return find_place().first
-        from lmforge.cluster.ranks import speaks_for_all
+            return read_rank_info().is_rank0
+        from lmforge.cluster.distributed import claim_error_reporting
 
-        return speaks_for_all()
-    except Mistake:  # what went wrong is that it cannot tell which one it is
+        return claim_error_reporting()
+    except UserError:  # what went wrong is that it cannot tell which one it is
         return True
 
 
-def _tell(line: str) -> None:
+def _print_error(line: str) -> None:
     """One line on standard error, from one rank only."""
-    if _speaks():
+    if _reports_errors():
         print("lmforge: " + " ".join(line.split("\n")), file=sys.__stderr__, flush=True)
     else:
-        _let_the_one_that_speaks_finish()
+        _wait_for_reporting_rank()
 
 
-def _let_the_one_that_speaks_finish() -> None:
+def _wait_for_reporting_rank() -> None:
     time.sleep(2)  # a launcher ends all ranks as soon as one has left
 
 
 def _overview() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.meaning}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
     return (
         "lmforge: language-model training end to end in plain PyTorch\n\n"
         f"usage: lmforge VERB [ARGUMENTS] [--option value]\n\n{verbs}\n\n"
@@ -133,198 +133,198 @@ def _overview() -> str:
     )
 
 
-def _quickstart(words: list[str]) -> int:
-    chosen = parse(options.QuickstartOptions, words)
-    from lmforge.quickstart import quickstart
+def _quickstart(arguments: list[str]) -> int:
+    chosen = parse_options(options.QuickstartOptions, arguments)
+    from lmforge.verbs.quickstart import quickstart
 
     return quickstart(chosen)
 
 
-def _prepare(words: list[str]) -> int:
-    chosen = parse(options.PrepareOptions, words)
-    from lmforge.data.verbs import run_prepare
+def _prepare(arguments: list[str]) -> int:
+    chosen = parse_options(options.PrepareOptions, arguments)
+    from lmforge.verbs.prepare import run_prepare
 
     return run_prepare(chosen)
 
 
-def _download(words: list[str]) -> int:
-    chosen = parse(options.DownloadOptions, words)
-    from lmforge.data.verbs import run_download
+def _download(arguments: list[str]) -> int:
+    chosen = parse_options(options.DownloadOptions, arguments)
+    from lmforge.verbs.prepare import run_download
 
     return run_download(chosen)
 
 
-def _pretrain(words: list[str]) -> int:
-    return _train("pretrain", words)
+def _pretrain(arguments: list[str]) -> int:
+    return _train("pretrain", arguments)
 
 
-def _sft(words: list[str]) -> int:
-    return _train("sft", words)
+def _sft(arguments: list[str]) -> int:
+    return _train("sft", arguments)
 
 
-def _align(words: list[str]) -> int:
-    return _train("align", words)
+def _align(arguments: list[str]) -> int:
+    return _train("align", arguments)
 
 
-def _train(verb: str, words: list[str]) -> int:
+def _train(verb: str, arguments: list[str]) -> int:
     """Carry out a stage of training, here or on ranks that are started for it."""
-    dry = "--dry-run" in words
-    words = [word for word in words if word != "--dry-run"]
-    config = load_config(words, verb)
+    dry = "--dry-run" in arguments
+    arguments = [word for word in arguments if word != "--dry-run"]
+    config = load_config(arguments, verb)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0:
         config = config.again()
     if dry:
-        from lmforge.show import dry_run
+        from lmforge.verbs.show import dry_run
 
         print(dry_run(config))
         return 0
-    if not find_place().launched and config.launch.processes > 1:
+    if not read_rank_info().launched and config.launch.processes > 1:
         from lmforge.cluster.launch import launch_local
-        from lmforge.parallel.mesh import plan_batches
+        from lmforge.parallel.dims import plan_batches
         from lmforge.runs import Run
 
         plan_batches(config, config.launch.processes)
-        run = Run.of(config)
-        before = run.begun_at
+        run = Run.from_config(config)
+        before = run.started_at_ns
         return launch_local(
             config.launch.processes,
-            [verb, *words],
-            restarts=config.launch.restarts,
+            [verb, *arguments],
+            max_restarts=config.launch.max_restarts,
             # What was to be deleted has been.
-            again=["--run.overwrite", "false", "--run.resume", "auto"],
-            begun=lambda: run.begun_at != before,
+            restart_arguments=["--run.overwrite", "false", "--run.resume", "auto"],
+            has_begun=lambda: run.started_at_ns != before,
         )
-    from lmforge.train import stages
+    from lmforge.stages import run as stages
 
     carry_out: Callable[[StageConfig], int] = getattr(stages, verb)
     return carry_out(config)
 
 
-def load_config(words: list[str], verb: str = "pretrain") -> Any:
-    """The options of a verb that trains, from `[RECIPE.toml] --section.option value …`. Raises Mistake."""
+def load_config(arguments: list[str], verb: str = "pretrain") -> Any:
+    """The options of a verb that trains, from `[RECIPE.toml] --section.option value …`. Raises UserError."""
     if verb == "align":
-        words = [re.sub(r"^--method(?==|$)", "--align.method", word) for word in words]
-    return _load(STAGES[verb], words)
+        arguments = [re.sub(r"^--method(?==|$)", "--align.method", word) for word in arguments]
+    return _parse_config(STAGES[verb], arguments)
 
 
-def _load(tree: type[Recipe], words: list[str]) -> Recipe:
-    recipe, rest = (Path(words[0]), words[1:]) if words and not words[0].startswith("-") else (None, words)
+def _parse_config(config_class: type[StageConfigT], arguments: list[str]) -> StageConfigT:
+    recipe, rest = (Path(arguments[0]), arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
     table = read_recipe(recipe) if recipe else {}
-    rest = [re.sub(r"^--deterministic(?==|$)", "--train.deterministic", word) for word in _with_resume(rest)]
-    config = parse(tree, rest, table, str(recipe or ""))
+    rest = [re.sub(r"^--deterministic(?==|$)", "--train.deterministic", word) for word in _expand_resume(rest)]
+    config = parse_options(config_class, rest, table, str(recipe or ""))
     return config.with_name(recipe.stem if recipe else "run")
 
 
-def _with_resume(words: list[str]) -> list[str]:
+def _expand_resume(arguments: list[str]) -> list[str]:
     """`--resume [VALUE]` spelled out as `--run.resume VALUE`; without a value it means required."""
-    for at, word in enumerate(words):
+    for at, word in enumerate(arguments):
         if word.partition("=")[0] == "--resume":
-            bare = word == "--resume" and (at + 1 == len(words) or words[at + 1].startswith("--"))
+            bare = word == "--resume" and (at + 1 == len(arguments) or arguments[at + 1].startswith("--"))
             spelled = [word.replace("--resume", "--run.resume", 1), *(["required"] if bare else [])]
-            return [*words[:at], *spelled, *words[at + 1 :]]
-    return words
+            return [*arguments[:at], *spelled, *arguments[at + 1 :]]
+    return arguments
 
 
-def _run(words: list[str]) -> int:
-    chosen = parse(RunPipelineOptions, words)
-    from lmforge.pipeline import run_pipeline
+def _run(arguments: list[str]) -> int:
+    chosen = parse_options(RunPipelineOptions, arguments)
+    from lmforge.verbs.pipeline import run_pipeline
 
     return run_pipeline(chosen.file, VERBS)
 
 
-def _evaluate(words: list[str]) -> int:
-    chosen = parse(options.EvaluateOptions, words)
-    if not find_place().launched and chosen.processes > 1:
+def _evaluate(arguments: list[str]) -> int:
+    chosen = parse_options(options.EvaluateOptions, arguments)
+    if not read_rank_info().launched and chosen.processes > 1:
         from lmforge.cluster.launch import launch_local
 
-        return launch_local(chosen.processes, ["evaluate", *words])
-    from lmforge.infer.verbs import run_evaluate
+        return launch_local(chosen.processes, ["evaluate", *arguments])
+    from lmforge.verbs.evaluate import run_evaluate
 
     return run_evaluate(chosen)
 
 
-def _generate(words: list[str]) -> int:
-    chosen = parse(options.GenerateOptions, words)
-    from lmforge.infer.verbs import run_generate
+def _generate(arguments: list[str]) -> int:
+    chosen = parse_options(options.GenerateOptions, arguments)
+    from lmforge.verbs.evaluate import run_generate
 
     return run_generate(chosen)
 
 
-def _chat(words: list[str]) -> int:
-    chosen = parse(options.ChatOptions, words)
-    from lmforge.infer.chat import run_chat
+def _chat(arguments: list[str]) -> int:
+    chosen = parse_options(options.ChatOptions, arguments)
+    from lmforge.verbs.chat import run_chat
 
     return run_chat(chosen)
 
 
-def _serve(words: list[str]) -> int:
-    chosen = parse(options.ServeOptions, words)
+def _serve(arguments: list[str]) -> int:
+    chosen = parse_options(options.ServeOptions, arguments)
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as problem:
-        raise Mistake(f"serve: needs {problem.name}, which is not installed; pip install 'lmforge[serve]'") from None
-    from lmforge.infer.serve import run_serve
+        raise UserError(f"serve: needs {problem.name}, which is not installed; pip install 'lmforge[serve]'") from None
+    from lmforge.serve.server import run_serve
 
     return run_serve(chosen)
 
 
-def _export(words: list[str]) -> int:
-    chosen = parse(options.ExportOptions, words)
-    from lmforge.infer.export import run_export
+def _export(arguments: list[str]) -> int:
+    chosen = parse_options(options.ExportOptions, arguments)
+    from lmforge.verbs.export import run_export
 
     return run_export(chosen)
 
 
-def _import(words: list[str]) -> int:
-    chosen = parse(options.ImportOptions, words)
-    from lmforge.infer.convert import run_import
+def _import(arguments: list[str]) -> int:
+    chosen = parse_options(options.ImportOptions, arguments)
+    from lmforge.verbs.import_model import run_import
 
     return run_import(chosen)
 
 
-def _bench(words: list[str]) -> int:
-    words = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in words]
-    config = _load(BenchConfig, words)
-    if not find_place().launched and config.launch.processes > 1 and not config.bench.sweep:
+def _bench(arguments: list[str]) -> int:
+    arguments = [re.sub(r"^--(sweep|trace)(?==|$)", r"--bench.\1", word) for word in arguments]
+    config = _parse_config(BenchConfig, arguments)
+    if not read_rank_info().launched and config.launch.processes > 1 and not config.bench.sweep:
         from lmforge.cluster.launch import launch_local
-        from lmforge.parallel.mesh import plan_batches
+        from lmforge.parallel.dims import plan_batches
 
         plan_batches(config, config.launch.processes)
 
-        return launch_local(config.launch.processes, ["bench", *words])
-    from lmforge.train.bench import bench
+        return launch_local(config.launch.processes, ["bench", *arguments])
+    from lmforge.bench.step_timing import bench
 
-    return bench(config, words)
+    return bench(config, arguments)
 
 
-def _doctor(words: list[str]) -> int:
-    chosen = parse(options.DoctorOptions, words)
-    if not find_place().launched and chosen.processes > 1:
+def _doctor(arguments: list[str]) -> int:
+    chosen = parse_options(options.DoctorOptions, arguments)
+    if not read_rank_info().launched and chosen.processes > 1:
         from lmforge.cluster.launch import launch_local
 
-        return launch_local(chosen.processes, ["doctor", *words])
-    from lmforge.doctor import doctor
+        return launch_local(chosen.processes, ["doctor", *arguments])
+    from lmforge.bench.doctor import doctor
 
     return doctor(chosen)
 
 
-def _show(words: list[str]) -> int:
-    chosen = parse(options.ShowOptions, words)
-    of_examples = chosen.model_dump(include={"mask", "format", "fields", "as_chat"}, exclude_defaults=True)
+def _show(arguments: list[str]) -> int:
+    chosen = parse_options(options.ShowOptions, arguments)
+    of_examples = chosen.model_dump(include={"mask", "format", "fields", "apply_chat_template"}, exclude_defaults=True)
     if of_examples and chosen.tokenizer is None:
-        raise Mistake(f"show: --{next(iter(of_examples))} is for `lmforge show data FILE --tokenizer MODEL` alone")
+        raise UserError(f"show: --{next(iter(of_examples))} is for `lmforge show data FILE --tokenizer MODEL` alone")
     if chosen.thing == "data" and chosen.of is not None:
-        from lmforge.samples import Reader, show_examples, show_samples
+        from lmforge.verbs.show_data import ExampleReader, show_examples, show_samples
 
         if chosen.tokenizer is not None:
-            print(show_examples(chosen.of, chosen.tokenizer, Reader(**of_examples), chosen.samples))
+            print(show_examples(chosen.of, chosen.tokenizer, ExampleReader(**of_examples), chosen.samples))
         else:
             print(show_samples(chosen.of, chosen.samples))
         return 0
     if chosen.of is not None or chosen.samples is not None or chosen.tokenizer is not None:
-        raise Mistake("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
-    from lmforge.show import show
+        raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
+    from lmforge.verbs.show import show
 
     print(show(chosen.thing))
     return 0
@@ -334,7 +334,7 @@ def _show(words: list[str]) -> int:
 class Verb:
     """What a verb does, how it is called, what it takes and what carries it out."""
 
-    meaning: str
+    summary: str
     usage: str
     options: type[Options]
     run: Callable[[list[str]], int]

@@ -4,7 +4,7 @@ Everything else that escapes is a defect of ours and keeps its traceback.
 """
 
 
-class Mistake(Exception):
+class UserError(Exception):
     """What was asked cannot be done: one line saying what is wrong, where, and what to do. Exit status 2."""
 
 
@@ -17,4 +17,4 @@ class PeerLost(RunFailed):
 
 
 # EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
-LOST = 75
+EXIT_PEER_LOST = 75

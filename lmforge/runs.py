@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from lmforge.config import StageConfig
-from lmforge.config_post import config_class
-from lmforge.errors import Mistake
-from lmforge.options import read_recipe, to_toml, validate
+from lmforge.config.options import read_recipe, to_toml, validate_options
+from lmforge.config.post_training import config_class
+from lmforge.config.run import StageConfig
+from lmforge.errors import UserError
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
-PARTIAL = ".partial"
-DROPPED = ".dropped"
+PARTIAL_SUFFIX = ".partial"
+DELETED_SUFFIX = ".dropped"
 
 
-def write_sealed(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Write a small file so that it is either the old one or the new one, also after a power cut."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -47,7 +47,7 @@ def write_sealed(path: Path, text: str) -> None:
         raise
 
 
-def sized(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes for people."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
@@ -57,7 +57,7 @@ def is_local(path: Path) -> bool:
     return getattr(path, "protocol", "") in ("", "file", "local")
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint folder wherever it is; nothing happens where there is none.
 
     The manifest goes first, so that what a deletion leaves half-way is no checkpoint.
@@ -65,7 +65,7 @@ def remove(folder: Path) -> None:
     if not folder.exists():
         return
     if is_local(folder):
-        beside = folder.with_name(f".{folder.name}{DROPPED}")
+        beside = folder.with_name(f".{folder.name}{DELETED_SUFFIX}")
         shutil.rmtree(beside, ignore_errors=True)
         folder.rename(beside)
         shutil.rmtree(beside)
@@ -74,8 +74,8 @@ def remove(folder: Path) -> None:
         path.unlink()
 
 
-def location(text: str) -> Path:
-    """A folder as it is written in options: a path, or an address such as s3://bucket/runs. Raises Mistake."""
+def parse_location(text: str) -> Path:
+    """A folder as it is written in options: a path, or an address such as s3://bucket/runs. Raises UserError."""
     if "://" not in text:
         return Path(text)
     try:
@@ -84,12 +84,12 @@ def location(text: str) -> Path:
         # What others wrote since is to be seen.
         return cast(Path, UPath(text, use_listings_cache=False))
     except ImportError as problem:
-        raise Mistake(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
+        raise UserError(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
     except ValueError as problem:
-        raise Mistake(f"{text}: {problem}") from None
+        raise UserError(f"{text}: {problem}") from None
 
 
-_held: dict[Path, IO[str]] = {}  # the system drops a lock with its process, however that ends
+_held_locks: dict[Path, IO[str]] = {}  # the system drops a lock with its process, however that ends
 
 
 @dataclass(frozen=True)
@@ -100,71 +100,71 @@ class Run:
     """
 
     path: Path
-    kept_elsewhere: Path | None = None
+    external_checkpoints: Path | None = None
 
     @classmethod
-    def of(cls, config: StageConfig) -> Self:
+    def from_config(cls, config: StageConfig) -> Self:
         """The run that a recipe describes."""
         name, elsewhere = config.run.name, config.checkpoint.folder
-        return cls(config.run.folder / name, location(elsewhere) / name if elsewhere else None)
+        return cls(config.run.folder / name, parse_location(elsewhere) / name if elsewhere else None)
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """The run in a directory, with its checkpoints where its recipe says."""
         here = cls(path)
-        return cls(path, cls.of(here.config()).kept_elsewhere) if here.exists() else here
+        return cls(path, cls.from_config(here.load_config()).external_checkpoints) if here.exists() else here
 
     @property
-    def recipe(self) -> Path:
+    def recipe_path(self) -> Path:
         return self.path / "recipe.toml"
 
     @property
-    def metrics(self) -> Path:
+    def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
     @property
-    def health(self) -> Path:
+    def health_folder(self) -> Path:
         return self.path / "health"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.kept_elsewhere or self.path / "checkpoints"
+    def checkpoints_folder(self) -> Path:
+        return self.external_checkpoints or self.path / "checkpoints"
 
     def exists(self) -> bool:
-        return self.recipe.exists()
+        return self.recipe_path.exists()
 
     @property
-    def begun_at(self) -> int | None:
+    def started_at_ns(self) -> int | None:
         """When it was last begun or continued, in nanoseconds of the file system's clock."""
-        return self.recipe.stat().st_mtime_ns if self.exists() else None
+        return self.recipe_path.stat().st_mtime_ns if self.exists() else None
 
-    def foreign(self) -> bool:
+    def is_not_a_run(self) -> bool:
         """Whether something is there that is no run; what a start leaves that was cut off before its recipe is nothing."""
         if self.exists() or not self.path.exists():
             return False
         names = [entry.name for entry in self.path.iterdir()]
-        return not all(name == ".lock" or name.startswith(f".{self.recipe.name}.") for name in names)
+        return not all(name == ".lock" or name.startswith(f".{self.recipe_path.name}.") for name in names)
 
-    def config(self) -> StageConfig:
+    def load_config(self) -> StageConfig:
         """The recipe that the run was started with."""
-        table = read_recipe(self.recipe)
-        return validate(config_class(table, str(self.recipe)), table, str(self.recipe))
+        table = read_recipe(self.recipe_path)
+        return validate_options(config_class(table, str(self.recipe_path)), table, str(self.recipe_path))
 
-    def steps(self) -> list[int]:
+    def checkpoint_steps(self) -> list[int]:
         """Steps that have a checkpoint folder, oldest first; whether it is sound is for `checkpoint/` to say."""
-        if not self.checkpoints.is_dir():
+        if not self.checkpoints_folder.is_dir():
             return []
-        there = [entry for entry in self.checkpoints.iterdir() if entry.is_dir()]
-        if not is_local(self.checkpoints):  # where nothing is renamed, what has no manifest is half-written
+        there = [entry for entry in self.checkpoints_folder.iterdir() if entry.is_dir()]
+        if not is_local(self.checkpoints_folder):  # where nothing is renamed, what has no manifest is half-written
             there = [entry for entry in there if (entry / MANIFEST).exists()]
         names = [entry.name for entry in there]
         numbers = (name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX))
         return sorted(int(number) for number in numbers if number.isdigit())
 
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"{STEP_PREFIX}{step:08d}"
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints_folder / f"{STEP_PREFIX}{step:08d}"
 
-    def begin(self, config: StageConfig) -> int:
+    def start_attempt(self, config: StageConfig) -> int:
         """Lay out the directory, record recipe and environment, and return the number of this attempt (1 for the first).
 
         With `run.overwrite`, what was there goes first.
@@ -177,31 +177,32 @@ class Run:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
         # The recipe first: a directory with anything else and without one is not ours to touch.
         self.path.mkdir(parents=True, exist_ok=True)
-        write_sealed(
-            self.recipe, f"# lmforge {config.of_stage} {self.recipe} repeats or continues this run.\n\n{to_toml(config)}"
+        write_text_atomic(
+            self.recipe_path,
+            f"# lmforge {config.of_stage} {self.recipe_path} repeats or continues this run.\n\n{to_toml(config)}",
         )
         # What ranks of an earlier attempt did last would be taken for what they do.
-        shutil.rmtree(self.health, ignore_errors=True)
-        for folder in (self.path, self.health, *([] if self.kept_elsewhere else [self.checkpoints])):
+        shutil.rmtree(self.health_folder, ignore_errors=True)
+        for folder in (self.path, self.health_folder, *([] if self.external_checkpoints else [self.checkpoints_folder])):
             folder.mkdir(parents=True, exist_ok=True)
         attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]
         attempt = max(attempts, default=0) + 1
         (self.path / "logs" / f"attempt-{attempt}").mkdir(parents=True)
-        write_sealed(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
+        write_text_atomic(self.path / "environment.json", json.dumps(describe_environment(), indent=1) + "\n")
         return attempt
 
-    def log(self, attempt: int, rank: int) -> Path:
+    def log_path(self, attempt: int, rank: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
 
     def lock(self) -> None:
         """Hold the run for this process until it unlocks it or ends.
 
-        Raises Mistake when another process trains it, or it cannot be made.
+        Raises UserError when another process trains it, or it cannot be made.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise Mistake(f"{self.path}: cannot be made a folder: {problem.strerror}; choose another --run.folder") from None
+            raise UserError(f"{self.path}: cannot be made a folder: {problem.strerror}; choose another --run.folder") from None
         file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,26 +210,26 @@ class Run:
             file.seek(0)
             holder = file.read().strip() or "another process"
             way_out = "wait for it, stop it, or choose another --run.name"
-            raise Mistake(f"{self.path}: being trained by {holder}; {way_out}") from None
+            raise UserError(f"{self.path}: being trained by {holder}; {way_out}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held[self.path] = file
+        _held_locks[self.path] = file
 
     def unlock(self) -> None:
         """Let others train it, this process among them."""
-        if self.path in _held:
-            _held.pop(self.path).close()
+        if self.path in _held_locks:
+            _held_locks.pop(self.path).close()
 
     def delete(self) -> None:
         """Remove the run. Refuses a directory that is not one."""
-        if self.foreign():
-            raise Mistake(f"{self.path}: not a run of lmforge (it has no recipe.toml), so it is not deleted")
-        if self.kept_elsewhere:
-            for step in self.steps():
-                remove(self.checkpoint(step))
+        if self.is_not_a_run():
+            raise UserError(f"{self.path}: not a run of lmforge (it has no recipe.toml), so it is not deleted")
+        if self.external_checkpoints:
+            for step in self.checkpoint_steps():
+                remove_checkpoint(self.checkpoint_path(step))
         # The recipe last: what a deletion leaves that is cut off is still a run, and can be deleted.
-        for entry in sorted(self.path.iterdir(), key=lambda entry: entry == self.recipe) if self.path.exists() else ():
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry == self.recipe_path) if self.path.exists() else ():
             if entry.name == ".lock":
                 continue
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -236,9 +237,9 @@ class Run:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every record of metrics.jsonl; of a step that was trained twice (after a resume), the last one counts."""
         records: list[dict[str, Any]] = []
-        if not self.metrics.exists():
+        if not self.metrics_path.exists():
             return records
-        with open(self.metrics, encoding="utf-8") as file:
+        with open(self.metrics_path, encoding="utf-8") as file:
             for line in file:
                 try:
                     record = json.loads(line)
@@ -250,7 +251,7 @@ class Run:
         return records
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """What a run was made with: versions, hardware, git commit, command, time."""
     packages = ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers")
     versions = {}

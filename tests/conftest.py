@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.prepare import prepare
+from lmforge.data.prepare.prepare import prepare
 from tests.preloaded import preloaded
 
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
@@ -38,7 +38,7 @@ def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for number in range(0, len(speeches), 4):
         (folder / "text" / f"{number:05d}.txt").write_text("\n\n".join(speeches[number : number + 4]), encoding="utf-8")
-    prepare(str(folder / "text"), folder / "tokens", vocab_size=512, held_out=0.1, workers=1)
+    prepare(str(folder / "text"), folder / "tokens", vocab_size=512, validation_ratio=0.1, workers=1)
     return folder / "tokens"
 
 
@@ -97,14 +97,14 @@ def tiny_options(tiny_tokens: Path) -> list[str]:
     """Options of a run of 6 steps of 4 rows of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line a step."""
     chosen = {
         "data.folder": tiny_tokens,
-        "data.length": 48,
+        "data.sequence_length": 48,
         "model.hidden_size": 32,
         "model.intermediate_size": 48,
         "model.num_hidden_layers": 2,
         "model.num_attention_heads": 4,
         "model.num_key_value_heads": 2,
         "train.steps": 6,
-        "train.global_batch_rows": 4,
+        "train.global_batch_size": 4,
         "train.dtype": "fp32",
         "train.device": "cpu",
         "train.compile": "off",
@@ -112,7 +112,7 @@ def tiny_options(tiny_tokens: Path) -> list[str]:
         "optimizer.lr": 1e-2,
         "schedule.warmup_steps": 2,
         "validation.every_steps": 3,
-        "validation.rows": 4,
+        "validation.sequences": 4,
         "checkpoint.every_steps": 2,
         "log.every_steps": 1,
     }

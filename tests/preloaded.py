@@ -149,7 +149,7 @@ def _become(wanted: dict[str, Any]) -> None:
         sys.argv = [wanted["script"], *wanted["words"]]
         sys.path.insert(0, str(Path(wanted["script"]).parent))
         runpy.run_path(wanted["script"], run_name="__main__")
-        cli.leave(0)
+        cli.exit_process(0)
     else:
         sys.argv = ["lmforge", *wanted["words"]]
         cli.main()
@@ -157,13 +157,6 @@ def _become(wanted: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import lmforge.data.verbs
-    import lmforge.infer.chat
-    import lmforge.infer.export
-    import lmforge.infer.verbs
-    import lmforge.samples
-    import lmforge.show
-    import lmforge.train.stages  # noqa: F401
     from lmforge import cli
 
     gc.freeze()  # what is here to stay need not be looked through by every child again and again

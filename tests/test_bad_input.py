@@ -25,12 +25,12 @@ import xxhash
 from lmforge import checkpoint
 from lmforge.cli import run
 from lmforge.data.shards import BLOCK_BYTES, TokenFolder
-from lmforge.data.stream import Stream
+from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.shapes import preset, resolve
-from lmforge.runs import MANIFEST, PARTIAL, Run, write_sealed
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import get_preset, resolve_model_config
+from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run, write_text_atomic
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
 
@@ -106,19 +106,19 @@ def test_a_block_that_goes_bad_under_training_ranks_is_told_by_one_and_nobody_ha
     seed, block = 0, None
     while block is None:
         seed += 1
-        rows = Stream(TokenFolder.open(tokens), length=48, seed=seed).indices(0, 4)
+        rows = TokenDataset(TokenFolder.open(tokens), sequence_length=48, seed=seed).indices(0, 4)
         touched = {byte // BLOCK_BYTES for row in rows for byte in (row * 96, row * 96 + 97)}
         block = max(set(range(-(-shard.stat().st_size // BLOCK_BYTES))) - touched, default=None)
     flip_a_bit(shard, block * BLOCK_BYTES + 5)
     spoiled = Run(tmp_path / "spoiled")
     words = ["--data.folder", tokens, "--run.folder", tmp_path, "--run.name", "spoiled", "--train.seed", seed]
-    words += ["--train.global_batch_rows", 2, "--train.steps", 500, "--checkpoint.every_steps", 1, "--launch.processes", 2]
+    words += ["--train.global_batch_size", 2, "--train.steps", 500, "--checkpoint.every_steps", 1, "--launch.processes", 2]
     done = lmforge("pretrain", *tiny_options, *words)
     assert done.returncode == 1, done.stderr
     assert f"{shard}: the block at byte {block * BLOCK_BYTES} does not match its checksum" in only_line(done.stderr)
-    assert spoiled.steps()[-1] >= 2
-    for step in spoiled.steps():
-        checkpoint.verify(spoiled.checkpoint(step))
+    assert spoiled.checkpoint_steps()[-1] >= 2
+    for step in spoiled.checkpoint_steps():
+        checkpoint.verify(spoiled.checkpoint_path(step))
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     ("change", "complaint"),
     [
         (["--model.hidden_size", "64"], "a model of another shape (hidden_size 32 there, 64 here"),
-        (["--train.global_batch_rows", "8"], "its global batch has 4 rows, this recipe's 8"),
-        (["--train.seed", "9"], "trained on other data, or with another data.length or train.seed"),
+        (["--train.global_batch_size", "8"], "its global batch has 4 rows, this recipe's 8"),
+        (["--train.seed", "9"], "trained on other data, or with another data.sequence_length or train.seed"),
     ],
     ids=["shape", "batch", "data"],
 )
@@ -159,13 +159,13 @@ def test_a_checkpoint_of_another_run_is_refused_and_untouched(
 ) -> None:
     before = contents(trained.path)
     said = refused(*onwards, *change)
-    assert said.startswith(f"{trained.checkpoint(6)}: {complaint}")
+    assert said.startswith(f"{trained.checkpoint_path(6)}: {complaint}")
     assert "--run.overwrite" in said
     assert contents(trained.path) == before
 
 
 def unfinish(newest: Path) -> None:
-    newest.rename(newest.with_name(newest.name + PARTIAL))
+    newest.rename(newest.with_name(newest.name + PARTIAL_SUFFIX))
 
 
 def change_a_number(manifest: Path) -> None:
@@ -201,26 +201,26 @@ def test_a_damaged_checkpoint_is_skipped_and_said_and_the_one_before_it_used(
     spoil: Callable[[Path], object],
     reason: str,
 ) -> None:
-    spoil(trained.checkpoint(6))
+    spoil(trained.checkpoint_path(6))
     assert run(onwards) == 0
     told = capfd.readouterr()
     assert told.err == ""
-    assert sum(str(trained.checkpoint(6)) in line and reason in line for line in told.out.splitlines()) == 1
+    assert sum(str(trained.checkpoint_path(6)) in line and reason in line for line in told.out.splitlines()) == 1
     assert f"continuing {trained.path} from step 4\n" in told.out
     for name, tensor in weights(Run(tiny_run)).items():
         assert torch.equal(weights(trained)[name], tensor), name
-    assert not list(trained.checkpoints.glob(f"*{PARTIAL}"))
+    assert not list(trained.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}"))
 
 
 def test_a_run_with_no_sound_checkpoint_left_is_not_begun_again_unasked(
     trained: Run, onwards: list[str], refused: Refusal
 ) -> None:
-    for step in trained.steps():
-        flip_a_bit(tensors(trained.checkpoint(step)), 5000)
-    before = contents(trained.checkpoints)
+    for step in trained.checkpoint_steps():
+        flip_a_bit(tensors(trained.checkpoint_path(step)), 5000)
+    before = contents(trained.checkpoints_folder)
     said = refused(*onwards, "--train.steps", "8")
-    assert said.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint(2)}: ")
-    assert contents(trained.checkpoints) == before
+    assert said.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint_path(2)}: ")
+    assert contents(trained.checkpoints_folder) == before
 
 
 class Malice:
@@ -237,12 +237,12 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     trained: Run, onwards: list[str], tmp_path: Path, refused: Refusal
 ) -> None:
     """Sealed properly, as whoever made it would."""
-    folder, mark = trained.checkpoint(6), tmp_path / "mark"
+    folder, mark = trained.checkpoint_path(6), tmp_path / "mark"
     program = pickle.dumps(Malice(mark))
     (folder / ".metadata").write_bytes(program)
     manifest = checkpoint.read_manifest(folder)
     manifest.files[".metadata"] = {"bytes": len(program), "xxh3": [xxhash.xxh3_64_hexdigest(program)]}
-    write_sealed(folder / MANIFEST, manifest.text)
+    write_text_atomic(folder / MANIFEST, manifest.json_text)
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
         said = refused(*words)
         assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), said
@@ -275,9 +275,9 @@ exit $status
 
 def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, before: dict[str, str]) -> str:
     assert done.returncode == 1, done.stdout + done.stderr
-    assert left.steps() == [2, 4, 6]
-    for step in left.steps():
-        checkpoint.verify(left.checkpoint(step))
+    assert left.checkpoint_steps() == [2, 4, 6]
+    for step in left.checkpoint_steps():
+        checkpoint.verify(left.checkpoint_path(step))
     assert not list(left.path.rglob("*.partial"))
     after = contents(left.path)
     kept = [name for name in before if name.startswith("checkpoints/")]
@@ -324,8 +324,8 @@ def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = assert_failed_and_kept(done, trained, before)
     said = said.removeprefix("step 8: could not be saved in 3 tries: ")
-    assert said.startswith(f"{trained.checkpoints}: the checkpoint step-00000008 could not be written: the disk is full")
-    assert f"last checkpoint: {trained.checkpoint(6)}" in said
+    assert said.startswith(f"{trained.checkpoints_folder}: the checkpoint step-00000008 could not be written: the disk is full")
+    assert f"last checkpoint: {trained.checkpoint_path(6)}" in said
 
 
 # --- the run directory -----------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_a_run_killed_at_its_very_beginning_begins_by_the_same_command(
     killed = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert run(words) == 0
-    assert Run(tmp_path / "a").steps() == [1]
+    assert Run(tmp_path / "a").checkpoint_steps() == [1]
 
 
 def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
@@ -401,7 +401,7 @@ def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_op
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.train.material.find_spec", lambda name: None)
+    monkeypatch.setattr("lmforge.stages.inputs.find_spec", lambda name: None)
     told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
     assert told == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
     assert not (tmp_path / "a" / "recipe.toml").exists()
@@ -437,9 +437,9 @@ def test_a_run_whose_laying_out_met_a_full_disk_is_begun_by_the_same_command_lat
     again = [str(word) for word in words if word not in ("--resume", "never")]
     done = subprocess.run([sys.executable, "-m", "lmforge", *again], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert Run(tmp_path / "a").steps()[-1] == 2
+    assert Run(tmp_path / "a").checkpoint_steps()[-1] == 2
     # What was said once is done once: the recorded recipe goes on from there.
-    assert 'resume = "auto"' in Run(tmp_path / "a").recipe.read_text()
+    assert 'resume = "auto"' in Run(tmp_path / "a").recipe_path.read_text()
 
 
 def test_weights_that_are_not_finite_are_never_saved_and_the_run_ends_after_going_back_in_vain(
@@ -447,39 +447,39 @@ def test_weights_that_are_not_finite_are_never_saved_and_the_run_ends_after_goin
 ) -> None:
     spoiled = Run(tmp_path / "nan")
     words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "nan", "--validation.every_steps", "none"]
-    words += ["--optimizer.lr", "1e30", "--optimizer.clip_norm", "0", "--log.every_steps", "100", "--train.steps", "50"]
-    assert run([*words, "--checkpoint.every_steps", "1", "--faults.bad_steps", "3", "--faults.rollbacks", "2"]) == 1
+    words += ["--optimizer.lr", "1e30", "--optimizer.max_grad_norm", "0", "--log.every_steps", "100", "--train.steps", "50"]
+    assert run([*words, "--checkpoint.every_steps", "1", "--faults.max_bad_steps", "3", "--faults.max_rollbacks", "2"]) == 1
     told = capfd.readouterr().err.splitlines()
     assert re.search(r"step \d+: 3 bad steps in a row, after going back 2 times; a lower optimizer\.lr", told[-1])
     assert sum("3 bad steps in a row: back to step " in line for line in told) == 2
-    assert spoiled.steps()
-    for step in spoiled.steps():
+    assert spoiled.checkpoint_steps()
+    for step in spoiled.checkpoint_steps():
         assert all(tensor.isfinite().all() for tensor in weights(spoiled, step).values()), step
 
 
 def test_damaged_checkpoints_of_later_steps_do_not_push_out_sound_ones(trained: Run, onwards: list[str]) -> None:
     for step in (4, 6):
-        with open(trained.checkpoint(step) / ".metadata", "ab") as file:
+        with open(trained.checkpoint_path(step) / ".metadata", "ab") as file:
             file.write(b"x")
     command = [sys.executable, "-m", "lmforge", *onwards, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1"]
     process = subprocess.Popen([*command, "--train.steps", "5"], stdout=subprocess.DEVNULL)
     assert process.wait(timeout=300) == 0
     folder, manifest, _ = checkpoint.find(trained.path)
-    assert folder == trained.checkpoint(5)
+    assert folder == trained.checkpoint_path(5)
     assert manifest is not None
-    assert trained.checkpoint(6).exists()
+    assert trained.checkpoint_path(6).exists()
 
 
 def test_pickled_weights_of_a_source_model_are_refused_rather_than_left_out(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, tiny_tokens: Path
 ) -> None:
     source = tmp_path / "theirs"
-    shape = resolve(
+    shape = resolve_model_config(
         "nano",
         {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2},
         TokenFolder.open(tiny_tokens).tokenizer.vocab_size,
     )
-    export_folder(build(shape, seed=0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
+    export_folder(build_model(shape, seed=0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     options = without_shape(tiny_options)
     told = refused("pretrain", *options, "--model.source", source, "--run.folder", tmp_path, "--run.name", "a")
@@ -489,7 +489,7 @@ def test_pickled_weights_of_a_source_model_are_refused_rather_than_left_out(
 def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
     trained: Run, tiny_options: list[str], tmp_path: Path, refused: Refusal
 ) -> None:
-    folder = trained.checkpoint(6)
+    folder = trained.checkpoint_path(6)
     before = contents(folder)
     options = [*tiny_options, "--data.folder", folder, "--run.folder", tmp_path, "--run.name", "a"]
     assert f"{folder / MANIFEST}: cannot be read as a manifest" in refused("pretrain", *options)
@@ -505,7 +505,7 @@ def corpus_file(folder: Path) -> Path:
 PROBLEM_ON_RANK_1 = """
 import sys
 from lmforge.cli import run
-from lmforge.cluster.environment import find_place
+from lmforge.cluster.rank_info import find_place
 from lmforge.data.loader import Loader
 if find_place().rank == 1:
     Loader.batches = lambda self, step: 1 / 0
@@ -543,7 +543,7 @@ def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
         assert not alive
     finally:
         launcher.kill()
-    reached = run_here.steps()[-1]
+    reached = run_here.checkpoint_steps()[-1]
     done = lmforge(*words, "--train.steps", reached + 1, "--schedule.name", "constant")
     assert done.returncode == 0, done.stderr
     assert f"from step {reached}" in done.stdout
@@ -575,16 +575,16 @@ def test_a_recipe_that_cannot_be_followed_is_refused_with_the_place(
     ("batch", "complaint"),
     [
         (
-            "--train.global_batch_rows 2 --launch.processes 3",
+            "--train.global_batch_size 2 --launch.processes 3",
             "3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks",
         ),
         (
-            "--train.global_batch_rows 10 --launch.processes 4",
-            "a global batch of 10 rows does not divide by 4 ranks; nearest global_batch_rows: 8 or 12",
+            "--train.global_batch_size 10 --launch.processes 4",
+            "a global batch of 10 rows does not divide by 4 ranks; nearest global_batch_size: 8 or 12",
         ),
         (
-            "--train.micro_batch_rows 3",
-            "a global batch of 4 rows does not divide by 1 ranks × 3 micro-batch rows; nearest global_batch_rows: 3 or 6",
+            "--train.micro_batch_size 3",
+            "a global batch of 4 rows does not divide by 1 ranks × 3 micro-batch rows; nearest global_batch_size: 3 or 6",
         ),
     ],
     ids=["more ranks than rows", "ranks", "micro-batches"],
@@ -599,7 +599,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
 def test_what_all_ranks_find_wrong_one_of_them_tells(tmp_path: Path, tiny_options: list[str]) -> None:
     """Under another's launcher, which adds its own report of how its processes ended."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "lmforge"]
-    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path / "runs"), "--train.global_batch_rows", "2"]
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path / "runs"), "--train.global_batch_size", "2"]
     done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert [line for line in done.stderr.splitlines() if line.startswith("lmforge: ")] == [
@@ -611,53 +611,83 @@ def test_what_all_ranks_find_wrong_one_of_them_tells(tmp_path: Path, tiny_option
 
 # --- strategies ------------------------------------------------------------------------------------------------------
 
-INTERLEAVED = "--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.pipeline_schedule interleaved"
+INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --parallel.pipeline_schedule interleaved"
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--parallel.tensor_ranks 2 --launch.processes 3", "3 ranks do not fill that; start a multiple of 2"),
-        ("--parallel.context_ranks 2 --parallel.pipeline_ranks 2", "1 rank does not fill that; start at least 4"),
+        ("--parallel.tensor_parallel_degree 2 --launch.processes 3", "3 ranks do not fill that; start a multiple of 2"),
         (
-            "--parallel.sharding hybrid-full-shard --parallel.hybrid_ranks 3 --launch.processes 4",
-            "parallel.hybrid_ranks = 3: 4 ranks do not divide into groups of it; use one of 1, 2, 4",
+            "--parallel.context_parallel_degree 2 --parallel.pipeline_parallel_degree 2",
+            "1 rank does not fill that; start at least 4",
         ),
         (
-            "--parallel.sharding hybrid-full-shard --parallel.hybrid_ranks 1 --parallel.tensor_ranks 2 --launch.processes 4",
+            "--parallel.sharding hybrid-full-shard --parallel.shard_degree 3 --launch.processes 4",
+            "parallel.shard_degree = 3: 4 ranks do not divide into groups of it; use one of 1, 2, 4",
+        ),
+        (
+            "--parallel.sharding hybrid-full-shard --parallel.shard_degree 1 --parallel.tensor_parallel_degree 2 --launch.processes 4",
             "groups of it that keep tensor and context groups together; use one of 2, 4",
         ),
-        ("--parallel.sharding full-shard --parallel.hybrid_ranks 2 --launch.processes 2", "use hybrid-full-shard or"),
-        ("--parallel.sharding no-shard --parallel.context_ranks 2 --launch.processes 2", "use grad-shard or full-shard"),
+        ("--parallel.sharding full-shard --parallel.shard_degree 2 --launch.processes 2", "use hybrid-full-shard or"),
         (
-            "--model.preset llama2-70b --parallel.tensor_ranks 16 --launch.processes 16",
+            "--parallel.sharding no-shard --parallel.context_parallel_degree 2 --launch.processes 2",
+            "use grad-shard or full-shard",
+        ),
+        (
+            "--model.preset llama2-70b --parallel.tensor_parallel_degree 16 --launch.processes 16",
             "heads = 8 does not divide by it; use 8",
         ),
-        ("--parallel.tensor_ranks 2 --launch.processes 2 --data.length 63", "choose another data.length"),
         (
-            "--parallel.tensor_ranks 2 --launch.processes 2 --model.preset gpt2-124m",
+            "--parallel.tensor_parallel_degree 2 --launch.processes 2 --data.sequence_length 63",
+            "choose another data.sequence_length",
+        ),
+        (
+            "--parallel.tensor_parallel_degree 2 --launch.processes 2 --model.preset gpt2-124m",
             "gpt2 keeps queries, keys and values in one",
         ),
-        ("--parallel.context_ranks 2 --launch.processes 2 --data.length 63", "4 equal pieces; nearest data.length: 60 or 64"),
-        ("--parallel.pipeline_ranks 2 --launch.processes 2 --model.tie_word_embeddings true", "untie them, or only shard"),
-        ("--parallel.pipeline_ranks 2 --launch.processes 2 --model.num_hidden_layers 1", "1 blocks do not make 2 stages"),
         (
-            INTERLEAVED + " --train.micro_batch_rows 32",
-            "1 micro-batch a step, and its schedule needs a multiple of 2; use train.micro_batch_rows = 16",
+            "--parallel.context_parallel_degree 2 --launch.processes 2 --data.sequence_length 63",
+            "4 equal pieces; nearest data.sequence_length: 60 or 64",
         ),
         (
-            "--parallel.pipeline_ranks 4 --launch.processes 4 --train.micro_batch_rows 16",
-            "2 micro-batches a step, and its schedule needs at least 4; use train.micro_batch_rows = 8",
+            "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --model.tie_word_embeddings true",
+            "untie them, or only shard",
         ),
-        ("--parallel.pipeline_ranks 2 --launch.processes 2 --train.global_batch_rows 1", "a global batch of 2 or more rows"),
         (
-            "--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.pipeline_stages 3",
+            "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --model.num_hidden_layers 1",
+            "1 blocks do not make 2 stages",
+        ),
+        (
+            INTERLEAVED + " --train.micro_batch_size 32",
+            "1 micro-batch a step, and its schedule needs a multiple of 2; use train.micro_batch_size = 16",
+        ),
+        (
+            "--parallel.pipeline_parallel_degree 4 --launch.processes 4 --train.micro_batch_size 16",
+            "2 micro-batches a step, and its schedule needs at least 4; use train.micro_batch_size = 8",
+        ),
+        (
+            "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --train.global_batch_size 1",
+            "a global batch of 2 or more rows",
+        ),
+        (
+            "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --parallel.pipeline_stages_per_rank 3",
             "only with parallel.pipeline_schedule",
         ),
-        ("--parallel.pipeline_ranks 2 --launch.processes 2 --parallel.prefetch 2", "a pipeline's schedule sets the order"),
-        ("--parallel.engine ddp --parallel.tensor_ranks 2 --launch.processes 2", "has none of these; use engine = fsdp2"),
-        ("--parallel.tensor_ranks 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
-        ("--parallel.tensor_ranks 2 --launch.processes 2 --optimizer.name muon", "which split its matrices; use adamw"),
+        (
+            "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --parallel.prefetch_blocks 2",
+            "a pipeline's schedule sets the order",
+        ),
+        (
+            "--parallel.engine ddp --parallel.tensor_parallel_degree 2 --launch.processes 2",
+            "has none of these; use engine = fsdp2",
+        ),
+        ("--parallel.tensor_parallel_degree 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
+        (
+            "--parallel.tensor_parallel_degree 2 --launch.processes 2 --optimizer.name muon",
+            "which split its matrices; use adamw",
+        ),
     ],
 )
 def test_what_cannot_be_spread_so_is_refused_before_anything_starts(refused: Refusal, words: str, complaint: str) -> None:
@@ -668,17 +698,20 @@ def test_what_cannot_be_spread_so_is_refused_before_anything_starts(refused: Ref
     ("words", "complaint"),
     [
         (
-            "--parallel.tensor_ranks 3 --launch.processes 3 --model.num_attention_heads 4",
+            "--parallel.tensor_parallel_degree 3 --launch.processes 3 --model.num_attention_heads 4",
             "num_attention_heads = 4 does not divide by it; use 2",
         ),
-        ("--parallel.engine ddp --parallel.offload --launch.processes 2", "ddp keeps everything on its device"),
-        ("--parallel.engine fsdp1 --parallel.context_ranks 2 --launch.processes 2", "has none of these; use engine = fsdp2"),
+        ("--parallel.engine ddp --parallel.cpu_offload --launch.processes 2", "ddp keeps everything on its device"),
+        (
+            "--parallel.engine fsdp1 --parallel.context_parallel_degree 2 --launch.processes 2",
+            "has none of these; use engine = fsdp2",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_spread_so_say_it_once_and_leave_together(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, words: str, complaint: str
 ) -> None:
-    more = ["--train.global_batch_rows", "6", "--data.length", "60"]
+    more = ["--train.global_batch_size", "6", "--data.sequence_length", "60"]
     assert complaint in refused("pretrain", *tiny_options, *more, "--run.folder", tmp_path / "runs", *words.split())
     assert contents(tmp_path / "runs") == {}
 
@@ -688,7 +721,7 @@ def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps(preset("nano").to_hugging_face() | {"vocab_size": 512}))
+    (source / "config.json").write_text(json.dumps(get_preset("nano").to_config_json() | {"vocab_size": 512}))
     options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", 2]
     said = refused("pretrain", *without_shape(tiny_options), *options)
     assert said == f"{source}: no weights here; to begin with random ones use --model.load_weights false"

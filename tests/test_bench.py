@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from lmforge.bench.step_timing import TIMED_PHASES, sweep_combinations
 from lmforge.cli import run
-from lmforge.train.bench import PHASES, combinations
 from tests.conftest import Command
 
 SHORT = ["--bench.steps", "3", "--bench.warmup_steps", "1"]
@@ -27,7 +27,7 @@ def test_a_recipe_is_timed_on_its_own_data(
     assert step["steps"] == 3
     assert 0 < step["min"] <= step["median"] <= step["max"]
     assert row["tokens_per_second"] == pytest.approx(4 * 48 / step["median"])
-    assert set(row["phase_seconds"]) == set(PHASES)
+    assert set(row["phase_seconds"]) == set(TIMED_PHASES)
     assert all(seconds > 0 for seconds in row["phase_seconds"].values())
     assert row["communication_seconds"] == 0.0
     assert row["data"] == str(tiny_tokens)
@@ -46,20 +46,20 @@ def test_a_recipe_whose_data_is_not_there_is_timed_on_random_tokens_and_traced(
 
 
 def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmforge: Command, tiny_options: list[str]) -> None:
-    sweep = ["--sweep", "parallel.sharding=full-shard,grad-shard", "parallel.hybrid_ranks=none,3", "--launch.processes", "2"]
+    sweep = ["--sweep", "parallel.sharding=full-shard,grad-shard", "parallel.shard_degree=none,3", "--launch.processes", "2"]
     done = lmforge("bench", *tiny_options, *SHORT, *sweep, "--bench.output", "json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     swept = [tuple(row["swept"].values()) for row in rows]
     assert swept == [("full-shard", "none"), ("full-shard", "3"), ("grad-shard", "none"), ("grad-shard", "3")]
     assert [row.get("engine") for row in rows] == ["fsdp2 full-shard", None, "fsdp2 grad-shard", None]
-    assert "hybrid_ranks = 3" in rows[1]["failed"]
+    assert "shard_degree = 3" in rows[1]["failed"]
     assert rows[0]["ranks"] == 2
     assert rows[0]["communication_seconds"] > 0
 
 
 def test_combinations_are_of_all_values_in_order() -> None:
-    assert combinations(("a.b=1,2", "c=x")) == [{"a.b": "1", "c": "x"}, {"a.b": "2", "c": "x"}]
+    assert sweep_combinations(("a.b=1,2", "c=x")) == [{"a.b": "1", "c": "x"}, {"a.b": "2", "c": "x"}]
 
 
 @pytest.mark.parametrize("axis", ["a.b", "a.b=", "a.b=1,,2"])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import VERBS, load_config
-from lmforge.config import Config
-from lmforge.errors import Mistake
-from lmforge.options import fields, validate
+from lmforge.config.options import iter_options, validate_options
+from lmforge.config.run import Config
+from lmforge.errors import UserError
 from tests.conftest import Command
 
 # Runs a command line in this process, then tells whether torch came with it.
@@ -43,7 +43,7 @@ def test_help_of_a_verb_tells_every_option_with_meaning_and_default_and_needs_no
             lines[named[1]] = named[2]
     if verb == "pretrain":
         assert {"dry-run", "resume"} <= lines.keys() | set(re.findall(r"^  --([\w-]+)", done.stdout, re.M))
-    for path, field in fields(VERBS[verb].options):
+    for path, field in iter_options(VERBS[verb].options):
         told = lines[".".join(path)]
         assert field.description is not None
         assert told.startswith(field.description)
@@ -56,7 +56,7 @@ def test_without_words_the_verbs_are_listed(lmforge: Command) -> None:
         done = lmforge(*words)
         assert done.returncode == 0
         for verb, about in VERBS.items():
-            assert re.search(rf"^  {verb} +{re.escape(about.meaning)}$", done.stdout, re.M)
+            assert re.search(rf"^  {verb} +{re.escape(about.summary)}$", done.stdout, re.M)
 
 
 def test_the_installed_command_tells_its_version() -> None:
@@ -81,11 +81,11 @@ def test_the_installed_command_tells_its_version() -> None:
         ("pretrain none.toml", "none.toml: no such recipe"),
         ("pretrain --train.steps 50", "schedule.warmup_steps = 100: more than train.steps = 50; lower them or train longer"),
         (
-            "pretrain --train.global_batch_rows 6 --launch.processes 4",
-            "a global batch of 6 rows does not divide by 4 ranks; nearest global_batch_rows: 4 or 8",
+            "pretrain --train.global_batch_size 6 --launch.processes 4",
+            "a global batch of 6 rows does not divide by 4 ranks; nearest global_batch_size: 4 or 8",
         ),
         (
-            "pretrain --train.global_batch_rows 2 --launch.processes 3",
+            "pretrain --train.global_batch_size 2 --launch.processes 3",
             "3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks",
         ),
         ("prepare --vocab_size 7", "--vocab_size: expected a number above 300, got 7"),
@@ -114,7 +114,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(lmforge: Command, tmp_path:
         ("[model]\npreset = 'nano'\nsource = 'x'\n", "a.toml: model.preset and model.source: give one of them, not both"),
         (
             "[train]\nglobal_batch_tokens = 1000\n[data]\nlength = 256\n",
-            "a.toml: train.global_batch_tokens = 1000 is not a multiple of data.length = 256; nearest: 768 or 1024",
+            "a.toml: train.global_batch_tokens = 1000 is not a multiple of data.sequence_length = 256; nearest: 768 or 1024",
         ),
         ("steps = \n", "a.toml: not valid TOML: Invalid value (at line 1, column 9)"),
     ],
@@ -131,18 +131,18 @@ def test_debug_shows_where_a_mistake_came_from(lmforge: Command, words: list[str
     done = lmforge("pretrain", *words, "--train.steps", "many", **variables)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):")
-    assert 'lmforge.errors.Mistake: --train.steps: expected a whole number, got "many"' in done.stderr
+    assert 'lmforge.errors.UserError: --train.steps: expected a whole number, got "many"' in done.stderr
 
 
 def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_path: Path, tiny_tokens: Path) -> None:
     (tmp_path / "a.toml").write_text(f"[data]\nfolder = '{tiny_tokens}'\nlength = 64\n[train]\nglobal_batch_rows = 24\n")
-    words = ["pretrain", "a.toml", "--dry-run", "--launch.processes", "2", "--train.micro_batch_rows", "3"]
+    words = ["pretrain", "a.toml", "--dry-run", "--launch.processes", "2", "--train.micro_batch_size", "3"]
     command = [sys.executable, "-c", WITHOUT_TORCH, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     recipe, _, arithmetic = done.stdout.partition("\n\nbatch ")
-    resolved = validate(Config, tomllib.loads(recipe))
-    assert (resolved.run.name, resolved.train.micro_batch_rows, resolved.launch.processes) == ("a", 3, 2)
+    resolved = validate_options(Config, tomllib.loads(recipe))
+    assert (resolved.run.name, resolved.train.micro_batch_size, resolved.launch.processes) == ("a", 3, 2)
     assert "24 rows × 64 tokens = 1,536 tokens a step = 2 data-parallel ranks × 4 micro-batches × 3 rows" in arithmetic
     assert "1,000 steps = 1,536,000 tokens" in arithmetic
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.toml"]
@@ -164,7 +164,7 @@ def test_resume_is_short_for_run_resume(words: str, resume: str) -> None:
 
 
 def test_resume_takes_no_other_word() -> None:
-    with pytest.raises(Mistake, match="expected 'auto', 'never' or 'required', got \"yes\""):
+    with pytest.raises(UserError, match="expected 'auto', 'never' or 'required', got \"yes\""):
         load_config(["--resume", "yes"])
 
 

@@ -9,13 +9,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lmforge import config as config_runs
-from lmforge import config_post, config_verbs
 from lmforge.cli import load_config
-from lmforge.config import COMFORTABLE_MICRO_BATCH_TOKENS, Config, TrainOptions, batch_plan
-from lmforge.config_post import config_class
-from lmforge.errors import Mistake
-from lmforge.options import Options, fields, read_recipe, to_toml, validate
+from lmforge.config import post_training as config_post
+from lmforge.config import run as config_runs
+from lmforge.config import verbs as config_verbs
+from lmforge.config.options import Options, iter_options, read_recipe, to_toml, validate_options
+from lmforge.config.post_training import config_class
+from lmforge.config.run import COMFORTABLE_MICRO_BATCH_TOKENS, Config, TrainOptions, batch_plan
+from lmforge.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 TREES = [
@@ -29,7 +30,7 @@ counts = st.integers(1, 400)
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    return validate(Config, sections, "a.toml")
+    return validate_options(Config, sections, "a.toml")
 
 
 @given(rows=counts, length=st.sampled_from([16, 100, 1024, 8192, 40_000]), ranks=st.integers(1, 16), data=st.data())
@@ -37,46 +38,50 @@ def test_a_batch_plan_cuts_the_global_batch_without_remainder(rows: int, length:
     assume(rows % ranks == 0)
     divisors = [size for size in range(1, rows // ranks + 1) if rows // ranks % size == 0]
     micro = data.draw(st.none() | st.sampled_from(divisors))
-    plan = batch_plan(TrainOptions(global_batch_rows=rows, micro_batch_rows=micro), length, ranks)
-    assert plan.rows == rows == plan.ranks * plan.accumulation * plan.micro_batch_rows
+    plan = batch_plan(TrainOptions(global_batch_size=rows, micro_batch_size=micro), length, ranks)
+    assert plan.rows == rows == plan.ranks * plan.accumulation * plan.micro_batch_size
     assert plan.ranks == ranks
     assert plan.tokens == rows * length
     if micro is not None:
-        assert plan.micro_batch_rows == micro
+        assert plan.micro_batch_size == micro
     else:
         comfortable = [size for size in divisors if size * length <= COMFORTABLE_MICRO_BATCH_TOKENS]
-        assert plan.micro_batch_rows == max(comfortable, default=1)
+        assert plan.micro_batch_size == max(comfortable, default=1)
 
 
 @given(rows=counts, ranks=st.integers(1, 16), micro=st.none() | st.integers(1, 20))
 def test_what_does_not_divide_is_refused_with_the_nearest_sizes_that_do(rows: int, ranks: int, micro: int | None) -> None:
-    train = TrainOptions(global_batch_rows=rows, micro_batch_rows=micro)
+    train = TrainOptions(global_batch_size=rows, micro_batch_size=micro)
     unit = ranks * (micro or 1)
     assume(rows >= ranks and rows % unit)
-    with pytest.raises(Mistake, match="does not divide by") as caught:
+    with pytest.raises(UserError, match="does not divide by") as caught:
         batch_plan(train, 64, ranks)
     named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
     assert named == [size for size in (rows // unit * unit, rows // unit * unit + unit) if size]
     for size in named:
-        assert batch_plan(train.model_copy(update={"global_batch_rows": size}), 64, ranks).rows == size
+        assert batch_plan(train.model_copy(update={"global_batch_size": size}), 64, ranks).rows == size
 
 
 @given(rows=st.integers(1, 15), more=st.integers(1, 15))
 def test_more_ranks_than_rows_are_refused(rows: int, more: int) -> None:
-    with pytest.raises(Mistake, match=rf"^{rows + more} ranks for a global batch of {rows} rows: .*use at most {rows} ranks$"):
-        batch_plan(TrainOptions(global_batch_rows=rows), 64, rows + more)
+    with pytest.raises(
+        UserError, match=rf"^{rows + more} ranks for a global batch of {rows} rows: .*use at most {rows} ranks$"
+    ):
+        batch_plan(TrainOptions(global_batch_size=rows), 64, rows + more)
 
 
 @given(rows=counts, length=st.integers(1, 5000))
 def test_a_batch_in_tokens_is_the_same_as_in_rows(rows: int, length: int) -> None:
     in_tokens = config(train={"global_batch_tokens": rows * length}, data={"length": length})
-    assert batch_plan(in_tokens.train, length, 1) == batch_plan(TrainOptions(global_batch_rows=rows), length, 1)
+    assert batch_plan(in_tokens.train, length, 1) == batch_plan(TrainOptions(global_batch_size=rows), length, 1)
 
 
 @pytest.mark.parametrize(("tokens", "nearest"), [(1000, "768 or 1024"), (100, "256"), (257, "256 or 512")])
 def test_a_batch_in_tokens_that_cuts_a_row_is_refused_with_the_nearest_that_do_not(tokens: int, nearest: str) -> None:
-    complaint = f"a.toml: train.global_batch_tokens = {tokens} is not a multiple of data.length = 256; nearest: {nearest}"
-    with pytest.raises(Mistake, match=f"^{complaint}$"):
+    complaint = (
+        f"a.toml: train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = 256; nearest: {nearest}"
+    )
+    with pytest.raises(UserError, match=f"^{complaint}$"):
         config(train={"global_batch_tokens": tokens}, data={"length": 256})
 
 
@@ -85,8 +90,8 @@ def test_a_batch_in_tokens_that_cuts_a_row_is_refused_with_the_nearest_that_do_n
     [
         ({"model": {"preset": "nano", "source": "x"}}, "model.preset and model.source: give one of them, not both"),
         (
-            {"train": {"global_batch_rows": 8, "global_batch_tokens": 8192}},
-            "train.global_batch_rows and train.global_batch_tokens: give one of them, not both",
+            {"train": {"global_batch_size": 8, "global_batch_tokens": 8192}},
+            "train.global_batch_size and train.global_batch_tokens: give one of them, not both",
         ),
         ({"train": {"steps": 99}}, "schedule.warmup_steps = 100: more than train.steps = 99; lower them or train longer"),
         (
@@ -96,7 +101,7 @@ def test_a_batch_in_tokens_that_cuts_a_row_is_refused_with_the_nearest_that_do_n
     ],
 )
 def test_what_excludes_each_other_is_refused_with_the_way_out(sections: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UserError) as caught:
         config(**sections)
     assert str(caught.value) == f"a.toml: {complaint}"
 
@@ -109,17 +114,17 @@ def test_schedules_that_just_fit_are_taken() -> None:
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
 def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules_accept(tree: type[Options]) -> None:
-    for path, field in fields(tree):
+    for path, field in iter_options(tree):
         assert field.description, path
         assert "\n" not in field.description, path
-    required = [(path[0], field.annotation) for path, field in fields(tree) if field.is_required()]
+    required = [(path[0], field.annotation) for path, field in iter_options(tree) if field.is_required()]
     given: dict[str, Any] = {name: ["x"] if get_origin(kind) is tuple else "x" for name, kind in required}
     # Epochs, by default, become steps before a recipe is recorded.
     if issubclass(tree, config_post.TunedTrainOptions):
         given["steps"] = 5
     elif issubclass(tree, config_post.TunedConfig):
         given["train"] = {"steps": 5}
-    assert validate(tree, given) == validate(tree, validate(tree, given).model_dump(mode="json"))
+    assert validate_options(tree, given) == validate_options(tree, validate_options(tree, given).model_dump(mode="json"))
 
 
 def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
@@ -133,10 +138,10 @@ def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
 def test_every_recipe_of_the_house_is_valid_and_survives_being_written_out(recipe: Path) -> None:
     table = read_recipe(recipe)
     kind = config_class(table, str(recipe))
-    read = validate(kind, table, str(recipe))
-    batch_plan(read.train, read.data.length, read.launch.processes)
+    read = validate_options(kind, table, str(recipe))
+    batch_plan(read.train, read.data.sequence_length, read.launch.processes)
     assert read != kind()
-    assert validate(kind, tomllib.loads(to_toml(read))) == read
+    assert validate_options(kind, tomllib.loads(to_toml(read))) == read
 
 
 @pytest.mark.parametrize(
@@ -146,22 +151,22 @@ def test_every_recipe_of_the_house_is_valid_and_survives_being_written_out(recip
             "sft",
             {"train": {"steps": 9}},
             ["--schedule.warmup_steps", "5"],
-            {"schedule.warmup_steps": 5, "schedule.warmup_share": None},
+            {"schedule.warmup_steps": 5, "schedule.warmup_ratio": None},
         ),
         (
             "sft",
-            {"train": {"steps": 9}, "schedule": {"warmup_share": 0.3}},
+            {"train": {"steps": 9}, "schedule": {"warmup_ratio": 0.3}},
             ["--schedule.warmup_steps", "5"],
-            {"schedule.warmup_share": None},
+            {"schedule.warmup_ratio": None},
         ),
-        ("pretrain", {}, ["--schedule.warmup_share", "0.2"], {"schedule.warmup_share": 0.2}),
+        ("pretrain", {}, ["--schedule.warmup_ratio", "0.2"], {"schedule.warmup_ratio": 0.2}),
         ("sft", {"train": {"steps": 9}}, ["--train.epochs", "2"], {"train.epochs": 2.0}),
         ("sft", {}, ["--train.steps", "7"], {"train.epochs": None, "train.steps": 7}),
         (
             "pretrain",
-            {"train": {"global_batch_rows": 6}},
+            {"train": {"global_batch_size": 6}},
             ["--train.global_batch_tokens", "2048"],
-            {"train.global_batch_rows": None},
+            {"train.global_batch_size": None},
         ),
         ("pretrain", {"model": {"preset": "nano"}}, ["--model.source", "x"], {"model.preset": None, "model.source": Path("x")}),
     ],
@@ -170,7 +175,7 @@ def test_what_is_typed_stands_in_place_of_the_recipes_other_way_to_say_it(
     verb: str, recorded: dict[str, Any], typed: list[str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(to_toml(validate(config_class({"run": {"stage": verb}}, ""), recorded)))
+    recipe.write_text(to_toml(validate_options(config_class({"run": {"stage": verb}}, ""), recorded)))
     found = load_config([str(recipe), *typed], verb)
     for name, value in expected.items():
         section, option = name.split(".")
@@ -178,9 +183,9 @@ def test_what_is_typed_stands_in_place_of_the_recipes_other_way_to_say_it(
 
 
 def test_an_option_without_a_value_is_written_so_where_it_has_one_by_default() -> None:
-    read = validate(Config, {"watch": {"give_up_seconds": "none"}})
-    assert read.watch.give_up_seconds is None
-    assert validate(Config, tomllib.loads(to_toml(read))) == read
+    read = validate_options(Config, {"watch": {"timeout_seconds": "none"}})
+    assert read.watch.timeout_seconds is None
+    assert validate_options(Config, tomllib.loads(to_toml(read))) == read
 
 
 def test_a_run_is_called_what_its_options_say_and_else_what_its_recipe_is_called() -> None:

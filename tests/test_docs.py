@@ -23,13 +23,13 @@ import pytest
 import zstandard
 
 from lmforge.cli import VERBS
-from lmforge.config import BenchConfig
-from lmforge.config_post import AlignConfig, SftConfig
+from lmforge.config.options import iter_options
+from lmforge.config.post_training import AlignConfig, SftConfig
+from lmforge.config.run import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.shapes import resolve
-from lmforge.options import fields
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
 from tests.conftest import corpus
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
@@ -40,8 +40,8 @@ PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 COMMANDS = Path(sys.executable).parent
 
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-OF_A_RUN = {".".join(path) for tree in (BenchConfig, SftConfig, AlignConfig) for path, _ in fields(tree)}
-OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in fields(verb.options)}
+OF_A_RUN = {".".join(path) for tree in (BenchConfig, SftConfig, AlignConfig) for path, _ in iter_options(tree)}
+OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.options)}
 # What metrics are called that have a slash in their names.
 METRICS = ("val/", "rewards/", "logps/", "tokens/")
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
@@ -57,13 +57,13 @@ TINY_SHAPE = {
     "model.num_key_value_heads": 2,
 }
 FEW_STEPS = {
-    "data.length": 64,
+    "data.sequence_length": 64,
     "train.global_batch_tokens": "none",
-    "train.global_batch_rows": 4,
+    "train.global_batch_size": 4,
     "train.device": "cpu",
     "train.compile": "off",
     "schedule.warmup_steps": 1,
-    "validation.rows": 4,
+    "validation.sequences": 4,
 }
 
 
@@ -118,7 +118,7 @@ def shortened(line: str) -> str:
     alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
     chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
     if "grpo" in words:  # whole groups of answers
-        chosen |= {"train.global_batch_rows": 8, "rollout.max_tokens": 16}
+        chosen |= {"train.global_batch_size": 8, "rollout.max_completion_length": 16}
     if "bench" in words:
         chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
     return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
@@ -214,8 +214,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     tokenizer.save(folder / "made")
     shutil.copy(folder / "made" / "tokenizer.json", folder)
     sizes = {name.removeprefix("model."): value for name, value in TINY_SHAPE.items()}
-    shape = resolve("smollm-135m", sizes, tokenizer.vocab_size)
-    export_folder(build(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    shape = resolve_model_config("smollm-135m", sizes, tokenizer.vocab_size)
+    export_folder(build_model(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
     shutil.copytree(folder / "models" / "smollm", folder / "models" / "CodeLlama-7b-hf")
     theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(folder / "models" / "pythia")
     shutil.copy(folder / "tokenizer.json", folder / "models" / "pythia")

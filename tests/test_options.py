@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.errors import Mistake
-from lmforge.options import Options, argument, describe, fields, option, parse, read_recipe, section, to_toml, validate
+from lmforge.config.options import (
+    Options,
+    argument,
+    format_help,
+    iter_options,
+    option,
+    parse_options,
+    read_recipe,
+    section,
+    to_toml,
+    validate_options,
+)
+from lmforge.errors import UserError
 
 
 class Item(Options):
@@ -85,8 +96,8 @@ def words_of(table: dict[str, dict[str, Any]]) -> list[str]:
 
 @given(trees)
 def test_a_tree_written_as_toml_reads_back_equal(table: dict[str, Any]) -> None:
-    tree = validate(Tree, table)
-    assert validate(Tree, tomllib.loads(to_toml(tree))) == tree
+    tree = validate_options(Tree, table)
+    assert validate_options(Tree, tomllib.loads(to_toml(tree))) == tree
 
 
 @given(trees)
@@ -94,7 +105,7 @@ def test_command_line_and_recipe_say_the_same(table: dict[str, Any]) -> None:
     for values in table.values():
         if any(word.startswith("--") for word in values.get("texts", ())):
             del values["texts"]  # several texts that look like options can only stand in a recipe
-    assert parse(Tree, words_of(table)) == parse(Tree, [], table)
+    assert parse_options(Tree, words_of(table)) == parse_options(Tree, [], table)
 
 
 @given(trees, trees)
@@ -102,12 +113,12 @@ def test_the_command_line_overrides_the_recipe_option_by_option(recipe: dict[str
     for values in typed.values():
         values.pop("texts", None)
     merged = {part: {**recipe.get(part, {}), **typed.get(part, {})} for part in {**recipe, **typed}}
-    assert parse(Tree, words_of(typed), recipe) == validate(Tree, merged)
+    assert parse_options(Tree, words_of(typed), recipe) == validate_options(Tree, merged)
 
 
 def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
     recipe = {"inner": {"whole": 5}}
-    parse(Tree, ["--inner.whole", "7"], recipe)
+    parse_options(Tree, ["--inner.whole", "7"], recipe)
     assert recipe == {"inner": {"whole": 5}}
 
 
@@ -145,7 +156,7 @@ def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
     ],
 )
 def test_words_are_read_as_the_option_says(words: list[str], expected: dict[str, Any]) -> None:
-    read = parse(Tree, words).inner.model_dump()
+    read = parse_options(Tree, words).inner.model_dump()
     assert {name: read[name] for name in expected} == expected
     assert {name: value for name, value in read.items() if name not in expected} == {
         name: value for name, value in Inner().model_dump().items() if name not in expected
@@ -153,9 +164,9 @@ def test_words_are_read_as_the_option_says(words: list[str], expected: dict[str,
 
 
 def test_options_that_may_be_given_by_position_take_words_in_turn() -> None:
-    assert parse(Flat, ["a", "b", "-c", "--count", "3", "d"]) == Flat(first=Path("a"), rest=("b", "-c", "d"), count=3)
-    assert parse(Flat, ["--first", "a", "b"]) == Flat(first=Path("a"), rest=("b",))
-    assert parse(Flat, ["a", "--rest", "b", "c"]) == Flat(first=Path("a"), rest=("b", "c"))
+    assert parse_options(Flat, ["a", "b", "-c", "--count", "3", "d"]) == Flat(first=Path("a"), rest=("b", "-c", "d"), count=3)
+    assert parse_options(Flat, ["--first", "a", "b"]) == Flat(first=Path("a"), rest=("b",))
+    assert parse_options(Flat, ["a", "--rest", "b", "c"]) == Flat(first=Path("a"), rest=("b", "c"))
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -185,8 +196,8 @@ WRONG: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "complaint"), WRONG)
 def test_a_wrong_value_in_a_recipe_is_named_with_its_place(name: str, value: Any, complaint: str) -> None:
-    with pytest.raises(Mistake) as caught:
-        parse(Tree, [], {"inner": {name: value}}, "a.toml")
+    with pytest.raises(UserError) as caught:
+        parse_options(Tree, [], {"inner": {name: value}}, "a.toml")
     assert str(caught.value) == f"a.toml: inner.{name}: {complaint}"
 
 
@@ -203,8 +214,8 @@ def test_a_wrong_value_in_a_recipe_is_named_with_its_place(name: str, value: Any
     ],
 )
 def test_a_wrong_value_on_the_command_line_is_named_with_its_option(name: str, word: str, complaint: str) -> None:
-    with pytest.raises(Mistake) as caught:
-        parse(Tree, [f"--inner.{name}", word], {"inner": {"text": "fine"}}, "a.toml")
+    with pytest.raises(UserError) as caught:
+        parse_options(Tree, [f"--inner.{name}", word], {"inner": {"text": "fine"}}, "a.toml")
     assert str(caught.value) == f"--inner.{name}: {complaint}"
 
 
@@ -218,20 +229,20 @@ def test_a_wrong_value_on_the_command_line_is_named_with_its_option(name: str, w
     ],
 )
 def test_what_is_wrong_in_one_of_several_tables_is_named_wherever_they_were_given(item: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(Mistake) as caught:
-        parse(Tree, [], {"inner": {"tables": [{"name": "fine"}, item]}}, "a.toml")
+    with pytest.raises(UserError) as caught:
+        parse_options(Tree, [], {"inner": {"tables": [{"name": "fine"}, item]}}, "a.toml")
     assert str(caught.value) == f"a.toml: inner.{complaint}"
     word = "{" + ", ".join(f"{key} = {value!r}" for key, value in item.items()) + "}"
-    with pytest.raises(Mistake) as caught:
-        parse(Tree, ["--inner.tables", "{name = 'fine'}", word], {}, "a.toml")
+    with pytest.raises(UserError) as caught:
+        parse_options(Tree, ["--inner.tables", "{name = 'fine'}", word], {}, "a.toml")
     assert str(caught.value) == f"--inner.{complaint}"
 
 
 @pytest.mark.parametrize("section_value", [5, "text", [1], True])
 @pytest.mark.parametrize("words", [[], ["--inner.whole", "2"]])
 def test_a_section_that_is_no_table_is_refused(section_value: Any, words: list[str]) -> None:
-    with pytest.raises(Mistake, match=r"^a\.toml: inner: expected a section, got "):
-        parse(Tree, words, {"inner": section_value}, "a.toml")
+    with pytest.raises(UserError, match=r"^a\.toml: inner: expected a section, got "):
+        parse_options(Tree, words, {"inner": section_value}, "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -244,8 +255,8 @@ def test_a_section_that_is_no_table_is_refused(section_value: Any, words: list[s
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(Mistake) as caught:
-        parse(Tree, [], table, "a.toml")
+    with pytest.raises(UserError) as caught:
+        parse_options(Tree, [], table, "a.toml")
     assert str(caught.value) == complaint
 
 
@@ -268,20 +279,20 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
     ],
 )
 def test_a_word_that_means_nothing_is_refused(word: str, complaint: str) -> None:
-    with pytest.raises(Mistake) as caught:
-        parse(Tree, [word])
+    with pytest.raises(UserError) as caught:
+        parse_options(Tree, [word])
     assert str(caught.value) == complaint
 
 
 def test_a_missing_argument_is_asked_for_by_its_meaning() -> None:
-    with pytest.raises(Mistake, match=r"^--first: missing; give what to read$"):
-        parse(Flat, ["--count", "3"])
+    with pytest.raises(UserError, match=r"^--first: missing; give what to read$"):
+        parse_options(Flat, ["--count", "3"])
 
 
 def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[inner]\nwhole = 2024-01-01\n")
-    with pytest.raises(Mistake, match=r'inner\.whole: expected a whole number, got "2024-01-01"$'):
-        validate(Tree, read_recipe(tmp_path / "a.toml"), "a.toml")
+    with pytest.raises(UserError, match=r'inner\.whole: expected a whole number, got "2024-01-01"$'):
+        validate_options(Tree, read_recipe(tmp_path / "a.toml"), "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -296,19 +307,19 @@ def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | None, complaint: str) -> None:
     if content is not None:
         (tmp_path / "a.toml").write_bytes(content)
-    with pytest.raises(Mistake, match=rf"/a\.toml: {complaint}"):
+    with pytest.raises(UserError, match=rf"/a\.toml: {complaint}"):
         read_recipe(tmp_path / "a.toml")
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="Is a directory"):
+    with pytest.raises(UserError, match="Is a directory"):
         read_recipe(tmp_path)
 
 
 def test_help_says_of_each_option_its_kind_meaning_and_default() -> None:
-    lines = describe(Tree).splitlines()
+    lines = format_help(Tree).splitlines()
     assert "[other_part]  the others" in lines
-    assert sum(line.startswith("  --inner.") for line in lines) == len(list(fields(Inner)))
+    assert sum(line.startswith("  --inner.") for line in lines) == len(list(iter_options(Inner)))
     halves = dict(re.split(r" {2,}", line.strip()) for line in lines if line.startswith("  --"))
     assert halves["--inner.whole INT"] == "a whole number (default: 3)"
     assert halves["--inner.switch [true|false]"] == "a switch (default: false)"
@@ -322,5 +333,5 @@ def test_help_says_of_each_option_its_kind_meaning_and_default() -> None:
         "size NUMBER: its size (default: any)",
     ]
     assert halves["--inner.maybe_number NUMBER"] == "a number or nothing (default: none)"
-    assert [line.split()[0] for line in describe(Flat).splitlines()] == ["[--]first", "[--]rest", "--count"]
-    assert "(required)" in describe(Flat).splitlines()[0]
+    assert [line.split()[0] for line in format_help(Flat).splitlines()] == ["[--]first", "[--]rest", "--count"]
+    assert "(required)" in format_help(Flat).splitlines()[0]

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.errors import LOST
+from lmforge.errors import EXIT_PEER_LOST
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
 
-FEW = ["--data.length", "64", "--train.global_batch_rows", "4", "--train.dtype", "fp32", "--train.device", "cpu"]
+FEW = ["--data.sequence_length", "64", "--train.global_batch_size", "4", "--train.dtype", "fp32", "--train.device", "cpu"]
 FEW += ["--train.compile", "off", "--train.threads", "1", "--log.every_steps", "1", "--train.steps"]
 
 
@@ -44,8 +44,8 @@ def test_stages_follow_each_other_and_are_not_done_twice(tiny_run: Path, chats: 
     file = pipeline(tmp_path, sft, again, {"verb": "export", "words": ["{more}", str(tmp_path / "out")]})
     done = lmforge("run", file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert Run(tmp_path / "runs" / "talk-sft").steps()[-1] == 3
-    begun = Run(tmp_path / "runs" / "talk-more").config().model.source
+    assert Run(tmp_path / "runs" / "talk-sft").checkpoint_steps()[-1] == 3
+    begun = Run(tmp_path / "runs" / "talk-more").load_config().model.source
     assert begun == tmp_path / "runs" / "talk-sft" / "checkpoints" / "step-00000003"
     assert (tmp_path / "out" / "model.safetensors").exists()
     repeated = lmforge("run", file, cwd=tmp_path)
@@ -54,7 +54,7 @@ def test_stages_follow_each_other_and_are_not_done_twice(tiny_run: Path, chats: 
     changed = lmforge("run", longer, cwd=tmp_path)
     assert changed.returncode == 0, changed.stderr
     assert changed.stdout.count("finished before") == 1
-    assert Run(tmp_path / "runs" / "talk-more").steps()[-1] == 4
+    assert Run(tmp_path / "runs" / "talk-more").checkpoint_steps()[-1] == 4
     slower = sft | {"words": [*sft["words"], "--optimizer.lr", "1e-6"]}  # type: ignore[misc]
     nothing = lmforge("run", pipeline(tmp_path, slower, again), cwd=tmp_path)
     assert nothing.returncode == 2
@@ -75,13 +75,13 @@ def test_a_pipeline_that_is_stopped_goes_on_in_the_stage_where_it_was(tiny_run: 
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 128 + signal.SIGTERM
-    stopped = run.steps()[-1]
+    stopped = run.checkpoint_steps()[-1]
     assert 0 < stopped < 4000
     file = pipeline(tmp_path, {"verb": "sft", "words": [*words[:-1], str(stopped + 2)]})
     done = subprocess.run([sys.executable, "-m", "lmforge", "run", str(file)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"continuing {run.path} from step {stopped}" in done.stdout
-    assert os.path.exists(run.checkpoint(stopped + 2))
+    assert os.path.exists(run.checkpoint_path(stopped + 2))
 
 
 def started(file: Path, **variables: object) -> subprocess.Popen[str]:
@@ -108,9 +108,9 @@ def test_a_stage_that_overwrites_its_run_deletes_it_once_and_goes_on_after_that(
     done = lmforge("run", pipeline(tmp_path, {"verb": "sft", "words": [*words, "2"]}), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     endless = pipeline(tmp_path, {"verb": "sft", "words": [*words, "1000000"]})
-    first_time = run.begun_at
+    first_time = run.started_at_ns
     process = started(endless)
-    while run.begun_at == first_time:
+    while run.started_at_ns == first_time:
         assert process.poll() is None
         time.sleep(0.02)
     awaited(process, run)
@@ -118,7 +118,7 @@ def test_a_stage_that_overwrites_its_run_deletes_it_once_and_goes_on_after_that(
     told, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert "continuing" not in told
-    stopped = run.steps()[-1]
+    stopped = run.checkpoint_steps()[-1]
     process = started(endless)
     while run.read_metrics()[-1]["step"] <= stopped:
         assert process.poll() is None
@@ -129,7 +129,7 @@ def test_a_stage_that_overwrites_its_run_deletes_it_once_and_goes_on_after_that(
     anew = lmforge("run", pipeline(tmp_path, {"verb": "sft", "words": [*words, "3"]}), cwd=tmp_path)
     assert anew.returncode == 0, anew.stderr
     assert "continuing" not in anew.stdout
-    assert run.steps()[-1] == 3
+    assert run.checkpoint_steps()[-1] == 3
 
 
 def test_a_pipeline_that_was_asked_to_stop_says_so_although_its_stage_ends_well(tiny_run: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_rank_that_was_lost_is_told_by_a_pipeline_with_the_status_of_its_stage
     [trainer] = psutil.Process(ranks[1].pid).children()
     trainer.kill()
     told, _ = ranks[0].communicate(timeout=120)
-    assert ranks[0].returncode == LOST, told
+    assert ranks[0].returncode == EXIT_PEER_LOST, told
     ranks[1].communicate(timeout=120)
     assert ranks[1].returncode == 1
 

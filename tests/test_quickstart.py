@@ -17,9 +17,9 @@ def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(tmp_pa
     rows = re.findall(r"(pretrain|sft|align) .* (\d\.\d{3}|\d\d?\.\d{3}) .* (\d+\.\d{3}) .*(better)", done.stdout)
     assert [row[0] for row in rows] == ["pretrain", "sft", "align"], done.stdout[-1500:]
     runs = [Run(tmp_path / "runs" / name) for name in ("quickstart", "quickstart-sft", "quickstart-align")]
-    assert [run.steps()[-1] for run in runs] == [2, 2, 2]
+    assert [run.checkpoint_steps()[-1] for run in runs] == [2, 2, 2]
     for before, after in pairwise(runs):
-        assert after.config().model.source == before.checkpoint(2)
+        assert after.load_config().model.source == before.checkpoint_path(2)
     again = lmforge(*words)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("trained to step 2 already") == 3

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.config import Config
-from lmforge.errors import Mistake
-from lmforge.options import validate
-from lmforge.runs import MANIFEST, Run, environment, write_sealed
+from lmforge.config.options import validate_options
+from lmforge.config.run import Config
+from lmforge.errors import UserError
+from lmforge.runs import MANIFEST, Run, describe_environment, write_text_atomic
 
 HOLD = """
 import sys
@@ -49,44 +49,44 @@ def files(folder: Path) -> list[str]:
 def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     assert not run.exists()
-    assert run.steps() == []
+    assert run.checkpoint_steps() == []
     assert run.read_metrics() == []
     assert files(tmp_path) == []
 
 
 def test_a_run_that_is_begun_holds_a_recipe_that_gives_the_same_options_again(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
-    config = validate(
+    config = validate_options(
         Config, {"train": {"steps": 500, "seed": 7}, "sample": {"prompts": ["\x7f", 'a "quoted"\\ \n']}}
     ).with_name("a")
-    assert run.begin(config) == 1
+    assert run.start_attempt(config) == 1
     assert run.exists()
-    assert run.config() == config
-    assert run.log(1, 0).parent.is_dir()
-    assert run.health.is_dir()
-    assert run.checkpoints.is_dir()
+    assert run.load_config() == config
+    assert run.log_path(1, 0).parent.is_dir()
+    assert run.health_folder.is_dir()
+    assert run.checkpoints_folder.is_dir()
 
 
 def test_each_attempt_has_a_number_of_its_own(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
-    assert [run.begin(Config()) for _ in range(11)] == list(range(1, 12))
+    assert [run.start_attempt(Config()) for _ in range(11)] == list(range(1, 12))
 
 
 def test_overwriting_is_done_once_and_not_recorded(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     run.lock()
-    run.begin(Config())
-    run.metrics.write_text('{"step": 1}\n')
-    (run.checkpoint(3)).mkdir()
-    assert run.begin(validate(Config, {"run": {"overwrite": True}})) == 1
-    assert run.steps() == []
-    assert not run.metrics.exists()
-    assert run.config() == Config()
+    run.start_attempt(Config())
+    run.metrics_path.write_text('{"step": 1}\n')
+    (run.checkpoint_path(3)).mkdir()
+    assert run.start_attempt(validate_options(Config, {"run": {"overwrite": True}})) == 1
+    assert run.checkpoint_steps() == []
+    assert not run.metrics_path.exists()
+    assert run.load_config() == Config()
 
 
 def test_what_is_not_a_run_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(Mistake, match="not a run of lmforge"):
+    with pytest.raises(UserError, match="not a run of lmforge"):
         Run(tmp_path).delete()
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
@@ -94,7 +94,7 @@ def test_what_is_not_a_run_is_not_deleted(tmp_path: Path) -> None:
 def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_ends(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     with another_process_trains(run) as holder:
-        with pytest.raises(Mistake, match=rf"a: being trained by process {holder.pid} on .*; wait for it, stop it"):
+        with pytest.raises(UserError, match=rf"a: being trained by process {holder.pid} on .*; wait for it, stop it"):
             run.lock()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -104,7 +104,7 @@ def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_e
 def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     run.lock()
-    run.begin(Config())
+    run.start_attempt(Config())
     run.delete()
     other = subprocess.run([sys.executable, "-c", HOLD, str(run.path)], capture_output=True, text=True, timeout=60)
     assert "being trained by process" in other.stderr
@@ -112,7 +112,7 @@ def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_p
 
 def test_a_run_that_cannot_be_a_folder_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(Mistake, match=r"runs/a: cannot be made a folder: Not a directory; choose another --run\.folder"):
+    with pytest.raises(UserError, match=r"runs/a: cannot be made a folder: Not a directory; choose another --run\.folder"):
         Run(tmp_path / "runs" / "a").lock()
 
 
@@ -122,11 +122,11 @@ def test_steps_are_those_of_the_checkpoint_folders_oldest_first(
 ) -> None:
     run = Run(tmp_path_factory.mktemp("run"))
     for step in steps:
-        run.checkpoint(step).mkdir(parents=True)
+        run.checkpoint_path(step).mkdir(parents=True)
     for stranger in ("step-00000001.partial", "step-", "step-x", "other"):
-        (run.checkpoints / stranger).mkdir(parents=True)
-    (run.checkpoints / f"step-{10**9 + 1}").write_text("a file")  # beyond every folder drawn
-    assert run.steps() == sorted(steps)
+        (run.checkpoints_folder / stranger).mkdir(parents=True)
+    (run.checkpoints_folder / f"step-{10**9 + 1}").write_text("a file")  # beyond every folder drawn
+    assert run.checkpoint_steps() == sorted(steps)
 
 
 def test_a_step_that_was_trained_twice_counts_as_it_was_last(tmp_path: Path) -> None:
@@ -134,21 +134,21 @@ def test_a_step_that_was_trained_twice_counts_as_it_was_last(tmp_path: Path) -> 
     first = [{"step": step, "loss": 10.0 - step} for step in (1, 2, 3, 4)]
     after_resume = [{"step": step, "loss": 20.0 - step} for step in (3, 4, 5)]
     lines = [json.dumps(record) for record in first] + ['{"step": 4, "lo'] + [json.dumps(record) for record in after_resume]
-    run.metrics.write_text("\n".join(lines) + '\n{"step": 6')
+    run.metrics_path.write_text("\n".join(lines) + '\n{"step": 6')
     assert run.read_metrics() == [*first[:2], *after_resume]
 
 
 def test_a_sealed_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / MANIFEST
-    write_sealed(path, "old")
-    write_sealed(path, "new")
+    write_text_atomic(path, "old")
+    write_text_atomic(path, "new")
     with pytest.raises(UnicodeEncodeError):
-        write_sealed(path, "half \udcff")
+        write_text_atomic(path, "half \udcff")
     assert path.read_text() == "new"
 
 
 def test_the_environment_says_what_a_run_was_made_with() -> None:
-    told: dict[str, Any] = json.loads(json.dumps(environment()))
+    told: dict[str, Any] = json.loads(json.dumps(describe_environment()))
     assert told["packages"]["torch"] >= "2.11"
     assert told["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"command", "directory", "time", "host", "platform", "processor", "cores", "git_commit"} <= told.keys()
@@ -165,7 +165,7 @@ def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
         "health/rank-0.json",
     )
     assert [name for name in promised if not (tiny_run / name).exists()] == []
-    assert run.steps() == [2, 4, 6]
+    assert run.checkpoint_steps() == [2, 4, 6]
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
-    assert run.config().run.name == "tiny"
+    assert run.load_config().run.name == "tiny"
     assert not [name for name in files(tiny_run) if name.endswith(".partial")]

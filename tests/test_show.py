@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lmforge.data.shards import TokenFolder
-from lmforge.errors import Mistake
-from lmforge.model.flops import parameters
+from lmforge.errors import UserError
+from lmforge.model.config import get_preset
+from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
-from lmforge.model.shapes import preset
 from lmforge.runs import Run
-from lmforge.show import show
+from lmforge.verbs.show import show
 from tests.conftest import Command, Refusal
 
 
@@ -46,7 +46,7 @@ def test_a_preset_is_told_with_shape_cost_and_memory() -> None:
 
 
 def test_showing_a_shape_needs_no_torch() -> None:
-    code = "import sys; from lmforge.show import show; show('llama3-8b'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lmforge.verbs.show import show; show('llama3-8b'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -55,7 +55,7 @@ def test_a_recipe_is_told_resolved_with_its_arithmetic(tmp_path: Path, tiny_toke
     recipe.write_text(f'[data]\nfolder = "{tiny_tokens}"\nlength = 50\n[train]\nsteps = 200\nglobal_batch_rows = 10\n')
     told = show(str(recipe))
     assert 'name = "small"' in told
-    tokens = TokenFolder.open(tiny_tokens).split("train").tokens
+    tokens = TokenFolder.open(tiny_tokens).split("train").num_tokens
     assert (
         line(told, "batch")
         == "batch      10 rows × 50 tokens = 500 tokens a step = 1 data-parallel rank × 1 micro-batches × 10 rows"
@@ -70,7 +70,7 @@ def test_a_recipe_with_adapters_is_told_what_they_cost(tiny_run: Path, lmforge: 
     whole, adapted = (lmforge(*words, *more, "--dry-run").stdout for more in ([], ["--lora.rank", 2]))
     [line] = re.findall(r"^adapters .*$", adapted, re.M)
     more, trained = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:more|are)", line))
-    width = Run(tiny_run).config().model.hidden_size
+    width = Run(tiny_run).load_config().model.hidden_size
     assert width is not None
     assert trained == more + (width if method == "reward" else 0)
     costs = [
@@ -88,9 +88,9 @@ def test_a_recipe_whose_data_is_not_there_says_how_to_make_it(tmp_path: Path) ->
 
 def test_token_shards_are_told_by_split_with_their_tokenizer(tiny_tokens: Path) -> None:
     told, folder = show(str(tiny_tokens)), TokenFolder.open(tiny_tokens)
-    for name in ("train", "held_out"):
+    for name in ("train", "validation"):
         split = folder.split(name)
-        assert line(told, name).split(maxsplit=1)[1] == f"{split.tokens:,} tokens in {split.documents:,} documents"
+        assert line(told, name).split(maxsplit=1)[1] == f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
     assert line(told, "tokenizer").startswith("tokenizer  512 tokens, '<|endoftext|>' (id 0) after each document; ")
     assert line(told, "stored as") == "stored as  uint16"
 
@@ -102,13 +102,13 @@ def test_a_run_and_its_checkpoints_are_told(tiny_run: Path) -> None:
     last = run.read_metrics()[-1]
     assert f"loss {last['loss']:,.4g}, val/loss {last['val/loss']:,.4g}" in line(told, "last")
     assert line(told, "saved") == "saved      step 2, step 4, step 6"
-    assert show(str(run.checkpoint(6))) in told
-    of_step = show(str(run.checkpoint(4)))
+    assert show(str(run.checkpoint_path(6))) in told
+    of_step = show(str(run.checkpoint_path(4)))
     assert line(of_step, "step") == "step       4: 16 rows, 768 tokens"
     assert line(of_step, "written by") == "written by 1 rank, engine alone, torch.float32"
     assert line(of_step, "model").endswith(" FLOPs a token at length 48")
     assert "2 layers, width 32, feed-forward 48, 4 heads of 8 (2 for keys and values)" in of_step
-    bytes_there = sum(file.stat().st_size for file in run.checkpoint(4).iterdir() if file.name != "manifest.json")
+    bytes_there = sum(file.stat().st_size for file in run.checkpoint_path(4).iterdir() if file.name != "manifest.json")
     assert line(of_step, "on disk").startswith(f"on disk    {bytes_there / 2**20:,.1f} MiB")
 
 
@@ -121,17 +121,17 @@ def test_a_run_without_checkpoints_is_told_too(tiny_run: Path, tmp_path: Path) -
 
 
 def test_a_hugging_face_folder_is_told_as_the_shape_it_holds(tmp_path: Path) -> None:
-    config = preset("smollm-135m")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    config = get_preset("smollm-135m")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_config_json()))
     told = show(str(tmp_path))
     assert told.startswith(f"Hugging Face folder {tmp_path}\n")
-    assert f"{parameters(config).total:,} parameters" in told
+    assert f"{parameter_count(config).total:,} parameters" in told
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "\x00"])
 def test_a_manifest_that_cannot_be_read_is_a_mistake(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(Mistake, match=r"manifest\.json: cannot be read"):
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
         show(str(tmp_path))
 
 
@@ -156,16 +156,21 @@ END = "<end>"
         ({"prompt": "1 + 1 =", "completion": " 2"}, [], "record 0: ", [" 2<endoftext>"]),
         ({"prompt": "1 + 1 =", "completion": " 2"}, ["--format", "prompts"], "prompt 0: ", []),
         ({"prompt": "1 + 1 =", "completion": " 2", "label": False}, [], "record 0, bad: ", [" 2<endoftext>"]),
-        ({"prompt": "1 + 1 =", "completion": " 2", "label": True}, ["--as_chat"], "record 0, good: ", [" 2" + END]),
+        ({"prompt": "1 + 1 =", "completion": " 2", "label": True}, ["--apply_chat_template"], "record 0, good: ", [" 2" + END]),
         ({"prompt": "1 + 1 =", "answer": "2"}, [], "prompt 0: ", []),
-        ({"prompt": "1 + 1 =", "answer": "2"}, ["--as_chat"], "<|user|>", []),
+        ({"prompt": "1 + 1 =", "answer": "2"}, ["--apply_chat_template"], "<|user|>", []),
         ({"messages": [ASKED], "answer": "2"}, ["--format", "prompts"], "<|assistant|>", []),
         ({"question": "1 + 1 =", "fen": ""}, ["--fields", "prompt=question"], "prompt 0: ", []),
         ({"chat": [ASKED, ANSWERED]}, ["--fields", "messages=chat"], "record 0: ", ["Two." + END]),
         # Before the first token there is nothing to predict it from.
         ({"messages": [ASKED, ANSWERED], "text": "No."}, ["--format", "text", "--mask", "all"], "0: ", ["o.<endoftext>"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [], "pair 0, rejected: ", ["b<endoftext>", "c<endoftext>"]),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["--as_chat"], "pair 0, chosen: ", ["b" + END, "c" + END]),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            ["--apply_chat_template"],
+            "pair 0, chosen: ",
+            ["b" + END, "c" + END],
+        ),
     ],
 )
 def test_a_file_is_shown_with_what_is_learnt_of_it_as_its_options_say(
@@ -181,12 +186,18 @@ def test_a_file_is_shown_with_what_is_learnt_of_it_as_its_options_say(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data", "FILE", "--as_chat"], "show: --as_chat is for `lmforge show data FILE --tokenizer MODEL` alone"),
+        (
+            ["data", "FILE", "--apply_chat_template"],
+            "show: --apply_chat_template is for `lmforge show data FILE --tokenizer MODEL` alone",
+        ),
         (["data", "FILE"], "not the file of a bad step; with --tokenizer MODEL a file of examples is shown"),
         (["data", "FILE", "--tokenizer", "RUN", "--fields", "chat"], "--fields: expected OURS=THEIRS, such as messages=chat"),
         (["data", "FILE", "--tokenizer", "RUN", "--fields", "prompt=ask"], "file.jsonl, record 1: no field 'ask'"),
         (["data", "PAIRS", "--tokenizer", "RUN", "--mask", "all"], "--mask all: is for conversations; of pairs the answers"),
-        (["data", "FILE", "--tokenizer", "RUN", "--as_chat"], "--as_chat: is for pairs, judged answers and prompts"),
+        (
+            ["data", "FILE", "--tokenizer", "RUN", "--apply_chat_template"],
+            "--apply_chat_template: is for pairs, judged answers and prompts",
+        ),
     ],
 )
 def test_options_that_say_nothing_of_a_file_are_refused(
@@ -201,8 +212,17 @@ def test_options_that_say_nothing_of_a_file_are_refused(
 def test_the_samples_of_a_run_of_examples_show_what_is_learnt_of_them(tiny_run: Path, tmp_path: Path, lmforge: Command) -> None:
     turns = [[{**ASKED, "content": f"{n} or {n + 1}?"}, {**ANSWERED, "content": f"Not {n}."}] for n in range(20)]
     chats = write_lines(tmp_path / "chats.jsonl", *({"messages": turn} for turn in turns))
-    words = ["--model.source", tiny_run, "--data.files", chats, "--data.length", 64, "--data.folder", tmp_path / "examples"]
-    words += ["--train.global_batch_rows", 2, "--train.steps", 1, "--train.device", "cpu", "--train.compile", "off"]
+    words = [
+        "--model.source",
+        tiny_run,
+        "--data.files",
+        chats,
+        "--data.sequence_length",
+        64,
+        "--data.folder",
+        tmp_path / "examples",
+    ]
+    words += ["--train.global_batch_size", 2, "--train.steps", 1, "--train.device", "cpu", "--train.compile", "off"]
     done = lmforge("sft", *words, "--run.folder", tmp_path, "--run.name", "chat")
     assert done.returncode == 0, done.stderr
     shown = lmforge("show", "data", tmp_path / "chat", "--samples", "0:2")
@@ -216,7 +236,7 @@ def test_the_samples_of_a_run_of_examples_show_what_is_learnt_of_them(tiny_run: 
 def test_what_is_none_of_these_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for thing in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(Mistake, match=re.escape(f"{thing}: not a recipe, run, checkpoint, shard folder")):
+        with pytest.raises(UserError, match=re.escape(f"{thing}: not a recipe, run, checkpoint, shard folder")):
             show(str(thing))
-    with pytest.raises(Mistake, match="no such file, folder or preset"):
+    with pytest.raises(UserError, match="no such file, folder or preset"):
         show(str(tmp_path / "nothing"))

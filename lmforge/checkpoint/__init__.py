@@ -5,36 +5,36 @@ strategy, or a single process without ranks opens them. `manifest.json`, written
 model shape, recipe, step, position in the data, and the size and checksums of every file. Nothing here unpickles code.
 """
 
-from lmforge.checkpoint.loading import load
+from lmforge.checkpoint.async_save import AsyncCheckpointer
+from lmforge.checkpoint.load import load
 from lmforge.checkpoint.manifest import (
+    CorruptCheckpoint,
     Manifest,
-    Unsound,
     candidates,
     find,
+    get_rng_state,
+    open_checkpoint,
     read_manifest,
-    rng_state,
     set_rng_state,
-    using,
     verify,
 )
-from lmforge.checkpoint.retention import Keep
-from lmforge.checkpoint.saving import Saver
-from lmforge.checkpoint.weights import StoredModel, adapters_of, load_weights
+from lmforge.checkpoint.pretrained_weights import StoredModel, load_weights, stored_lora_config
+from lmforge.checkpoint.retention import RetentionPolicy
 
 __all__ = [
-    "Keep",
+    "AsyncCheckpointer",
+    "CorruptCheckpoint",
     "Manifest",
-    "Saver",
+    "RetentionPolicy",
     "StoredModel",
-    "Unsound",
-    "adapters_of",
     "candidates",
     "find",
+    "get_rng_state",
     "load",
     "load_weights",
+    "open_checkpoint",
     "read_manifest",
-    "rng_state",
     "set_rng_state",
-    "using",
+    "stored_lora_config",
     "verify",
 ]

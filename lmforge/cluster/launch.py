@@ -7,38 +7,38 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lmforge.cluster.environment import LAUNCHER
-from lmforge.errors import LOST
+from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE
+from lmforge.errors import EXIT_PEER_LOST
 
 # A rank that was asked to stop finishes its step and saves; only then is it killed.
 GRACE_SECONDS = 120
-INTERRUPTED = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+INTERRUPTED_STATUSES = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 # What torch's launcher puts handlers of its own on.
-ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 def launch_local(
-    processes: int,
+    num_processes: int,
     arguments: list[str],
     *,
-    restarts: int = 0,
-    again: Sequence[str] = (),
-    begun: Callable[[], bool] = lambda: True,
+    max_restarts: int = 0,
+    restart_arguments: Sequence[str] = (),
+    has_begun: Callable[[], bool] = lambda: True,
 ) -> int:
     """Run `python -m lmforge ARGUMENTS` as `processes` ranks and wait. Returns the exit status of the whole.
 
     2 when a rank refused bad input, 128 + signal when it was interrupted, 1 when a rank failed otherwise. Where a rank was
     lost, and what it carried out had `begun`, all are started again, `restarts` times at most, with ARGUMENTS and `again`.
     """
-    for number in range(restarts + 1):
-        status = _launch(processes, [*arguments, *(again if number else ())])
-        if status != LOST or number == restarts or not begun():
+    for number in range(max_restarts + 1):
+        status = _launch_once(num_processes, [*arguments, *(restart_arguments if number else ())])
+        if status != EXIT_PEER_LOST or number == max_restarts or not has_begun():
             break
-        print(f"lmforge: all ranks are started again ({number + 1} of {restarts})", file=sys.stderr, flush=True)
-    return 1 if status == LOST else status
+        print(f"lmforge: all ranks are started again ({number + 1} of {max_restarts})", file=sys.stderr, flush=True)
+    return 1 if status == EXIT_PEER_LOST else status
 
 
-def _launch(processes: int, arguments: list[str]) -> int:
+def _launch_once(num_processes: int, arguments: list[str]) -> int:
     """Start the ranks once. Returns the exit status of the whole, LOST where one was killed or gave up on another."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,7 +47,7 @@ def _launch(processes: int, arguments: list[str]) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=processes,
+        nproc_per_node=num_processes,
         run_id=f"lmforge-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -57,13 +57,13 @@ def _launch(processes: int, arguments: list[str]) -> int:
         shutdown_timeout=GRACE_SECONDS,
     )
     try:
-        with _launching():
+        with _launcher_environment():
             elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:
         statuses = [failure.exitcode for failure in failed.failures.values()]
         if 2 in statuses:
             return 2
-        interrupted = [status for status in statuses if status in INTERRUPTED]
+        interrupted = [status for status in statuses if status in INTERRUPTED_STATUSES]
         if interrupted:
             return interrupted[0]
         # Ended by SIGTERM is who the launcher ended, because another had failed.
@@ -74,24 +74,24 @@ def _launch(processes: int, arguments: list[str]) -> int:
         if killed:  # who was left can only say that a peer is gone
             rank, number = next(iter(killed.items()))
             print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        return LOST if killed or {LOST} <= set(statuses) <= {LOST, by_us} else 1
+        return EXIT_PEER_LOST if killed or {EXIT_PEER_LOST} <= set(statuses) <= {EXIT_PEER_LOST, by_us} else 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
 
 
 @contextmanager
-def _launching() -> Iterator[None]:
+def _launcher_environment() -> Iterator[None]:
     """What holds in this process while it launches, and not after."""
-    handlers = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGUSR1)}
-    variables = {name: os.environ.get(name) for name in (LAUNCHER, "OMP_NUM_THREADS")}
+    handlers = {number: signal.getsignal(number) for number in (*LAUNCHER_SIGNALS, signal.SIGUSR1)}
+    variables = {name: os.environ.get(name) for name in (LAUNCHER_PID_VARIABLE, "OMP_NUM_THREADS")}
     # A scheduler's warning that the time is nearly up; torch's launcher knows only the signals that end things at once.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
     logging.disable(logging.CRITICAL)
     # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from lmforge.data.packing import Row
+from lmforge.data.packing import PackedSequence
 
 # What an objective tells of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -29,9 +29,9 @@ class Extras:
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Extras":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Extras":
         """The extras of what `change` makes of each of the tensors."""
-        return Extras(**{name: change(tensor) for name, tensor in self.tensors.items()})
+        return Extras(**{name: function(tensor) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,22 @@ class Batch:
     """
 
     tokens: torch.Tensor
-    targets: torch.Tensor
+    labels: torch.Tensor
     positions: torch.Tensor
-    documents: torch.Tensor
-    keys: torch.Tensor | None = None
+    document_ids: torch.Tensor
+    rng_keys: torch.Tensor | None = None
     extras: Extras | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Self:
+    def from_sequences(cls, sequences: Sequence[PackedSequence]) -> Self:
         """Stack rows of one length."""
         tokens, targets, positions, documents = (
-            _stacked([getattr(row, field.name) for row in rows]) for field in fields(Row) if field.name != "extras"
+            _stack([getattr(row, field.name) for row in sequences])
+            for field in fields(PackedSequence)
+            if field.name != "extras"
         )
-        names = rows[0].extras
-        extras = Extras(**{name: _stacked([row.extras[name] for row in rows]) for name in names}) if names else None
+        names = sequences[0].extras
+        extras = Extras(**{name: _stack([row.extras[name] for row in sequences]) for name in names}) if names else None
         return cls(tokens, targets, positions, documents, extras=extras)
 
     @classmethod
@@ -72,10 +74,10 @@ class Batch:
         )
         return cls(**together, extras=extras)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch of what `change` makes of each of the tensors."""
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
-        return Batch(**changed, extras=self.extras and self.extras.map(change))
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return Batch(**changed, extras=self.extras and self.extras.map(function))
 
     def extra(self, name: str) -> torch.Tensor:
         """One of the extras, [rows, length]. ValueError where the batch has come without it."""
@@ -90,16 +92,16 @@ class Batch:
         return {name: tensor for name, tensor in present.items() if tensor is not None}
 
     @property
-    def rows(self) -> int:
+    def batch_size(self) -> int:
         return self.tokens.shape[0]
 
     @property
-    def length(self) -> int:
+    def sequence_length(self) -> int:
         return self.tokens.shape[1]
 
-    def __getitem__(self, rows: slice) -> "Batch":
+    def __getitem__(self, index: slice) -> "Batch":
         """Some of the rows, as views."""
-        return self.map(lambda tensor: tensor[rows])
+        return self.map(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -109,5 +111,5 @@ class Batch:
         return self.map(torch.Tensor.pin_memory)
 
 
-def _stacked(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+def _stack(arrays: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(arrays))

@@ -14,20 +14,20 @@ from typing import Self
 import torch
 
 from lmforge.data.batch import Batch
-from lmforge.data.noise import token_keys
-from lmforge.data.stream import Rows
+from lmforge.data.stream import PackedDataset
+from lmforge.data.token_rng import token_rng_keys
 
 log = logging.getLogger(__name__)
 
 # A healthy step's rows take milliseconds; a storage stall is worth a line long before a collective times out.
-PATIENCE_SECONDS = 10.0
+SLOW_BATCH_WARNING_SECONDS = 10.0
 
 
-class Loader:
+class BatchLoader:
     """This rank's share of every global batch.
 
-    The global batch of step k is the rows k·B … (k + 1)·B − 1 of the stream, B = `global_batch_rows`; rank r of W takes
-    the r-th of W equal contiguous parts of it, in micro-batches of `micro_batch_rows`. So the global batch is the same
+    The global batch of step k is the rows k·B … (k + 1)·B − 1 of the stream, B = `global_batch_size`; rank r of W takes
+    the r-th of W equal contiguous parts of it, in micro-batches of `micro_batch_size`. So the global batch is the same
     for any number of ranks. With `noise_seed` its tokens have keys to draw randomness from. ValueError where a size does not
     divide.
 
@@ -36,32 +36,32 @@ class Loader:
 
     def __init__(
         self,
-        stream: Rows,
+        dataset: PackedDataset,
         *,
-        global_batch_rows: int,
-        micro_batch_rows: int,
-        rank: int = 0,
-        ranks: int = 1,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
         device: torch.device | str = "cpu",
-        noise_seed: int | None = None,
+        rng_seed: int | None = None,
     ):
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank {rank} of {ranks}")
-        if global_batch_rows < 1 or global_batch_rows % ranks:
-            raise ValueError(f"a global batch of {global_batch_rows} rows does not divide among {ranks} ranks")
-        rank_rows = global_batch_rows // ranks
-        if micro_batch_rows < 1 or rank_rows % micro_batch_rows:
-            raise ValueError(f"{rank_rows} rows a rank do not divide into micro-batches of {micro_batch_rows}")
-        self.data_seconds = 0.0
-        self._stream = stream
-        self._global_batch_rows = global_batch_rows
-        self._micro_batch_rows = micro_batch_rows
-        self._rank_rows = rank_rows
-        self._offset = rank * rank_rows
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"rank {data_parallel_rank} of {data_parallel_size}")
+        if global_batch_size < 1 or global_batch_size % data_parallel_size:
+            raise ValueError(f"a global batch of {global_batch_size} rows does not divide among {data_parallel_size} ranks")
+        rank_rows = global_batch_size // data_parallel_size
+        if micro_batch_size < 1 or rank_rows % micro_batch_size:
+            raise ValueError(f"{rank_rows} rows a rank do not divide into micro-batches of {micro_batch_size}")
+        self.data_wait_seconds = 0.0
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._local_batch_size = rank_rows
+        self._local_offset = data_parallel_rank * rank_rows
         self._device = torch.device(device)
-        self._noise_seed = noise_seed
+        self._rng_seed = rng_seed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[Batch]] | None = None
+        self._prefetched: tuple[int, Future[Batch]] | None = None
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of global step `step` (from 0), in order, on the device.
@@ -70,25 +70,25 @@ class Loader:
         wrong in the thread is raised here.
         """
         began = time.perf_counter()
-        expected, future = self._ahead or (None, None)
+        expected, future = self._prefetched or (None, None)
         if future is None or expected != step:
             future = self._thread.submit(self._read, step)
-        self._ahead = None
-        while not wait([future], timeout=PATIENCE_SECONDS).done:
+        self._prefetched = None
+        while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
             waited = time.perf_counter() - began
-            log.warning("step %d: its rows have not come for %.0f s from %s", step, waited, self._stream.where)
+            log.warning("step %d: its rows have not come for %.0f s from %s", step, waited, self._dataset.location)
         rows = future.result()
-        self._ahead = step + 1, self._thread.submit(self._read, step + 1)
+        self._prefetched = step + 1, self._thread.submit(self._read, step + 1)
         rows = rows.to(self._device, non_blocking=True)
-        self.data_seconds += time.perf_counter() - began
-        return [rows[i : i + self._micro_batch_rows] for i in range(0, self._rank_rows, self._micro_batch_rows)]
+        self.data_wait_seconds += time.perf_counter() - began
+        return [rows[i : i + self._micro_batch_size] for i in range(0, self._local_batch_size, self._micro_batch_size)]
 
     def _read(self, step: int) -> Batch:
-        first = step * self._global_batch_rows + self._offset
-        batch = Batch.of(self._stream.rows(first, first + self._rank_rows))
-        if self._noise_seed is not None:
-            keys = token_keys(self._noise_seed, first, first + self._rank_rows, batch.length)
-            batch = replace(batch, keys=torch.from_numpy(keys))
+        first = step * self._global_batch_size + self._local_offset
+        batch = Batch.from_sequences(self._dataset.sequences(first, first + self._local_batch_size))
+        if self._rng_seed is not None:
+            keys = token_rng_keys(self._rng_seed, first, first + self._local_batch_size, batch.sequence_length)
+            batch = replace(batch, rng_keys=torch.from_numpy(keys))
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def close(self) -> None:
@@ -98,5 +98,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()

@@ -14,14 +14,14 @@ import numpy as np
 import xxhash
 
 # Below this a Feistel network is measurably not uniform, and a table of two bytes an entry is nothing.
-LARGEST_TABLE = 65_536
-ROUNDS = 6
+MAX_TABLE_SIZE = 65_536
+FEISTEL_ROUNDS = 6
 
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-Order = Callable[[np.ndarray], np.ndarray]
+UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
+Permutation = Callable[[np.ndarray], np.ndarray]
 
 
-def key(*parts: int | str) -> int:
+def derive_key(*parts: int | str) -> int:
     """A 64-bit key that names its purpose, as in `key(seed, "source", name, epoch)`.
 
     Every distinct tuple gives an independent key; `seed + epoch` would give seed 1 epoch 0 the order of seed 0 epoch 1.
@@ -29,37 +29,37 @@ def key(*parts: int | str) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(parts).encode())
 
 
-def mix(x: Words) -> Words:
+def splitmix64(x: UInt64Array) -> UInt64Array:
     """Scatter uint64 values: the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit integers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _words(key: int, count: int) -> Words:
+def _random_uint64(key: int, count: int) -> UInt64Array:
     """`count` values that a key stands for; hashing it first keeps neighbouring keys from sharing shifted ones."""
-    first: Words = np.full(1, key, np.uint64)
-    numbers: Words = np.arange(count, dtype=np.uint64)
-    return mix(mix(first) + numbers)
+    first: UInt64Array = np.full(1, key, np.uint64)
+    numbers: UInt64Array = np.arange(count, dtype=np.uint64)
+    return splitmix64(splitmix64(first) + numbers)
 
 
-def permutation(n: int, key: int) -> Order:
+def permutation(n: int, key: int) -> Permutation:
     """A bijection of 0..n-1 chosen by a 64-bit key, as a function from int64 positions to int64 values.
 
     Positions outside 0..n-1 are the caller's error. n may exceed 2**32, up to 2**62.
     """
     if not 1 <= n <= 2**62:
         raise ValueError(f"a permutation of {n} things: expected 1 to 2**62")
-    return _table(n, key) if n <= LARGEST_TABLE else _feistel(n, key)
+    return _table_permutation(n, key) if n <= MAX_TABLE_SIZE else _feistel_permutation(n, key)
 
 
-def _table(n: int, key: int) -> Order:
+def _table_permutation(n: int, key: int) -> Permutation:
     """Sort hashed keys."""
-    table = np.argsort(_words(key, n), kind="stable").astype(np.uint16)
+    table = np.argsort(_random_uint64(key, n), kind="stable").astype(np.uint16)
     return lambda positions: table[positions].astype(np.int64)
 
 
-def _feistel(n: int, key: int) -> Order:
+def _feistel_permutation(n: int, key: int) -> Permutation:
     """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, walking cycles back below n.
 
     After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). As ab exceeds n by less than √n + 1, a walk
@@ -68,13 +68,13 @@ def _feistel(n: int, key: int) -> Order:
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     radix_a, radix_b = np.uint64(a), np.uint64(b)
-    round_keys = _words(key, 2 * ROUNDS)
+    round_keys = _random_uint64(key, 2 * FEISTEL_ROUNDS)
 
-    def encipher(x: Words) -> Words:
+    def encipher(x: UInt64Array) -> UInt64Array:
         left, right = x // radix_b, x % radix_b
         for even, odd in round_keys.reshape(-1, 2):
-            left = (left + mix(right + even) % radix_a) % radix_a
-            right = (right + mix(left + odd) % radix_b) % radix_b
+            left = (left + splitmix64(right + even) % radix_a) % radix_a
+            right = (right + splitmix64(left + odd) % radix_b) % radix_b
         return left * radix_b + right
 
     def permute(positions: np.ndarray) -> np.ndarray:

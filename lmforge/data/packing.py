@@ -12,36 +12,36 @@ from typing import Protocol, Self
 
 import numpy as np
 
-UNSCORED = -100
-PADDING = -1
+IGNORE_INDEX = -100
+PADDING_DOCUMENT_ID = -1
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedSequence:
     """One sample, each array of shape [length]; the same four as in `Batch`."""
 
     tokens: np.ndarray  # int64
-    targets: np.ndarray  # int64, UNSCORED where there is nothing to predict
+    labels: np.ndarray  # int64, UNSCORED where there is nothing to predict
     positions: np.ndarray  # int64, from 0 at each document's start and at the row's
-    documents: np.ndarray  # int32, 0, 1, … in the row; PADDING after the last token
+    document_ids: np.ndarray  # int32, 0, 1, … in the row; PADDING after the last token
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32, what else is known of each token, by name
 
     @classmethod
-    def padding(cls, length: int, extras: Sequence[str] = ()) -> Self:
+    def all_padding(cls, sequence_length: int, extras: Sequence[str] = ()) -> Self:
         """A row of nothing, to be filled."""
         return cls(
-            np.zeros(length, np.int64),
-            np.full(length, UNSCORED, np.int64),
-            np.zeros(length, np.int64),
-            np.full(length, PADDING, np.int32),
-            {name: np.zeros(length, np.float32) for name in extras},
+            np.zeros(sequence_length, np.int64),
+            np.full(sequence_length, IGNORE_INDEX, np.int64),
+            np.zeros(sequence_length, np.int64),
+            np.full(sequence_length, PADDING_DOCUMENT_ID, np.int32),
+            {name: np.zeros(sequence_length, np.float32) for name in extras},
         )
 
 
-class Tokens(Protocol):
+class TokenReader(Protocol):
     """Documents one after another, as one sequence of tokens (shards.Split)."""
 
-    tokens: int
+    num_tokens: int
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop − 1."""
@@ -51,31 +51,31 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Concat:
+class ConcatPacking:
     """The rows of a split under concat packing."""
 
-    split: Tokens
-    length: int
+    split: TokenReader
+    sequence_length: int
 
     @property
-    def rows(self) -> int:
+    def num_sequences(self) -> int:
         """How many rows hold every transition; the last may be partly padding."""
-        return -(-(self.split.tokens - 1) // self.length)
+        return -(-(self.split.num_tokens - 1) // self.sequence_length)
 
-    def row(self, index: int) -> Row:
+    def sequence(self, index: int) -> PackedSequence:
         """Row `index`. A row at or beyond `rows` is all padding."""
-        begin = index * self.length
-        inputs = max(0, min(self.length, self.split.tokens - 1 - begin))
-        row = Row.padding(self.length)
+        begin = index * self.sequence_length
+        inputs = max(0, min(self.sequence_length, self.split.num_tokens - 1 - begin))
+        row = PackedSequence.all_padding(self.sequence_length)
         if inputs:
             span = self.split.read(begin, begin + inputs + 1)
             # A document may start at the token that is only a target here: it crosses a boundary, so it is unscored.
             starts = self.split.document_starts(begin, begin + inputs + 1) - begin
             row.tokens[:inputs] = span[:-1]
-            row.targets[:inputs] = span[1:]
-            row.targets[starts - 1] = UNSCORED
+            row.labels[:inputs] = span[1:]
+            row.labels[starts - 1] = IGNORE_INDEX
             edges = np.concatenate(([0], starts[starts < inputs], [inputs]))
             lengths = np.diff(edges)
             row.positions[:inputs] = np.arange(inputs) - np.repeat(edges[:-1], lengths)
-            row.documents[:inputs] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+            row.document_ids[:inputs] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         return row

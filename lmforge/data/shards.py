@@ -29,17 +29,17 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from lmforge.data.sealing import sealing
+from lmforge.atomic_files import atomic_write
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
-FORMAT = 1
+FORMAT_VERSION = 1
 BLOCK_BYTES = 65_536
-MANIFEST = "manifest.json"
+SHARDS_MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
-PAUSES_SECONDS = (0.05, 0.5, 2.0)
+RETRY_DELAYS_SECONDS = (0.05, 0.5, 2.0)
 # Two descriptors each, well below the usual limit of 1,024 for a process.
-OPEN_SHARDS = 128
+MAX_OPEN_SHARDS = 128
 
 Json = dict[str, Any]
 
@@ -55,37 +55,37 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
     ends = np.cumsum(lengths).astype("<u8")
     for suffix, array in ((".tokens", tokens), (".documents", ends)):
-        with sealing(folder / (name + suffix)) as file:
+        with atomic_write(folder / (name + suffix)) as file:
             file.write(array.data)
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "bytes": tokens.nbytes,
         "tokens": len(tokens),
         "documents": len(ends),
         "dtype": tokens.dtype.name,
         "tokenizer": tokenizer_hash,
         "block_bytes": BLOCK_BYTES,
-        "token_blocks": _block_sums(tokens),
-        "document_blocks": _block_sums(ends),
+        "token_blocks": _block_checksums(tokens),
+        "document_blocks": _block_checksums(ends),
         # Where the first document of each block ends: what is needed to find a document with one read.
         "document_block_firsts": ends[:: BLOCK_BYTES // ends.itemsize].tolist(),
     }
     text = json.dumps(manifest).encode()
-    with sealing(folder / (name + ".json")) as file:
+    with atomic_write(folder / (name + ".json")) as file:
         file.write(text)
-    return _line(name, manifest, text)
+    return _manifest_entry(name, manifest, text)
 
 
-def sealed_shard(folder: Path, name: str) -> Json | None:
+def finished_shard_entry(folder: Path, name: str) -> Json | None:
     """The line of a shard sealed by an earlier run, None if there is none."""
     try:
         text = (folder / (name + ".json")).read_bytes()
     except FileNotFoundError:
         return None
-    return _line(name, json.loads(text), text)
+    return _manifest_entry(name, json.loads(text), text)
 
 
-def _line(name: str, manifest: Json, text: bytes) -> Json:
+def _manifest_entry(name: str, manifest: Json, text: bytes) -> Json:
     """What the folder's manifest says of one shard, its manifest's hash included, so that no two can be swapped."""
     return {
         "name": name,
@@ -95,7 +95,7 @@ def _line(name: str, manifest: Json, text: bytes) -> Json:
     }
 
 
-def _block_sums(array: np.ndarray) -> list[str]:
+def _block_checksums(array: np.ndarray) -> list[str]:
     data = array.view(np.uint8).data
     return [xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
 
@@ -103,32 +103,32 @@ def _block_sums(array: np.ndarray) -> list[str]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _CheckedFile:
+class _ChecksummedFile:
     """One file read by position; each block is checked against its xxh3 the first time it is read."""
 
-    def __init__(self, path: Path, size: int, sums: list[str]):
+    def __init__(self, path: Path, size: int, checksums: list[str]):
         self.path = path
         self._size = size
-        self._sums = np.array([int(digest, 16) for digest in sums], np.uint64)
-        self._verified = np.zeros(len(sums), bool)
+        self._checksums = np.array([int(digest, 16) for digest in checksums], np.uint64)
+        self._verified = np.zeros(len(checksums), bool)
         self._file: io.FileIO | None = None
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`. Retries a fault a few times, then Mistake naming file and offset."""
-        for pause in (*PAUSES_SECONDS, None):
+        """`size` bytes from `offset`. Retries a fault a few times, then UserError naming file and offset."""
+        for pause in (*RETRY_DELAYS_SECONDS, None):
             try:
-                return self._attempt(offset, size)
+                return self._read_verified(offset, size)
             except OSError as error:
                 # Reopened each time: a stale network handle stays stale. Dropping the reference rather than closing
                 # leaves another thread's read in peace.
                 self._file = None
                 if pause is None:
                     fault = error.strerror or str(error)
-                    raise Mistake(f"{self.path}: {fault}: restore the file, or prepare anew with overwrite") from error
+                    raise UserError(f"{self.path}: {fault}: restore the file, or prepare anew with overwrite") from error
                 time.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _attempt(self, offset: int, size: int) -> bytes:
+    def _read_verified(self, offset: int, size: int) -> bytes:
         first, last = offset // BLOCK_BYTES, (offset + size - 1) // BLOCK_BYTES
         if self._verified[first : last + 1].all():
             return self._pread(offset, size)
@@ -136,7 +136,7 @@ class _CheckedFile:
         data = self._pread(begin, min((last + 1) * BLOCK_BYTES, self._size) - begin)
         for block in range(first, last + 1):
             at = (block - first) * BLOCK_BYTES
-            if xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) != self._sums[block]:
+            if xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) != self._checksums[block]:
                 raise OSError(errno.EIO, f"the block at byte {block * BLOCK_BYTES} does not match its checksum")
         self._verified[first : last + 1] = True
         return data[offset - begin : offset - begin + size]
@@ -157,59 +157,59 @@ class _CheckedFile:
         return data
 
 
-class _Shard:
+class _ShardReader:
     """An open shard."""
 
-    def __init__(self, folder: Path, line: Json, dtype: np.dtype, tokenizer_hash: str):
-        path = folder / (line["name"] + ".json")
+    def __init__(self, folder: Path, entry: Json, dtype: np.dtype, tokenizer_hash: str):
+        path = folder / (entry["name"] + ".json")
         try:
             text = path.read_bytes()
         except OSError as error:
-            raise Mistake(f"{path}: {error.strerror}: restore the file, or prepare anew with overwrite") from None
-        if xxhash.xxh3_128_hexdigest(text) != line["xxh3"]:
-            raise Mistake(
+            raise UserError(f"{path}: {error.strerror}: restore the file, or prepare anew with overwrite") from None
+        if xxhash.xxh3_128_hexdigest(text) != entry["xxh3"]:
+            raise UserError(
                 f"{path}: is not the one written for {folder}: changed or swapped; restore it, or prepare anew with overwrite"
             )
         manifest = json.loads(text)
         assert manifest["dtype"] == dtype.name
         assert manifest["tokenizer"] == tokenizer_hash
         self._dtype = dtype
-        self._firsts = manifest["document_block_firsts"]
-        self._documents_bytes = 8 * line["documents"]
-        self._tokens = _CheckedFile(path.with_suffix(".tokens"), manifest["bytes"], manifest["token_blocks"])
-        self._ends = _CheckedFile(path.with_suffix(".documents"), self._documents_bytes, manifest["document_blocks"])
+        self._block_first_ends = manifest["document_block_firsts"]
+        self._documents_bytes = 8 * entry["documents"]
+        self._tokens = _ChecksummedFile(path.with_suffix(".tokens"), manifest["bytes"], manifest["token_blocks"])
+        self._ends = _ChecksummedFile(path.with_suffix(".documents"), self._documents_bytes, manifest["document_blocks"])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         size = self._dtype.itemsize
         return np.frombuffer(self._tokens.read(start * size, (stop - start) * size), self._dtype)
 
-    def ends(self, start: int, stop: int) -> np.ndarray:
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
         """Where documents end, strictly between two tokens of this shard."""
-        first = max(0, bisect_right(self._firsts, start) - 1)
-        last = max(first + 1, bisect_left(self._firsts, stop))
+        first = max(0, bisect_right(self._block_first_ends, start) - 1)
+        last = max(first + 1, bisect_left(self._block_first_ends, stop))
         offset = first * BLOCK_BYTES
         size = min(last * BLOCK_BYTES, self._documents_bytes) - offset
         ends = np.frombuffer(self._ends.read(offset, size), "<u8").astype(np.int64)
         return ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "left")]
 
 
-class Split:
+class TokenSplit:
     """The shards of one split as one sequence of tokens. Safe to read from several threads."""
 
-    def __init__(self, folder: Path, lines: list[Json], dtype: np.dtype, tokenizer_hash: str):
+    def __init__(self, folder: Path, shard_entries: list[Json], dtype: np.dtype, tokenizer_hash: str):
         self._folder = folder
-        self._lines = lines
+        self._shard_entries = shard_entries
         self._dtype = dtype
         self._tokenizer_hash = tokenizer_hash
-        self._stops = np.cumsum([line["tokens"] for line in lines])
-        self.tokens = int(self._stops[-1])
-        self.documents = sum(line["documents"] for line in lines)
-        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([line["xxh3"] for line in lines]).encode())
-        self._open: OrderedDict[int, _Shard] = OrderedDict()
+        self._shard_stops = np.cumsum([line["tokens"] for line in shard_entries])
+        self.num_tokens = int(self._shard_stops[-1])
+        self.num_documents = sum(line["documents"] for line in shard_entries)
+        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([line["xxh3"] for line in shard_entries]).encode())
+        self._open_shards: OrderedDict[int, _ShardReader] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start … stop − 1, uint16 or uint32. Mistake naming shard and offset if they cannot be trusted."""
+        """Tokens start … stop − 1, uint16 or uint32. UserError naming shard and offset if they cannot be trusted."""
         pieces = [self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -217,30 +217,30 @@ class Split:
         """Where documents begin strictly between `start` and `stop`, int64, in tokens of the split."""
         pieces = []
         for i, a, b, base in self._spans(start, stop):
-            pieces.append(self._shard(i).ends(a, b) + base)
+            pieces.append(self._shard(i).document_ends(a, b) + base)
             if base + b < stop:  # the span goes on in the next shard, which begins with a document
                 pieces.append(np.array([base + b]))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(shard, start in it, stop in it, the split's token at which it begins) for each shard of a span."""
-        if not 0 <= start < stop <= self.tokens:
-            raise ValueError(f"tokens {start} to {stop} of {self.tokens}")
-        i = int(np.searchsorted(self._stops, start, "right"))
+        if not 0 <= start < stop <= self.num_tokens:
+            raise ValueError(f"tokens {start} to {stop} of {self.num_tokens}")
+        i = int(np.searchsorted(self._shard_stops, start, "right"))
         while start < stop:
-            base = int(self._stops[i]) - self._lines[i]["tokens"]
-            end = min(stop, int(self._stops[i]))
+            base = int(self._shard_stops[i]) - self._shard_entries[i]["tokens"]
+            end = min(stop, int(self._shard_stops[i]))
             yield i, start - base, end - base, base
             start, i = end, i + 1
 
-    def _shard(self, i: int) -> _Shard:
+    def _shard(self, i: int) -> _ShardReader:
         with self._lock:
-            if i not in self._open:
-                self._open[i] = _Shard(self._folder, self._lines[i], self._dtype, self._tokenizer_hash)
-                if len(self._open) > OPEN_SHARDS:
-                    self._open.popitem(last=False)
-            self._open.move_to_end(i)
-            return self._open[i]
+            if i not in self._open_shards:
+                self._open_shards[i] = _ShardReader(self._folder, self._shard_entries[i], self._dtype, self._tokenizer_hash)
+                if len(self._open_shards) > MAX_OPEN_SHARDS:
+                    self._open_shards.popitem(last=False)
+            self._open_shards.move_to_end(i)
+            return self._open_shards[i]
 
 
 @dataclass(frozen=True)
@@ -254,22 +254,22 @@ class TokenFolder:
     def open(cls, path: str | Path) -> Self:
         """Open a folder that `prepare` finished; every shard's presence and size is checked, its content when read.
 
-        Mistake if it is not there, not finished, of another format, or a shard is missing or of another size.
+        UserError if it is not there, not finished, of another format, or a shard is missing or of another size.
         """
         path = Path(path)
         try:
-            manifest = json.loads((path / MANIFEST).read_bytes())
+            manifest = json.loads((path / SHARDS_MANIFEST).read_bytes())
             version, _ = manifest["format"], manifest["splits"]
         except FileNotFoundError:
             if (path / UNFINISHED).is_dir():
-                raise Mistake(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
-            raise Mistake(f"{path}: no token folder ({MANIFEST} is missing): make one with prepare") from None
+                raise UserError(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
+            raise UserError(f"{path}: no token folder ({SHARDS_MANIFEST} is missing): make one with prepare") from None
         except (OSError, ValueError, TypeError, KeyError):
-            raise Mistake(
-                f"{path / MANIFEST}: cannot be read as a manifest: restore it, or prepare anew with overwrite"
+            raise UserError(
+                f"{path / SHARDS_MANIFEST}: cannot be read as a manifest: restore it, or prepare anew with overwrite"
             ) from None
-        if version != FORMAT:
-            raise Mistake(f"{path}: format {version}, but this lmforge reads format {FORMAT}: prepare again")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format {version}, but this lmforge reads format {FORMAT_VERSION}: prepare again")
         folder = cls(path, manifest)
         folder._check_sizes()
         return folder
@@ -283,10 +283,12 @@ class TokenFolder:
                     try:
                         size = file.stat().st_size
                     except FileNotFoundError:
-                        raise Mistake(f"{file}: missing: restore the file, or prepare anew with overwrite") from None
+                        raise UserError(f"{file}: missing: restore the file, or prepare anew with overwrite") from None
                     if size != expected:
                         kind = "truncated" if size < expected else "too long"
-                        raise Mistake(f"{file}: {kind}: {size} bytes of {expected}: restore it, or prepare anew with overwrite")
+                        raise UserError(
+                            f"{file}: {kind}: {size} bytes of {expected}: restore it, or prepare anew with overwrite"
+                        )
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -298,26 +300,26 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made these tokens. Mistake if the one beside them is another."""
+        """The tokenizer that made these tokens. UserError if the one beside them is another."""
         tokenizer = Tokenizer.open(self.path / "tokenizer")
         if tokenizer.hash != self.manifest["tokenizer"]:
-            raise Mistake(
+            raise UserError(
                 f"{self.path}: its tokenizer is not the one that made its tokens: restore it, or prepare anew with overwrite"
             )
         return tokenizer
 
-    def split(self, name: str) -> Split:
-        """One split by name. Mistake naming those there are."""
+    def split(self, name: str) -> TokenSplit:
+        """One split by name. UserError naming those there are."""
         if name not in self.splits:
-            raise Mistake(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
-        return Split(self.path, self.manifest["splits"][name], self.dtype, self.manifest["tokenizer"])
+            raise UserError(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
+        return TokenSplit(self.path, self.manifest["splits"][name], self.dtype, self.manifest["tokenizer"])
 
 
 def remove_preparation(folder: Path) -> None:
     """Take away what a preparation wrote, the manifest first, and nothing else."""
     # Stopped half-way, this leaves an unfinished preparation, which the next one takes away.
     (folder / UNFINISHED).mkdir(exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / SHARDS_MANIFEST).unlink(missing_ok=True)
     for suffix in (".tokens", ".documents", ".json", ".partial"):
         for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]*{suffix}"):
             file.unlink()

@@ -12,26 +12,26 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from lmforge.data.order import Order, key, permutation
-from lmforge.data.packing import Concat, Row
+from lmforge.data.order import Permutation, derive_key, permutation
+from lmforge.data.packing import ConcatPacking, PackedSequence
 from lmforge.data.shards import TokenFolder
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
 # Raised whenever the same plan would give other rows, so that a run is never resumed on other data unnoticed.
-ALGORITHM = 1
+PACKING_VERSION = 1
 
 
 class Packing(Protocol):
     """How rows are made of what is stored: how many there are, and each of them by its number."""
 
     @property
-    def rows(self) -> int: ...
+    def num_sequences(self) -> int: ...
 
-    def row(self, index: int) -> Row:
+    def sequence(self, index: int) -> PackedSequence:
         """Row `index`. A row at or beyond `rows` is all padding."""
 
 
-class Rows:
+class PackedDataset:
     """The rows of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
 
     Unshuffled rows end in rows that are all padding, so that an evaluation may ask for whole batches and every row still
@@ -39,36 +39,44 @@ class Rows:
     """
 
     def __init__(
-        self, packing: Packing, *, name: str, where: str, plan: list[Any], length: int, seed: int = 0, shuffle: bool = True
+        self,
+        packing: Packing,
+        *,
+        name: str,
+        location: str,
+        plan: list[Any],
+        sequence_length: int,
+        seed: int = 0,
+        shuffle: bool = True,
     ):
         """`length` in tokens; `plan` says all that rows depend on, but for the seed; `name` keys the order."""
-        if length < 1:
-            raise ValueError(f"rows of {length} tokens")
-        self.length = length
-        self.where = where
+        if sequence_length < 1:
+            raise ValueError(f"rows of {sequence_length} tokens")
+        self.sequence_length = sequence_length
+        self.location = location
         self._name = name
         self._seed = seed
         self._shuffle = shuffle
         self.packing = packing
-        self._order = lru_cache(maxsize=2)(self._order_of_epoch)
+        self._permutation = lru_cache(maxsize=2)(self._permutation_of_epoch)
         self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps([*plan, seed if shuffle else None]).encode())
 
     @property
-    def rows_per_epoch(self) -> int:
-        return self.packing.rows
+    def sequences_per_epoch(self) -> int:
+        return self.packing.num_sequences
 
-    def row(self, n: int) -> Row:
+    def sequence(self, n: int) -> PackedSequence:
         """Sample `n`: a pure function of (data, length, seed, n)."""
-        return self.rows(n, n + 1)[0]
+        return self.sequences(n, n + 1)[0]
 
-    def rows(self, start: int, stop: int) -> list[Row]:
-        """Samples start … stop − 1. Mistake naming shard, offset and sample if one cannot be read."""
+    def sequences(self, start: int, stop: int) -> list[PackedSequence]:
+        """Samples start … stop − 1. UserError naming shard, offset and sample if one cannot be read."""
         rows = []
         for n, index in zip(range(start, stop), self.indices(start, stop), strict=True):
             try:
-                rows.append(self.packing.row(int(index)))
-            except Mistake as mistake:
-                raise Mistake(f"sample {n}: {mistake}") from mistake
+                rows.append(self.packing.sequence(int(index)))
+            except UserError as mistake:
+                raise UserError(f"sample {n}: {mistake}") from mistake
         return rows
 
     def indices(self, start: int, stop: int) -> np.ndarray:
@@ -78,34 +86,34 @@ class Rows:
         samples = np.arange(start, stop)
         if not self._shuffle:
             return samples
-        epochs, offsets = np.divmod(samples, self.rows_per_epoch)
+        epochs, offsets = np.divmod(samples, self.sequences_per_epoch)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = self._order(int(epoch))(offsets[here])
+            samples[here] = self._permutation(int(epoch))(offsets[here])
         return samples
 
-    def _order_of_epoch(self, epoch: int) -> Order:
-        return permutation(self.rows_per_epoch, key(self._seed, "source", self._name, epoch))
+    def _permutation_of_epoch(self, epoch: int) -> Permutation:
+        return permutation(self.sequences_per_epoch, derive_key(self._seed, "source", self._name, epoch))
 
 
-class Stream(Rows):
+class TokenDataset(PackedDataset):
     """The rows of one split of a folder of token shards."""
 
-    def __init__(self, folder: TokenFolder, *, split: str = "train", length: int, seed: int = 0, shuffle: bool = True):
-        """`length` in tokens. Mistake if the folder has no such split."""
+    def __init__(self, folder: TokenFolder, *, split: str = "train", sequence_length: int, seed: int = 0, shuffle: bool = True):
+        """`length` in tokens. UserError if the folder has no such split."""
         tokens = folder.split(split)
         super().__init__(
-            Concat(tokens, length),
+            ConcatPacking(tokens, sequence_length),
             name=split,
-            where=f"{folder.path}: {split}",
-            plan=["concat", ALGORITHM, split, tokens.digest, length],
-            length=length,
+            location=f"{folder.path}: {split}",
+            plan=["concat", PACKING_VERSION, split, tokens.digest, sequence_length],
+            sequence_length=sequence_length,
             seed=seed,
             shuffle=shuffle,
         )
-        if shuffle and tokens.tokens <= length:
+        if shuffle and tokens.num_tokens <= sequence_length:
             warnings.warn(
-                f"{self.where} holds {tokens.tokens} tokens, less than one row of {length}: "
+                f"{self.location} holds {tokens.num_tokens} tokens, less than one row of {sequence_length}: "
                 "every row is the same text and padding",
                 stacklevel=2,
             )

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from lmforge.model.config import ModelConfig
     from lmforge.model.layers import LanguageModel
-    from lmforge.model.shapes import ModelConfig
 
 
-def build(
+def build_model(
     config: "ModelConfig",
     *,
     seed: int | None,
     device: "str | torch.device" = "cpu",
-    embedding_deviation: float | None = None,
+    embedding_std: float | None = None,
 ) -> "LanguageModel":
     """A model of this shape in fp32, initialised from `seed` (see initial.py, for `embedding_deviation` too).
 
@@ -25,20 +25,20 @@ def build(
     """
     import torch
 
-    from lmforge.model.decoder import Decoder
-    from lmforge.model.foreign import ForeignModel
-    from lmforge.model.foreign_config import ForeignConfig
+    from lmforge.interop.transformers_config import TransformersConfig
+    from lmforge.interop.transformers_model import TransformersModel
     from lmforge.model.gpt2 import GPT2
-    from lmforge.model.initial import initialise
+    from lmforge.model.init_weights import init_weights
+    from lmforge.model.llama import Llama
 
     with torch.device("meta"):
         model: LanguageModel
-        if isinstance(config, ForeignConfig):
-            model = ForeignModel(config)
+        if isinstance(config, TransformersConfig):
+            model = TransformersModel(config)
         else:
-            model = Decoder(config) if config.family == "llama" else GPT2(config)
+            model = Llama(config) if config.family == "llama" else GPT2(config)
     model.to_empty(device=device)
-    model.tie()
+    model.tie_weights()
     if seed is not None:
-        initialise(model, seed, embedding_deviation)
+        init_weights(model, seed, embedding_std)
     return model

@@ -17,21 +17,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from lmforge.data.batch import Batch
 
 
-class ContextShare(Protocol):
+class SequenceSharder(Protocol):
     """How each row is shared out over ranks (context parallel), and what attention needs to know of it."""
 
-    def share(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of each row."""
 
-    def stretches(self, length: int) -> list[tuple[int, int]]:
+    def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
         """(slot of its first token in the whole row, tokens) of each contiguous stretch of the `length` tokens here."""
 
-    def whole(self, part: torch.Tensor, dimension: int) -> torch.Tensor:
+    def all_gather_sequence(self, local: torch.Tensor, dim: int) -> torch.Tensor:
         """`part` of every rank along `dimension`, put together in the order of the row. Differentiable."""
 
 
 @dataclass(frozen=True)
-class Mask:
+class AttentionMask:
     """Which keys each query sees, in the form that the backend on this device wants; `dense` or `blocks` is set.
 
     dense: bool [rows, 1, queries, keys], True where seen, for torch's own scaled_dot_product_attention.
@@ -39,12 +39,14 @@ class Mask:
     context: set where keys and values are here for the tokens of this rank only.
     """
 
-    dense: torch.Tensor | None = None
-    blocks: BlockMask | None = None
-    context: ContextShare | None = None
+    dense_mask: torch.Tensor | None = None
+    block_mask: BlockMask | None = None
+    context_parallel: SequenceSharder | None = None
 
 
-def attention_mask(documents: torch.Tensor, window: int | None, context: ContextShare | None = None) -> Mask:
+def create_attention_mask(
+    document_ids: torch.Tensor, window: int | None, context_parallel: SequenceSharder | None = None
+) -> AttentionMask:
     """The mask of one batch, to be made once per forward and window.
 
     Args:
@@ -52,21 +54,28 @@ def attention_mask(documents: torch.Tensor, window: int | None, context: Context
         window: how many tokens back a token sees, itself included; None is all of its document.
         context: set where the queries are a share of each row, and the keys are all of it.
     """
-    keys = documents if context is None else context.whole(documents, 1)
+    keys = document_ids if context_parallel is None else context_parallel.all_gather_sequence(document_ids, 1)
     slots = torch.arange(keys.shape[1], device=keys.device)
-    asked = torch.cat([slots[first : first + count] for first, count in _stretches(documents.shape[1], slots.numel(), context)])
-    if documents.is_cuda:
-        rows, length = documents.shape
+    asked = torch.cat(
+        [slots[first : first + count] for first, count in _query_ranges(document_ids.shape[1], slots.numel(), context_parallel)]
+    )
+    if document_ids.is_cuda:
+        rows, length = document_ids.shape
         make = _compiled_create_block_mask()
-        rule = seen_by(documents, keys, asked, window)
-        return Mask(blocks=make(rule, rows, None, length, slots.numel(), device=documents.device), context=context)
+        rule = document_mask_mod(document_ids, keys, asked, window)
+        return AttentionMask(
+            block_mask=make(rule, rows, None, length, slots.numel(), device=document_ids.device),
+            context_parallel=context_parallel,
+        )
     order = slots <= asked[:, None]
     if window is not None:
         order &= slots > asked[:, None] - window
-    return Mask(dense=((documents[:, :, None] == keys[:, None, :]) & order)[:, None], context=context)
+    return AttentionMask(
+        dense_mask=((document_ids[:, :, None] == keys[:, None, :]) & order)[:, None], context_parallel=context_parallel
+    )
 
 
-def slots_seen(positions: torch.Tensor, slots: torch.Tensor, window: int | None) -> Mask:
+def create_cache_mask(positions: torch.Tensor, slots: torch.Tensor, window: int | None) -> AttentionMask:
     """The mask of a forward pass with a cache, in which the key of a row's token at position p is in slot p.
 
     positions: int64 [rows, queries]; slots: int64 [keys], their numbers from 0.
@@ -74,20 +83,20 @@ def slots_seen(positions: torch.Tensor, slots: torch.Tensor, window: int | None)
     seen = slots <= positions[:, :, None]
     if window is not None:
         seen &= slots > positions[:, :, None] - window
-    return Mask(dense=seen[:, None])
+    return AttentionMask(dense_mask=seen[:, None])
 
 
-def _stretches(queries: int, keys: int, context: ContextShare | None) -> list[tuple[int, int]]:
+def _query_ranges(num_queries: int, num_keys: int, context_parallel: SequenceSharder | None) -> list[tuple[int, int]]:
     """Which slots the queries are at, as stretches of (first, count): the last of all keys, or a share of them."""
-    return [(keys - queries, queries)] if context is None else context.stretches(queries)
+    return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
 
 
-def backend_name(device: torch.device) -> str:
+def attention_backend_name(device: torch.device) -> str:
     """What `attention_mask` chooses on this device, for people to read."""
     return "FlexAttention, block mask" if device.type == "cuda" else "SDPA, dense mask"
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask) -> torch.Tensor:
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(head_dim), where the mask allows) v.
 
     Args:
@@ -97,24 +106,24 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     Returns: [rows, heads, queries, head_dim].
     """
     grouped = queries.shape[1] != keys.shape[1]
-    if mask.context is not None:
-        keys, values = mask.context.whole(torch.stack((keys, values)), 3)
-    if mask.blocks is not None:
+    if mask.context_parallel is not None:
+        keys, values = mask.context_parallel.all_gather_sequence(torch.stack((keys, values)), 3)
+    if mask.block_mask is not None:
         compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        return compute(queries, keys, values, block_mask=mask.blocks, enable_gqa=grouped)
-    assert mask.dense is not None
+        return compute(queries, keys, values, block_mask=mask.block_mask, enable_gqa=grouped)
+    assert mask.dense_mask is not None
     if grouped and queries.is_cuda:
         # The fused CUDA kernels that take a mask want as many key heads as query heads; on a CPU grouping is quicker.
-        keys, values = (_repeated(kept, queries.shape[1]) for kept in (keys, values))
+        keys, values = (_repeat_kv(kept, queries.shape[1]) for kept in (keys, values))
     # Nothing tells the kernel that the upper triangle is empty. In pieces, each with the keys up to its own end, most of
     # that is never computed: a third of the time at 1,024 tokens on a CPU. Smaller pieces than 256 gain nothing more.
     pieces, done = [], 0
-    for first, count in _stretches(queries.shape[2], keys.shape[2], mask.context):
+    for first, count in _query_ranges(queries.shape[2], keys.shape[2], mask.context_parallel):
         piece = max(256, -(-count // 8))
         for start in range(0, count, piece):
             stop = min(start + piece, count)
             here, end = slice(done + start, done + stop), first + stop
-            asked, allowed = queries[:, :, here], mask.dense[:, :, here, :end]
+            asked, allowed = queries[:, :, here], mask.dense_mask[:, :, here, :end]
             pieces.append(
                 scaled_dot_product_attention(asked, keys[:, :, :end], values[:, :, :end], attn_mask=allowed, enable_gqa=grouped)
             )
@@ -122,19 +131,23 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
 
 
-def _repeated(kept: torch.Tensor, heads: int) -> torch.Tensor:
-    rows, groups, length, width = kept.shape
-    return kept[:, :, None].expand(rows, groups, heads // groups, length, width).reshape(rows, heads, length, width)
+def _repeat_kv(keys_or_values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    rows, groups, length, width = keys_or_values.shape
+    return (
+        keys_or_values[:, :, None]
+        .expand(rows, groups, num_heads // groups, length, width)
+        .reshape(rows, num_heads, length, width)
+    )
 
 
-def seen_by(
-    documents: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, window: int | None
+def document_mask_mod(
+    query_document_ids: torch.Tensor, key_document_ids: torch.Tensor, query_slots: torch.Tensor, window: int | None
 ) -> Callable[..., torch.Tensor]:
     """The rule of `attention_mask`, query by key, as FlexAttention asks for it; `slots` [queries] says where queries are."""
 
     def seen(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        allowed = (documents[row, query] == keys[row, key]) & (slots[query] >= key)
-        return allowed if window is None else allowed & (key > slots[query] - window)
+        allowed = (query_document_ids[row, query] == key_document_ids[row, key]) & (query_slots[query] >= key)
+        return allowed if window is None else allowed & (key > query_slots[query] - window)
 
     return seen
 

@@ -6,17 +6,17 @@ Arithmetic on a ModelConfig, without torch. What a run will need in memory, and 
 import re
 from dataclasses import dataclass
 
-from lmforge.model.foreign_config import ForeignConfig, counted
-from lmforge.model.shapes import ModelConfig
+from lmforge.interop.transformers_config import TransformersConfig, wrapped_parameter_counts
+from lmforge.model.config import ModelConfig
 
-CONVENTION = (
+FLOPS_CONVENTION = (
     "FLOPs per token = 6 x (parameters without input embedding; a tied one counts, as the head) "
     "+ 12 x layers x heads x head_dim x length; no causal discount, no recomputation; of experts those that a token goes to"
 )
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCount:
     """How many numbers a model holds: all of them, those of its input embeddings, and those that multiply each token.
 
     `multiplied` is all without the input embeddings, which are looked up; a tied one is also the head and is counted. Of
@@ -25,23 +25,23 @@ class Parameters:
 
     total: int
     input_embedding: int
-    multiplied: int
+    active_matmul: int
 
 
-def parameters(config: ModelConfig) -> Parameters:
+def parameter_count(config: ModelConfig) -> ParameterCount:
     """The parameters of a shape, a tied embedding counted once. Of a wrapped model they are counted from its modules."""
-    if isinstance(config, ForeignConfig):
-        return Parameters(*counted(config))
+    if isinstance(config, TransformersConfig):
+        return ParameterCount(*wrapped_parameter_counts(config))
     width, inner = config.hidden_size, config.intermediate_size
     matrix = config.vocab_size * width
-    head = config.outputs * width
+    head = config.num_outputs * width
     unshared = 0 if config.tie_word_embeddings else head
     if config.family == "gpt2":
         attention = 4 * width * width + 4 * width
         feed_forward = 2 * width * inner + inner + width
         blocks = config.num_hidden_layers * (attention + feed_forward + 4 * width) + 2 * width
         places = config.max_position_embeddings * width
-        return Parameters(blocks + matrix + unshared + places, matrix + places, blocks + head)
+        return ParameterCount(blocks + matrix + unshared + places, matrix + places, blocks + head)
     queries = config.num_attention_heads * config.head_dim
     kept = config.num_key_value_heads * config.head_dim
     attention = 2 * width * queries + 2 * width * kept
@@ -49,32 +49,32 @@ def parameters(config: ModelConfig) -> Parameters:
     attention += config.qk_norm * 2 * config.head_dim
     feed_forward = 3 * width * inner + config.mlp_bias * (2 * inner + width)
     blocks = config.num_hidden_layers * (attention + feed_forward + 2 * width) + width
-    return Parameters(blocks + matrix + unshared, matrix, blocks + head)
+    return ParameterCount(blocks + matrix + unshared, matrix, blocks + head)
 
 
-def flops_per_token(config: ModelConfig, length: int) -> int:
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations that training takes per token of rows of `length` tokens, forward and backward.
 
     By CONVENTION, which is to be printed next to a utilisation made with it. Packed rows and sliding windows do less
     attention than it counts.
     """
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-    return 6 * parameters(config).multiplied + attention
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
+    return 6 * parameter_count(config).active_matmul + attention
 
 
 def weight_bytes(config: ModelConfig, bytes_per_parameter: int = 4) -> int:
     """Bytes of the weights alone: 4 a parameter in fp32, 2 in bf16."""
-    return bytes_per_parameter * parameters(config).total
+    return bytes_per_parameter * parameter_count(config).total
 
 
-def training_bytes(config: ModelConfig) -> int:
+def adamw_state_bytes(config: ModelConfig) -> int:
     """Bytes of what AdamW training keeps between steps, over all ranks that share it: fp32 weights and two moments."""
     return 3 * weight_bytes(config)
 
 
 # Dense figures (without sparsity) from the makers' data sheets, in FLOP/s. First match wins, so that the slower variants
 # of a chip stand before the chip. Consumer chips: with fp32 accumulation.
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+_PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GH200", {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}),
     ("GB200", {"bf16": 2500e12, "fp8": 5000e12, "tf32": 1250e12, "fp32": 80e12}),
     ("B200", {"bf16": 2250e12, "fp8": 4500e12, "tf32": 1125e12, "fp32": 75e12}),
@@ -104,7 +104,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         device_name: as torch.cuda.get_device_name() gives it.
         dtype: of the matrix products: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
     """
-    for name, peaks in _PEAKS:
+    for name, peaks in _PEAK_FLOPS:
         if re.search(rf"\b{re.escape(name)}\b", device_name):
             # Tensor cores of these chips run both 16-bit formats at one speed; those before them have fp16 alone.
             return peaks.get(dtype, peaks.get("bf16") if dtype == "fp16" else None)

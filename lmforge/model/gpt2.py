@@ -10,81 +10,83 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu
 
-from lmforge.errors import Mistake
-from lmforge.model.attention import Mask, attend, attention_mask
-from lmforge.model.cache import LayerCache, Reading
-from lmforge.model.dropout import Noise
-from lmforge.model.layers import Head, LanguageModel, project
-from lmforge.model.neftune import disturbed
-from lmforge.model.shapes import ModelConfig
+from lmforge.errors import UserError
+from lmforge.model.attention import AttentionMask, attend, create_attention_mask
+from lmforge.model.cache import KVCacheView, LayerKVCache
+from lmforge.model.config import ModelConfig
+from lmforge.model.dropout import TokenRng
+from lmforge.model.layers import LanguageModel, LMHead, apply_linear
+from lmforge.model.neftune import perturb_embeddings
 
 
 class Conv1D(nn.Module):
     """x @ weight + bias, with the weight [in, out]: GPT-2 stores its linear maps transposed."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight.t(), self.bias)
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, mask: Mask, cache: LayerCache | None, noise: Noise | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None = None
+    ) -> torch.Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in project(self.c_attn, x, noise).chunk(3, dim=-1))
+        q, k, v = (part.view(heads).transpose(1, 2) for part in apply_linear(self.c_attn, x, token_rng).chunk(3, dim=-1))
         if cache is not None:
-            k, v = cache.append(k, v)
-        return project(self.c_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), noise)
+            k, v = cache.update(k, v)
+        return apply_linear(self.c_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), token_rng)
 
 
-class FeedForward(nn.Module):
+class GPT2MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
         self.approximate = "none" if config.hidden_act == "gelu" else "tanh"
 
-    def forward(self, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
-        return project(self.c_proj, gelu(project(self.c_fc, x, noise), approximate=self.approximate), noise)
+    def forward(self, x: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
+        return apply_linear(self.c_proj, gelu(apply_linear(self.c_fc, x, token_rng), approximate=self.approximate), token_rng)
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One layer: hidden + attention(norm(hidden)), then the same with the feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
+        self.attn = GPT2Attention(config)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = FeedForward(config)
+        self.mlp = GPT2MLP(config)
 
     def forward(
-        self, hidden: torch.Tensor, mask: Mask, cache: LayerCache | None = None, noise: Noise | None = None
+        self, hidden: torch.Tensor, mask: AttentionMask, cache: LayerKVCache | None = None, token_rng: TokenRng | None = None
     ) -> torch.Tensor:
         """hidden [rows, length, hidden_size] → the same shape and dtype."""
-        attended = self.attn(self.ln_1(hidden), mask, cache, noise=noise)
-        hidden = hidden + (attended if noise is None else noise.drop(attended, 0))
-        fed = self.mlp(self.ln_2(hidden), noise=noise)
-        return hidden + (fed if noise is None else noise.drop(fed, 1))
+        attended = self.attn(self.ln_1(hidden), mask, cache, token_rng=token_rng)
+        hidden = hidden + (attended if token_rng is None else token_rng.apply_dropout(attended, 0))
+        fed = self.mlp(self.ln_2(hidden), token_rng=token_rng)
+        return hidden + (fed if token_rng is None else token_rng.apply_dropout(fed, 1))
 
 
-class Trunk(nn.Module):
+class GPT2Backbone(nn.Module):
     """Everything under the name `transformer.`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
 
@@ -94,11 +96,11 @@ class GPT2(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Trunk(config)
-        self.lm_head = Head(config.hidden_size, config.outputs)
-        self.tie()
+        self.transformer = GPT2Backbone(config)
+        self.lm_head = LMHead(config.hidden_size, config.num_outputs)
+        self.tie_weights()
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.transformer.wte.weight  # type: ignore[assignment]
@@ -115,24 +117,24 @@ class GPT2(LanguageModel):
     def final_norm(self) -> nn.Module:
         return self.transformer.ln_f
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
-        """Raises Mistake for rows longer than the learned positions."""
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
+        """Raises UserError for rows longer than the learned positions."""
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
-            raise Mistake(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
-        return disturbed(self.transformer.wte(tokens) + self.transformer.wpe(positions), noise)
+            raise UserError(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
+        return perturb_embeddings(self.transformer.wte(tokens) + self.transformer.wpe(positions), token_rng)
 
     def run_blocks(
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        documents: torch.Tensor,
-        cache: Reading | None = None,
-        numbers: Iterable[int] | None = None,
-        noise: Noise | None = None,
+        document_ids: torch.Tensor,
+        cache: KVCacheView | None = None,
+        layer_indices: Iterable[int] | None = None,
+        token_rng: TokenRng | None = None,
     ) -> torch.Tensor:
-        mask = attention_mask(documents, None, self.context) if cache is None else cache.mask(None)
-        for number in range(len(self.blocks)) if numbers is None else numbers:
+        mask = create_attention_mask(document_ids, None, self.context_parallel) if cache is None else cache.mask(None)
+        for number in range(len(self.blocks)) if layer_indices is None else layer_indices:
             kept = None if cache is None else cache.layers[number]
-            hidden = self.blocks[number](hidden, mask, kept, None if noise is None else noise.of_block(number))
+            hidden = self.blocks[number](hidden, mask, kept, None if token_rng is None else token_rng.for_block(number))
         return hidden

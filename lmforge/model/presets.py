@@ -18,13 +18,15 @@ _LLAMA31_SCALING = {
 _LLAMA31 = {**_LLAMA3, "max_position_embeddings": 131072, "rope_scaling": _LLAMA31_SCALING}
 
 
-def _sizes(hidden: int, feed_forward: int, layers: int, heads: int, groups: int | None = None) -> dict[str, Any]:
+def _sizes(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None
+) -> dict[str, Any]:
     return {
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups or heads,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads or num_heads,
     }
 
 

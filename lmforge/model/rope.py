@@ -8,10 +8,10 @@ import math
 
 import torch
 
-from lmforge.model.shapes import ModelConfig
+from lmforge.model.config import ModelConfig
 
 
-class Rotation:
+class RotaryEmbedding:
     """Cosine and sine of each position's angles: fp32 [rows, length, 1, head_dim / 2].
 
     A plain object, because mixed precision of FSDP casts the tensors among a block's arguments to bf16, those inside of
@@ -22,14 +22,14 @@ class Rotation:
         self.cos = cos
         self.sin = sin
 
-    def turn(self, heads: torch.Tensor) -> torch.Tensor:
+    def apply_rotary(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate [rows, length, heads, head_dim]; channel i turns with channel i + head_dim / 2, as in transformers."""
         first, second = heads.chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
-def frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torch.Tensor:
+def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torch.Tensor:
     """Angle per position of each channel pair, in radians: fp32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     base = 1.0 / config.rope_theta**exponents
@@ -48,7 +48,7 @@ def frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torc
     return base * (kept + (1 - kept) / scaling.factor)
 
 
-def rotation(positions: torch.Tensor, config: ModelConfig) -> Rotation:
+def rotary_embedding(positions: torch.Tensor, config: ModelConfig) -> RotaryEmbedding:
     """The rotation of each position: int64 [rows, length] → cosines and sines, made once per forward."""
-    angles = positions.float()[:, :, None, None] * frequencies(config, positions.device)
-    return Rotation(angles.cos(), angles.sin())
+    angles = positions.float()[:, :, None, None] * rotary_frequencies(config, positions.device)
+    return RotaryEmbedding(angles.cos(), angles.sin())

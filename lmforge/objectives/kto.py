@@ -14,16 +14,16 @@ from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.chunked import IGNORED
-from lmforge.objectives.logprobs import document_sums, document_tokens, token_logprobs
-from lmforge.objectives.preference import both_sides, reference_gap
+from lmforge.objectives.cross_entropy import IGNORE_INDEX
+from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
+from lmforge.objectives.preference import reference_gap, split_pairs
 
 
 def kto(
     log_ratios: Tensor,
-    labels: Tensor,
-    there: Tensor,
-    divergence: Tensor,
+    desirable: Tensor,
+    completion_mask: Tensor,
+    kl: Tensor,
     *,
     beta: float,
     desirable_weight: float = 1.0,
@@ -35,41 +35,41 @@ def kto(
     desirable; `there` bool, whether there is a completion; z = `divergence`, taken as 0 where it is less, not
     differentiated.
     """
-    gain = beta * (log_ratios - divergence.detach().clamp(min=0))
-    losses = torch.where(labels, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
-    total = torch.where(there, losses, 0.0).sum()
-    metrics = {"loss": (total.detach(), there.sum().to(total.dtype))}
-    for name, which in (("chosen", there & labels), ("rejected", there & ~labels)):
+    gain = beta * (log_ratios - kl.detach().clamp(min=0))
+    losses = torch.where(desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
+    total = torch.where(completion_mask, losses, 0.0).sum()
+    metrics = {"loss": (total.detach(), completion_mask.sum().to(total.dtype))}
+    for name, which in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
         rewards = torch.where(which, beta * log_ratios.detach(), 0.0)
         metrics[f"rewards/{name}"] = rewards.sum(), which.sum().to(total.dtype)
     return total, metrics
 
 
-class KTO:
+class KTOObjective:
     """The objective. Batches bring the extras "reference" and "label" (1 desirable, 0 not, the same in all of a document)."""
 
     def __init__(self, *, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
-        self._value = partial(kto, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+        self._loss_fn = partial(kto, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """Number of completions that are judged, an fp32 scalar on the batch's device."""
-        judged, _ = both_sides(document_tokens(batch.targets, batch.documents))
+        judged, _ = split_pairs(document_label_counts(batch.labels, batch.document_ids))
         return (judged > 0).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over completions, metrics as (sum, count) pairs). A batch without completions gives 0, not NaN."""
         reference = batch.extra("reference")
-        hidden = model(batch.tokens, batch.positions, batch.documents, keys=batch.keys)
-        logprobs = model.lm_head(hidden, partial(token_logprobs, targets=batch.targets))
-        scored = batch.targets != IGNORED
-        matched, mismatched = both_sides(document_sums(logprobs - reference * scored, batch.documents))
-        lengths, mismatched_lengths = both_sides(document_tokens(batch.targets, batch.documents))
-        labels, _ = both_sides(document_sums(batch.extra("label") * scored, batch.documents))
+        hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
+        logprobs = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels))
+        scored = batch.labels != IGNORE_INDEX
+        matched, mismatched = split_pairs(document_sums(logprobs - reference * scored, batch.document_ids))
+        lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
+        labels, _ = split_pairs(document_sums(batch.extra("label") * scored, batch.document_ids))
         judged, desirable, estimates = lengths > 0, labels > 0, mismatched_lengths > 0
         found = torch.where(estimates, mismatched.detach(), 0.0).sum(1, keepdim=True)
         divergence = found / estimates.sum(1, keepdim=True).clamp(min=1)
-        total, metrics = self._value(matched, desirable, judged, divergence)
-        summed, _ = both_sides(document_sums(logprobs.detach(), batch.documents))
+        total, metrics = self._loss_fn(matched, desirable, judged, divergence)
+        summed, _ = split_pairs(document_sums(logprobs.detach(), batch.document_ids))
         for side, which in (("chosen", judged & desirable), ("rejected", judged & ~desirable)):
             metrics[f"logps/{side}"] = torch.where(which, summed, 0.0).sum(), which.sum().float()
             metrics[f"tokens/{side}"] = torch.where(which, lengths, 0.0).sum(), which.sum().float()

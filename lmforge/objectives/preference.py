@@ -20,14 +20,14 @@ from torch.nn.functional import logsigmoid
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.chunked import IGNORED
-from lmforge.objectives.logprobs import document_sums, document_tokens, token_logprobs
+from lmforge.objectives.cross_entropy import IGNORE_INDEX
+from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
 
-Kind = Literal["sigmoid", "hinge", "ipo", "robust", "exo", "nca", "apo-zero", "apo-down"]
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "exo", "nca", "apo-zero", "apo-down"]
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLogprobs:
     """Tensors of one shape, a place for each pair: log-probabilities of whole completions in nats, fp32, and their lengths.
 
     `there` bool: whether there is a pair in this place. The reference's are None for the methods that have none.
@@ -37,7 +37,7 @@ class Pairs:
     rejected: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
-    there: Tensor
+    pair_mask: Tensor
     reference_chosen: Tensor | None = None
     reference_rejected: Tensor | None = None
 
@@ -56,33 +56,39 @@ class Pairs:
             raise ValueError("this objective needs the reference's log-probabilities")
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
-    def total(self, losses: Tensor) -> Tensor:
+    def masked_sum(self, values: Tensor) -> Tensor:
         """The sum over those pairs that are there."""
-        return torch.where(self.there, losses, 0.0).sum()
+        return torch.where(self.pair_mask, values, 0.0).sum()
 
-    def count(self) -> Tensor:
-        return self.there.sum().to(self.chosen.dtype)
-
-
-Method = Callable[[Pairs], tuple[Tensor, Metrics]]
+    def num_pairs(self) -> Tensor:
+        return self.pair_mask.sum().to(self.chosen.dtype)
 
 
-def both_sides(values: Tensor) -> tuple[Tensor, Tensor]:
+PreferenceLoss = Callable[[PairLogprobs], tuple[Tensor, Metrics]]
+
+
+def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """Those of the documents 2i and of the documents 2i + 1, of values by document [rows, length]: [rows, length // 2]."""
     end = values.shape[1] // 2 * 2
     return values[:, 0:end:2], values[:, 1:end:2]
 
 
-def pairs_of(batch: Batch, logprobs: Tensor, reference: Tensor | None = None) -> Pairs:
+def pair_logprobs(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor | None = None) -> PairLogprobs:
     """The pairs of a batch from log p of each token [rows, length] under the policy and, if any, under the reference."""
-    scored = batch.targets != IGNORED
-    lengths = both_sides(document_tokens(batch.targets, batch.documents))
-    ours = both_sides(document_sums(logprobs, batch.documents))
-    theirs = (None, None) if reference is None else both_sides(document_sums(reference * scored, batch.documents))
-    return Pairs(*ours, *lengths, (lengths[0] > 0) & (lengths[1] > 0), *theirs)
+    scored = batch.labels != IGNORE_INDEX
+    lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
+    ours = split_pairs(document_sums(logprobs, batch.document_ids))
+    theirs = (
+        (None, None)
+        if reference_logprobs is None
+        else split_pairs(document_sums(reference_logprobs * scored, batch.document_ids))
+    )
+    return PairLogprobs(*ours, *lengths, (lengths[0] > 0) & (lengths[1] > 0), *theirs)
 
 
-def dpo(pairs: Pairs, *, beta: float, kind: Kind = "sigmoid", label_smoothing: float = 0.0) -> tuple[Tensor, Metrics]:
+def dpo(
+    pairs: PairLogprobs, *, beta: float, loss_type: LossType = "sigmoid", label_smoothing: float = 0.0
+) -> tuple[Tensor, Metrics]:
     """Direct preference optimisation (arXiv 2305.18290) and losses of the same four log-probabilities.
 
     With c and r the log-ratios of policy to reference of the chosen and the rejected side, and Δ = c − r:
@@ -96,7 +102,7 @@ def dpo(pairs: Pairs, *, beta: float, kind: Kind = "sigmoid", label_smoothing: f
     """
     chosen, rejected = pairs.log_ratios()
     preferred, dispreferred = logsigmoid(beta * (chosen - rejected)), logsigmoid(-beta * (chosen - rejected))
-    match kind:
+    match loss_type:
         case "sigmoid":
             losses = -(1 - label_smoothing) * preferred - label_smoothing * dispreferred
         case "hinge":
@@ -115,20 +121,20 @@ def dpo(pairs: Pairs, *, beta: float, kind: Kind = "sigmoid", label_smoothing: f
             losses = 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
         case "apo-down":
             losses = (beta * chosen).sigmoid() + 1 - preferred.exp()
-    return _told(pairs, losses, beta * chosen, beta * rejected)
+    return _with_metrics(pairs, losses, beta * chosen, beta * rejected)
 
 
-def orpo(pairs: Pairs, *, weight: float) -> tuple[Tensor, Metrics]:
+def orpo(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Metrics]:
     """NLL of the chosen side + `weight` × −log σ(log of the ratio of the odds), per-token means (arXiv 2403.07691).
 
     The NLL is the mean over each chosen completion's tokens, summed over pairs; TRL takes the mean over all tokens of a
     micro-batch, prompts included, which depends on how the batch is split.
     """
     log_odds = _log_odds(pairs.chosen_mean) - _log_odds(pairs.rejected_mean)
-    losses = -pairs.chosen_mean - weight * logsigmoid(log_odds)
-    total, metrics = _told(pairs, losses, weight * pairs.chosen_mean, weight * pairs.rejected_mean)
-    metrics["nll"] = -pairs.total(pairs.chosen_mean).detach(), pairs.count()
-    metrics["log_odds"] = pairs.total(log_odds).detach(), pairs.count()
+    losses = -pairs.chosen_mean - beta * logsigmoid(log_odds)
+    total, metrics = _with_metrics(pairs, losses, beta * pairs.chosen_mean, beta * pairs.rejected_mean)
+    metrics["nll"] = -pairs.masked_sum(pairs.chosen_mean).detach(), pairs.num_pairs()
+    metrics["log_odds"] = pairs.masked_sum(log_odds).detach(), pairs.num_pairs()
     return total, metrics
 
 
@@ -140,129 +146,136 @@ def _log_odds(mean: Tensor) -> Tensor:
     return mean - rest
 
 
-def simpo(pairs: Pairs, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
+def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
     """−log σ(β(mean log-probability of chosen − of rejected) − γ), without a reference (arXiv 2405.14734)."""
     chosen, rejected = beta * pairs.chosen_mean, beta * pairs.rejected_mean
-    return _told(pairs, -logsigmoid(chosen - rejected - gamma), chosen, rejected)
+    return _with_metrics(pairs, -logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
 def bradley_terry(
-    chosen: Tensor, rejected: Tensor, there: Tensor, *, margin: Tensor | float = 0.0, centre: float = 0.0
+    chosen: Tensor,
+    rejected: Tensor,
+    pair_mask: Tensor,
+    *,
+    margin: Tensor | float = 0.0,
+    center_rewards_coefficient: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """−log σ(r_c − r_r − margin) + `centre` × (r_c + r_r)² of scalar rewards, summed over the pairs that are there.
 
     The margin is that of Llama 2 (arXiv 2307.09288), the second term keeps rewards near zero (arXiv 2312.09244).
     """
-    losses = -logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected).square()
-    total = torch.where(there, losses, 0.0).sum()
-    return total, {"loss": (total.detach(), there.sum().to(chosen.dtype)), **reward_metrics(chosen, rejected, there)}
+    losses = -logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected).square()
+    total = torch.where(pair_mask, losses, 0.0).sum()
+    return total, {"loss": (total.detach(), pair_mask.sum().to(chosen.dtype)), **reward_metrics(chosen, rejected, pair_mask)}
 
 
 @torch.no_grad()
-def reward_metrics(chosen: Tensor, rejected: Tensor, there: Tensor) -> Metrics:
+def reward_metrics(chosen: Tensor, rejected: Tensor, pair_mask: Tensor) -> Metrics:
     """Rewards of both sides, their margin, and how often the chosen one's is higher, a tie being a failure."""
     values = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": (chosen > rejected).float()}
-    count = there.sum().to(chosen.dtype)
-    return {f"rewards/{name}": (torch.where(there, value, 0.0).sum(), count) for name, value in values.items()}
+    count = pair_mask.sum().to(chosen.dtype)
+    return {f"rewards/{name}": (torch.where(pair_mask, value, 0.0).sum(), count) for name, value in values.items()}
 
 
-def _told(pairs: Pairs, losses: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+def _with_metrics(pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
     """The sum and the metrics of pairs with these losses and these implied rewards."""
-    total, count = pairs.total(losses), pairs.count()
-    metrics = {"loss": (total.detach(), count), **reward_metrics(chosen, rejected, pairs.there)}
+    total, count = pairs.masked_sum(losses), pairs.num_pairs()
+    metrics = {"loss": (total.detach(), count), **reward_metrics(chosen, rejected, pairs.pair_mask)}
     for name in ("chosen", "rejected"):
-        metrics[f"logps/{name}"] = pairs.total(getattr(pairs, name).detach()), count
-        metrics[f"tokens/{name}"] = pairs.total(getattr(pairs, f"{name}_tokens")), count
+        metrics[f"logps/{name}"] = pairs.masked_sum(getattr(pairs, name).detach()), count
+        metrics[f"tokens/{name}"] = pairs.masked_sum(getattr(pairs, f"{name}_tokens")), count
     return total, metrics
 
 
-class Preference:
+class PreferenceObjective:
     """The objective of pairs under one of the methods above, such as `partial(dpo, beta=0.1)`.
 
     With `reference`, batches bring the extra "reference": its log-probability of each scored target, made in the
     policy's compute dtype.
     """
 
-    def __init__(self, method: Method, *, reference: bool) -> None:
-        self._method = method
-        self._reference = reference
+    def __init__(self, loss_fn: PreferenceLoss, *, uses_reference: bool) -> None:
+        self._loss_fn = loss_fn
+        self._uses_reference = uses_reference
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
         return count_pairs(batch)
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
-        reference = batch.extra("reference") if self._reference else None
-        hidden = model(batch.tokens, batch.positions, batch.documents, keys=batch.keys)
-        logprobs = model.lm_head(hidden, partial(token_logprobs, targets=batch.targets))
-        total, metrics = self._method(pairs_of(batch, logprobs, reference))
+        reference = batch.extra("reference") if self._uses_reference else None
+        hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
+        logprobs = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels))
+        total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference))
         return total, metrics if reference is None else metrics | reference_gap(batch, logprobs, reference)
 
 
 def count_pairs(batch: Batch) -> Tensor:
     """Number of pairs with something scored on both sides: an fp32 scalar."""
-    chosen, rejected = both_sides(document_tokens(batch.targets, batch.documents))
+    chosen, rejected = split_pairs(document_label_counts(batch.labels, batch.document_ids))
     return ((chosen > 0) & (rejected > 0)).sum().float()
 
 
 @torch.no_grad()
-def reference_gap(batch: Batch, logprobs: Tensor, reference: Tensor) -> Metrics:
+def reference_gap(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor) -> Metrics:
     """How far policy and reference are apart: |log π − log reference| of the scored targets."""
-    scored = batch.targets != IGNORED
-    return {"reference_gap": (torch.where(scored, logprobs - reference, 0.0).abs().sum(), scored.sum().float())}
+    scored = batch.labels != IGNORE_INDEX
+    return {"reference_gap": (torch.where(scored, logprobs - reference_logprobs, 0.0).abs().sum(), scored.sum().float())}
 
 
-def disagreement(means: Mapping[str, float], tolerance: float = 1e-3) -> str | None:
+def reference_mismatch_warning(first_step_metrics: Mapping[str, float], tolerance: float = 1e-3) -> str | None:
     """What is to be said if the policy is not its own reference before its first update, else None.
 
     `means` are the metrics of the first step. Then every log-ratio is 0: the loss of DPO is ln 2, whatever β and the
     labels' smoothing. Where it is not the reference has other weights, or runs in another dtype than the policy.
     """
-    gap = means["reference_gap"]
+    gap = first_step_metrics["reference_gap"]
     if gap <= tolerance:
         return None
     return (
-        f"before the first update policy and reference differ by {gap:.2g} nats a token (loss {means['loss']:.4f}; ln 2 is "
+        f"before the first update policy and reference differ by {gap:.2g} nats a token (loss {first_step_metrics['loss']:.4f}; ln 2 is "
         f"{math.log(2):.4f}): the reference has other weights, or computes in another dtype"
     )
 
 
-class RewardModel:
+class RewardModelObjective:
     """The objective of a model whose head has one output: what it gives at a document's last token is the reward.
 
     With `margins`, batches bring the extra "margin", the same at every token of a chosen document.
     """
 
-    def __init__(self, *, centre: float = 0.0, margins: bool = False) -> None:
-        self._centre = centre
+    def __init__(self, *, center_rewards_coefficient: float = 0.0, margins: bool = False) -> None:
+        self._center_rewards_coefficient = center_rewards_coefficient
         self._margins = margins
 
-    def weight(self, batch: Batch) -> Tensor:
+    def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
         return count_pairs(batch)
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
-        rewards = rewards_of(model, batch)
-        last = _last_tokens(batch.documents)
-        lengths = both_sides(document_tokens(batch.targets, batch.documents))
+        rewards = document_rewards(model, batch)
+        last = _is_last_token(batch.document_ids)
+        lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
         there = (lengths[0] > 0) & (lengths[1] > 0)
         margin: Tensor | float = 0.0
         if self._margins:
-            margin, _ = both_sides(document_sums(batch.extra("margin") * last, batch.documents))
-        return bradley_terry(*both_sides(rewards), there, margin=margin, centre=self._centre)
+            margin, _ = split_pairs(document_sums(batch.extra("margin") * last, batch.document_ids))
+        return bradley_terry(
+            *split_pairs(rewards), there, margin=margin, center_rewards_coefficient=self._center_rewards_coefficient
+        )
 
 
-def rewards_of(model: LanguageModel, batch: Batch) -> Tensor:
+def document_rewards(model: LanguageModel, batch: Batch) -> Tensor:
     """The reward of each document under a model whose head has one output: fp32 [rows, length], by document number."""
-    hidden = model(batch.tokens, batch.positions, batch.documents, keys=batch.keys)
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
     values = model.lm_head(hidden).squeeze(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return document_sums(torch.where(_last_tokens(batch.documents), values, 0.0), batch.documents)
+    return document_sums(torch.where(_is_last_token(batch.document_ids), values, 0.0), batch.document_ids)
 
 
-def _last_tokens(documents: Tensor) -> Tensor:
+def _is_last_token(document_ids: Tensor) -> Tensor:
     """Whether a token is the last of its document."""
-    following = torch.cat([documents[:, 1:], torch.full_like(documents[:, :1], -1)], dim=1)
-    return documents != following
+    following = torch.cat([document_ids[:, 1:], torch.full_like(document_ids[:, :1], -1)], dim=1)
+    return document_ids != following

@@ -9,38 +9,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lmforge.cluster.ranks import Ranks
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.engine import Spread
+from lmforge.parallel.parallel_model import ParallelModel
 
 
-class Replicated(Spread):
+class DDPModel(ParallelModel):
     """Gradients are all-reduced with the last micro-batch only."""
 
     engine = "ddp"
 
-    def __init__(self, scored: nn.Module, model: LanguageModel, ranks: Ranks, autocast_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, autocast_dtype: torch.dtype | None
+    ) -> None:
         wrapped = DistributedDataParallel(
-            scored,
-            device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+            model_with_loss,
+            device_ids=[dist_ctx.device.index] if dist_ctx.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
-        self._mark: Callable[[str], None] = lambda phase: None
-        wrapped.register_comm_hook(self, _sum)
-        _settle(wrapped)
-        super().__init__(wrapped, model, ranks, autocast_dtype)
+        self._set_phase: Callable[[str], None] = lambda phase: None
+        wrapped.register_comm_hook(self, _all_reduce_hook)
+        _fix_bucket_order(wrapped)
+        super().__init__(wrapped, model, dist_ctx, autocast_dtype)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        assert isinstance(self.scored, DistributedDataParallel)
-        return nullcontext() if last else self.scored.no_sync()
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
+        assert isinstance(self.model_with_loss, DistributedDataParallel)
+        return nullcontext() if is_last else self.model_with_loss.no_sync()
 
-    def accumulate(self, micro_batches: Sequence[Batch], weight: Tensor, mark: Callable[[str], None]) -> list[Metrics]:
-        self._mark = mark
-        return super().accumulate(micro_batches, weight, mark)
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], num_items: Tensor, set_phase: Callable[[str], None]
+    ) -> list[Metrics]:
+        self._set_phase = set_phase
+        return super().forward_backward(micro_batches, num_items, set_phase)
 
 
-def _settle(wrapped: DistributedDataParallel) -> None:
+def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
     """Have DDP arrange its buckets before the first step as it will keep them.
 
     After one backward it arranges them anew, and where a gradient lies in a bucket decides in which order three or more
@@ -48,18 +52,18 @@ def _settle(wrapped: DistributedDataParallel) -> None:
     a backward of zeros, in the order that it has assumed: the last parameters first.
     """
     total = torch.zeros(())
-    for parameter in wrapped.module.parameters():  # what was used last is walked back to first
+    for parameter in ddp.module.parameters():  # what was used last is walked back to first
         if parameter.requires_grad:
             total = total.to(parameter.device) + 0.0 * parameter.reshape(-1)[:1].sum()
-    wrapped.reducer.prepare_for_backward([])
+    ddp.reducer.prepare_for_backward([])
     total.backward()
-    wrapped.reducer._rebuild_buckets()
-    wrapped.zero_grad(set_to_none=True)
+    ddp.reducer._rebuild_buckets()
+    ddp.zero_grad(set_to_none=True)
 
 
-def _sum(engine: Replicated, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _all_reduce_hook(ddp_model: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     if bucket.is_last():  # this rank's backward is done: the rest is waiting for the others' gradients
-        engine._mark("reduce")
+        ddp_model._set_phase("reduce")
     # DDP's own hook divides by the number of ranks; the loss here is already divided by the weight of the global batch.
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

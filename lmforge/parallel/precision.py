@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 
 # Compiling takes about half a minute on a CPU and wins about a tenth: a shorter run than this loses by it.
-STEPS_WORTH_COMPILING = 200
+MIN_STEPS_TO_COMPILE = 200
 # The first whose tensor cores multiply float8: Ada, then Hopper (9.0).
-FLOAT8_CAPABILITY = (8, 9)
+FLOAT8_MIN_CAPABILITY = (8, 9)
 # The kernels that multiply float8 take sizes that are multiples of it.
-FLOAT8_UNIT = 16
+FLOAT8_SIZE_MULTIPLE = 16
 
 
-def has_fast_bf16(device: torch.device) -> bool:
+def has_native_bf16(device: torch.device) -> bool:
     """Whether the hardware multiplies bf16 itself; emulated, it is up to a hundred times slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
@@ -30,56 +30,56 @@ def has_fast_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16") or capabilities.get("bf16"))
 
 
-def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
+def choose_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The compute dtype, and the reason in a few words. bf16 on hardware without it is allowed, and said to be slow."""
-    if wanted == "fp32":
+    if requested == "fp32":
         return torch.float32, "as asked"
-    fast = has_fast_bf16(device)
-    if wanted == "bf16":
+    fast = has_native_bf16(device)
+    if requested == "bf16":
         warning = "" if fast else ", but this hardware only emulates bf16: expect it to be far slower than fp32"
         return torch.bfloat16, f"as asked{warning}"
     return (torch.bfloat16, "the hardware multiplies it") if fast else (torch.float32, "this hardware has no bf16 arithmetic")
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise Mistake where float8 cannot be had: on this device, beside this compute dtype, or for want of torchao."""
+    """Raise UserError where float8 cannot be had: on this device, beside this compute dtype, or for want of torchao."""
     out = "leave train.float8 out"
     if device.type != "cuda":
-        raise Mistake(f"train.float8: needs a GPU of compute capability 8.9 or newer, and this is a {device.type}; {out}")
+        raise UserError(f"train.float8: needs a GPU of compute capability 8.9 or newer, and this is a {device.type}; {out}")
     capability = torch.cuda.get_device_capability(device)
-    if capability < FLOAT8_CAPABILITY:
+    if capability < FLOAT8_MIN_CAPABILITY:
         told = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-        raise Mistake(f"train.float8: needs a GPU of compute capability 8.9 or newer, and {told}; {out}")
+        raise UserError(f"train.float8: needs a GPU of compute capability 8.9 or newer, and {told}; {out}")
     if dtype != torch.bfloat16:
-        raise Mistake("train.float8: what it leaves is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
+        raise UserError("train.float8: what it leaves is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
     if find_spec("torchao") is None:
-        raise Mistake(f"train.float8: torchao is not installed; pip install 'lmforge[fp8]', or {out}")
+        raise UserError(f"train.float8: torchao is not installed; pip install 'lmforge[fp8]', or {out}")
 
 
-def use_float8(model: LanguageModel, *, emulate: bool = False) -> None:
+def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
     """Let the linear layers of `model`'s blocks multiply in float8, in place: before they are compiled or sharded.
 
     One scale a tensor, found anew each time (torchao's tensorwise recipe); inputs and weights as e4m3, gradients as e5m2.
     Embedding and head stay as they are, and so do the weights and their names: what is converted is what is multiplied,
     so a checkpoint is that of any other run. With `emulate` the products are of fp32 numbers that were rounded to float8,
-    which any device can do, slowly. Raises Mistake for layers that do not fit.
+    which any device can do, slowly. Raises UserError for layers that do not fit.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
     if not layers:
-        raise Mistake(f"train.float8: a {model.config.model_type} model has no linear layers that it knows; leave it out")
+        raise UserError(f"train.float8: a {model.config.model_type} model has no linear layers that it knows; leave it out")
     for name, layer in layers.items():
-        if layer.in_features % FLOAT8_UNIT or layer.out_features % FLOAT8_UNIT:
-            raise Mistake(
+        if layer.in_features % FLOAT8_SIZE_MULTIPLE or layer.out_features % FLOAT8_SIZE_MULTIPLE:
+            raise UserError(
                 f"train.float8: {name.partition('.')[2]} takes {layer.in_features} numbers and gives {layer.out_features}, and"
-                f" float8 wants multiples of {FLOAT8_UNIT}; choose other sizes, or leave train.float8 out"
+                f" float8 wants multiples of {FLOAT8_SIZE_MULTIPLE}; choose other sizes, or leave train.float8 out"
             )
     # A batch may have any number of tokens: they are the inner dimension of a weight's gradient, and are padded.
     convert_to_float8_training(model.blocks, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
 
 
-def find_compiler(device: torch.device) -> str | None:
+def missing_for_compile(device: torch.device) -> str | None:
     """None where `torch.compile` has what it needs here, else what is missing."""
     if device.type == "cuda":
         return None
@@ -90,21 +90,21 @@ def find_compiler(device: torch.device) -> str | None:
     return None
 
 
-def choose_compile(wanted: str, device: torch.device, steps: int) -> tuple[bool, str]:
-    """Whether to compile the blocks, and the reason. Raises Mistake where it is asked for and cannot be done."""
-    missing = find_compiler(device)
-    if wanted == "on" and missing:
-        raise Mistake(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
-    if wanted != "auto":
-        return wanted == "on", "as asked"
+def choose_compile(requested: str, device: torch.device, steps: int) -> tuple[bool, str]:
+    """Whether to compile the blocks, and the reason. Raises UserError where it is asked for and cannot be done."""
+    missing = missing_for_compile(device)
+    if requested == "on" and missing:
+        raise UserError(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
+    if requested != "auto":
+        return requested == "on", "as asked"
     if missing:
         return False, missing
-    if device.type == "cpu" and steps < STEPS_WORTH_COMPILING:
-        return False, f"fewer than {STEPS_WORTH_COMPILING} steps would not repay it"
+    if device.type == "cpu" and steps < MIN_STEPS_TO_COMPILE:
+        return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay it"
     return True, "each block by itself"
 
 
-def compiled_graphs() -> int:
+def compiled_graph_count() -> int:
     """How many graphs this process has compiled so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and who compiles has done so
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 # Elements that are worked on at once: it bounds the fp32 copies of moments in bf16, four times this many bytes each.
-LOT = 2**25
+MAX_CHUNK_NUMEL = 2**25
 
 
 class AdamW(torch.optim.Optimizer):
@@ -26,18 +26,18 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        params: Iterable[dict[str, Any]],
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
         state_dtype: torch.dtype = torch.float32,
-        **more: Any,
+        **defaults: Any,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **more})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **defaults})
         self.state_dtype = state_dtype
 
-    def state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def get_or_init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter of `group`, made of zeros where there is none yet."""
         state = self.state[parameter]
         if not state:
@@ -51,14 +51,14 @@ class AdamW(torch.optim.Optimizer):
         """One step of every parameter that has a gradient. The host does not wait for the device."""
         for group in self.param_groups:
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self.update(ready, group)
+            self.update_group(ready, group)
 
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step of `parameters`, which are of `group`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        for lot in _lots(self._pieces(parameters, group)):
-            values, gradients = [piece.value for piece in lot], [piece.gradient for piece in lot]
-            first, second = [piece.first.float() for piece in lot], [piece.second.float() for piece in lot]
+        for lot in _batch_chunks(self._chunks(parameters, group)):
+            values, gradients = [piece.param for piece in lot], [piece.grad for piece in lot]
+            first, second = [piece.exp_avg.float() for piece in lot], [piece.exp_avg_sq.float() for piece in lot]
             torch._foreach_lerp_(first, gradients, 1 - beta1)
             torch._foreach_mul_(second, beta2)
             torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
@@ -68,41 +68,41 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
             torch._foreach_addcdiv_(values, first, width, [-lr / (1 - beta1**piece.step) for piece in lot])
             if self.state_dtype != torch.float32:
-                torch._foreach_copy_([piece.first for piece in lot], first)
-                dither_(second, seed=lot[0].step)
-                torch._foreach_copy_([piece.second for piece in lot], second)
+                torch._foreach_copy_([piece.exp_avg for piece in lot], first)
+                stochastic_round_(second, seed=lot[0].step)
+                torch._foreach_copy_([piece.exp_avg_sq for piece in lot], second)
 
-    def _pieces(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator["_Piece"]:
+    def _chunks(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator["_ParameterChunk"]:
         for parameter in parameters:
-            state = self.state_of(parameter, group)
+            state = self.get_or_init_state(parameter, group)
             state["step"] += 1
-            kept = [local(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-            gradient = local(parameter.grad).reshape(-1)
-            for stretch in zip(*(flat.split(LOT) for flat in (gradient, *kept)), strict=True):
-                yield _Piece(int(state["step"]), *stretch)
+            kept = [local_tensor(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+            gradient = local_tensor(parameter.grad).reshape(-1)
+            for stretch in zip(*(flat.split(MAX_CHUNK_NUMEL) for flat in (gradient, *kept)), strict=True):
+                yield _ParameterChunk(int(state["step"]), *stretch)
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ParameterChunk:
     """A stretch of this rank's share of one parameter, with its state. All have one dimension."""
 
     step: int
-    gradient: Tensor
-    value: Tensor
-    first: Tensor
-    second: Tensor
+    grad: Tensor
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
-def local(tensor: Tensor | None) -> Tensor:
+def local_tensor(tensor: Tensor | None) -> Tensor:
     """This rank's share of a tensor: itself, where it is whole."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _lots(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    lot: list[_Piece] = []
-    for piece in pieces:
-        if lot and sum(earlier.value.numel() for earlier in lot) + piece.value.numel() > LOT:
+def _batch_chunks(chunks: Iterable[_ParameterChunk]) -> Iterator[list[_ParameterChunk]]:
+    lot: list[_ParameterChunk] = []
+    for piece in chunks:
+        if lot and sum(earlier.param.numel() for earlier in lot) + piece.param.numel() > MAX_CHUNK_NUMEL:
             yield lot
             lot = []
         lot.append(piece)
@@ -110,7 +110,7 @@ def _lots(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield lot
 
 
-def dither_(tensors: list[Tensor], seed: int) -> None:
+def stochastic_round_(tensors: list[Tensor], seed: int) -> None:
     """Round fp32 tensors in place to numbers that bf16 holds: up or down at random, the nearer the likelier.
 
     The expected value is the number itself. bf16 is the upper half of fp32, and a carry out of the lower one rounds up.

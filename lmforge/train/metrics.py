@@ -12,31 +12,31 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from lmforge.cluster.ranks import Ranks
+from lmforge.cluster.distributed import DistributedContext
 
 
-class Meter:
+class MetricsAccumulator:
     """Sums of metrics since the last reading, kept on the device as (sum, count) pairs: adding to them never waits."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, dist_ctx: DistributedContext) -> None:
+        self._dist_ctx = dist_ctx
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], unless: torch.Tensor | None = None) -> None:
+    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], skip_if: torch.Tensor | None = None) -> None:
         """Count these in, unless a condition on the device holds."""
         for name, pair in metrics.items():
             both = torch.stack([part.detach().double() for part in pair])
-            if unless is not None:
-                both = torch.where(unless, 0.0, both)
+            if skip_if is not None:
+                both = torch.where(skip_if, 0.0, both)
             self._sums[name] = self._sums[name] + both if name in self._sums else both
 
-    def read(self) -> dict[str, float]:
+    def reduce_and_reset(self) -> dict[str, float]:
         """Mean of each metric over every rank and micro-batch since the last reading, of which nothing counted none; the
         host waits here."""
         if not self._sums:
             return {}
         names = sorted(self._sums)
-        table = self._ranks.sum_(torch.stack([self._sums[name] for name in names])).tolist()
+        table = self._dist_ctx.all_reduce_sum(torch.stack([self._sums[name] for name in names])).tolist()
         self._sums = {}
         return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
 
@@ -99,7 +99,7 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as 42s, 3m05s or 2h07m."""
     whole = int(max(0.0, seconds) + 0.5)
     if whole < 60:
@@ -108,55 +108,61 @@ def clock(seconds: float) -> str:
 
 
 # What alignment's lines tell beside the loss.
-TOLD = {"rewards/accuracy": "preferred", "rewards/margin": "margin", "reward": "reward", "pass@1": "pass", "kl": "KL"}
+CONSOLE_METRICS = {
+    "rewards/accuracy": "preferred",
+    "rewards/margin": "margin",
+    "reward": "reward",
+    "pass@1": "pass",
+    "kl": "KL",
+}
 
 
-class Teller:
+class ConsoleLogger:
     """Says things on the first rank: a bar that moves on a terminal, plain lines elsewhere, and all of it to the log."""
 
-    def __init__(self, ranks: Ranks, steps: int, log: Path | None) -> None:
-        self._speaks = ranks.first
+    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
+        self._is_rank0 = dist_ctx.is_rank0
         self._steps = steps
-        self._log = open(log, "a", encoding="utf-8") if log and ranks.first else None  # noqa: SIM115 - closed in close()
+        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115 - closed in close()
         self._console = Console(highlight=False)
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._progress: Progress | None = None
+        self._progress_task: Any = None
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """One line for the reader."""
-        if not self._speaks:
+        if not self._is_rank0:
             return
-        if self._log is not None:
-            self._log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-            self._log.flush()
+        if self._log_file is not None:
+            self._log_file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+            self._log_file.flush()
         if self._console.is_terminal:
             self._console.print(line, markup=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
-    def complain(self, line: str) -> None:
+    def warn(self, line: str) -> None:
         """One line for the reader that is not to be overlooked: on standard error too, where that is another place."""
-        self.say(line)
-        if self._speaks and not sys.stdout.isatty():
+        self.info(line)
+        if self._is_rank0 and not sys.stdout.isatty():
             print(f"lmforge: {line}", file=sys.stderr, flush=True)
 
-    def start(self, step: int) -> None:
+    def start_progress(self, step: int) -> None:
         """Show the bar, on a terminal."""
-        if self._speaks and self._console.is_terminal:
-            self._bar = Progress(
+        if self._is_rank0 and self._console.is_terminal:
+            self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),
                 TextColumn("{task.description}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task("", total=self._steps, completed=step)
-            self._bar.start()
+            self._progress_task = self._progress.add_task("", total=self._steps, completed=step)
+            self._progress.start()
 
-    def advance(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+    def update_progress(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._progress_task, completed=step)
 
-    def tell(self, record: dict[str, Any]) -> None:
+    def log_metrics(self, record: dict[str, Any]) -> None:
         """One readable line of a metrics record."""
         left = record.get("seconds_left")
         parts = [f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"]
@@ -167,7 +173,7 @@ class Teller:
             parts.append(f"val {record['val/loss']:.4f}{bits}")
         if "val/reward" in record:
             parts.append(f"val reward {record['val/reward']:.2f}")
-        parts += [f"{words} {record[name]:.2f}" for name, words in TOLD.items() if name in record]
+        parts += [f"{words} {record[name]:.2f}" for name, words in CONSOLE_METRICS.items() if name in record]
         if "lr" in record:
             parts.append(f"lr {record['lr']:.2e}")
             parts.append(f"grad {record['grad_norm']:.2f}")
@@ -176,15 +182,17 @@ class Teller:
                 parts.append(f"MFU {100 * record['mfu']:.0f}%")
             parts.append(f"{record['memory_gib']:.1f} GiB")
         if left is not None:
-            parts.append(f"{clock(left)} left")
-        self.say("  ".join(parts))
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"loss {record.get('loss', 0):.4f}, {clock(left or 0)} left")
+            parts.append(f"{format_duration(left)} left")
+        self.info("  ".join(parts))
+        if self._progress is not None:
+            self._progress.update(
+                self._progress_task, description=f"loss {record.get('loss', 0):.4f}, {format_duration(left or 0)} left"
+            )
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lmforge.parallel.precision import has_fast_bf16
-from lmforge.train.adamw import AdamW, local
+from lmforge.parallel.precision import has_native_bf16
+from lmforge.train.adamw import AdamW, local_tensor
 
 # x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not
 # converge to 1 but brings all that are not tiny to between 0.7 and 1.2, which serves as well.
-A, B, C = 3.4445, -4.7750, 2.0315
-ITERATIONS = 5
+NS_A, NS_B, NS_C = 3.4445, -4.7750, 2.0315
+NS_STEPS = 5
 # Elements of a rank's shards that travel at once, but at least one matrix for each rank: it bounds the copies.
-LOT = 2**25
+MAX_BATCH_NUMEL = 2**25
 
 
 class Muon(AdamW):
@@ -32,44 +32,44 @@ class Muon(AdamW):
     there (arXiv 2502.16982). DTensors are sharded by rows on one dimension of their mesh; replicas repeat the work.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, momentum: float, **adamw: Any) -> None:
-        super().__init__(groups, momentum=momentum, orthogonal=False, **adamw)
+    def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any) -> None:
+        super().__init__(params, momentum=momentum, orthogonal=False, **adamw_kwargs)
 
-    def state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def get_or_init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if not group["orthogonal"]:
-            return super().state_of(parameter, group)
+            return super().get_or_init_state(parameter, group)
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
 
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         if not group["orthogonal"]:
-            super().update(parameters, group)
+            super().update_group(parameters, group)
             return
-        for shards, matrices in _by_shard_group(parameters):
-            for lot in _lots(matrices, 1 if shards is None else shards.size()):
-                self._update_lot(lot, group, shards)
+        for shards, matrices in _group_by_mesh(parameters):
+            for lot in _batch_matrices(matrices, 1 if shards is None else shards.size()):
+                self._update_matrices(lot, group, shards)
 
-    def _update_lot(self, matrices: list[Tensor], group: dict[str, Any], shards: dist.ProcessGroup | None) -> None:
-        values, gradients = [local(matrix) for matrix in matrices], [local(matrix.grad) for matrix in matrices]
-        stored = [local(self.state_of(matrix, group)["momentum_buffer"]) for matrix in matrices]
+    def _update_matrices(self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None) -> None:
+        values, gradients = [local_tensor(matrix) for matrix in matrices], [local_tensor(matrix.grad) for matrix in matrices]
+        stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
         momenta = [momentum.float() for momentum in stored]  # itself, where it is fp32
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         if self.state_dtype != torch.float32:
             torch._foreach_copy_(stored, momenta)
         dtype = _compute_dtype(values[0].device)
         ahead = [update.to(dtype) for update in torch._foreach_lerp(gradients, momenta, group["momentum"])]
-        if shards is None:
-            updates = _orthogonalise_each(ahead)
+        if shard_group is None:
+            updates = _orthogonalize_by_shape(ahead)
         else:
-            updates = _orthogonalise_together(ahead, [matrix.shape[0] for matrix in matrices], shards)
+            updates = _orthogonalize_sharded(ahead, [matrix.shape[0] for matrix in matrices], shard_group)
         torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
         for matrix, value, update in zip(matrices, values, updates, strict=True):
             value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """The nearest orthogonal matrices, roughly: [count, rows, columns] of any float dtype → the same, in which it is computed.
 
     Newton–Schulz iteration: U·S·Vᵀ → U·S'·Vᵀ with S' near 1. Zero stays zero.
@@ -77,25 +77,25 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices  # the smaller of the two products
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(ITERATIONS):
+    for _ in range(NS_STEPS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=NS_B, alpha=NS_C), x, beta=NS_A)
     return x.mT if tall else x
 
 
-def _orthogonalise_each(matrices: list[Tensor]) -> list[Tensor]:
+def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
     """Matrices of one shape go through together: a small one does not fill a GPU."""
     same: dict[torch.Size, list[int]] = {}
     for place, matrix in enumerate(matrices):
         same.setdefault(matrix.shape, []).append(place)
     done = list(matrices)
     for places in same.values():
-        for place, matrix in zip(places, orthogonalise(torch.stack([matrices[place] for place in places])), strict=True):
+        for place, matrix in zip(places, orthogonalize(torch.stack([matrices[place] for place in places])), strict=True):
             done[place] = matrix
     return done
 
 
-def _orthogonalise_together(shards: list[Tensor], rows: list[int], group: dist.ProcessGroup) -> list[Tensor]:
+def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's rows of matrices, given its rows of them before; `rows` counts those of each whole matrix.
 
     Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so that ranks need not tell
@@ -103,16 +103,16 @@ def _orthogonalise_together(shards: list[Tensor], rows: list[int], group: dist.P
     """
     ranks, me = group.size(), group.rank()
     sent_sizes = [[shard.numel() for shard in shards[rank::ranks]] for rank in range(ranks)]
-    shares = [_rows_of_ranks(rows[place], ranks) for place in range(me, len(rows), ranks)]
+    shares = [_shard_num_rows(num_rows[place], ranks) for place in range(me, len(num_rows), ranks)]
     columns = [shard.shape[1] for shard in shards[me::ranks]]
     received_sizes = [[share[rank] * width for share, width in zip(shares, columns, strict=True)] for rank in range(ranks)]
 
     sent = torch.cat([shard.reshape(-1) for rank in range(ranks) for shard in shards[rank::ranks]])
-    parts = _exchange(sent, sent_sizes, received_sizes, group)
+    parts = _all_to_all(sent, sent_sizes, received_sizes, group)
     whole = [torch.cat(pieces).view(-1, width) for pieces, width in zip(zip(*parts, strict=True), columns, strict=True)]
-    dealt = [matrix.split(share) for matrix, share in zip(_orthogonalise_each(whole), shares, strict=True)]
+    dealt = [matrix.split(share) for matrix, share in zip(_orthogonalize_by_shape(whole), shares, strict=True)]
     returned = torch.cat([sent.new_empty(0), *(pieces[rank].reshape(-1) for rank in range(ranks) for pieces in dealt)])
-    mine = _exchange(returned, received_sizes, sent_sizes, group)
+    mine = _all_to_all(returned, received_sizes, sent_sizes, group)
 
     done = list(shards)
     for rank in range(ranks):
@@ -120,7 +120,7 @@ def _orthogonalise_together(shards: list[Tensor], rows: list[int], group: dist.P
     return done
 
 
-def _exchange(
+def _all_to_all(
     sent: Tensor, sent_sizes: list[list[int]], received_sizes: list[list[int]], group: dist.ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
     """Send every rank its stretch of `sent`; the tensors received from each. Sizes are by rank, then by tensor."""
@@ -130,13 +130,13 @@ def _exchange(
     return [part.split(sizes) for part, sizes in zip(received.split(totals), received_sizes, strict=True)]
 
 
-def _rows_of_ranks(rows: int, ranks: int) -> list[int]:
+def _shard_num_rows(num_rows: int, group_size: int) -> list[int]:
     """How many rows each rank has, as DTensor shards them: in equal parts, but for the last ones."""
-    part = -(-rows // ranks)
-    return [max(0, min(part, rows - rank * part)) for rank in range(ranks)]
+    part = -(-num_rows // group_size)
+    return [max(0, min(part, num_rows - rank * part)) for rank in range(group_size)]
 
 
-def _by_shard_group(parameters: list[Tensor]) -> Iterator[tuple[dist.ProcessGroup | None, list[Tensor]]]:
+def _group_by_mesh(parameters: list[Tensor]) -> Iterator[tuple[dist.ProcessGroup | None, list[Tensor]]]:
     """Parameters with the group of ranks that each is sharded over, None for those that are whole on this rank."""
     groups: dict[str, tuple[dist.ProcessGroup | None, list[Tensor]]] = {}
     for parameter in parameters:
@@ -155,11 +155,11 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def _lots(matrices: list[Tensor], ranks: int) -> Iterator[list[Tensor]]:
+def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Tensor]]:
     """Matrices to exchange at once. Neighbours are of one shape, so that every rank is dealt the same work."""
     lot: list[Tensor] = []
     for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape), reverse=True):
-        if len(lot) % ranks == 0 and sum(earlier.numel() for earlier in lot) > LOT * ranks:
+        if len(lot) % group_size == 0 and sum(earlier.numel() for earlier in lot) > MAX_BATCH_NUMEL * group_size:
             yield lot
             lot = []
         lot.append(matrix)
@@ -169,4 +169,4 @@ def _lots(matrices: list[Tensor], ranks: int) -> Iterator[list[Tensor]]:
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
     # Five iterations forgive the rounding of bf16. A CPU gains little from it where it has it, and loses all where not.
-    return torch.bfloat16 if device.type == "cuda" and has_fast_bf16(device) else torch.float32
+    return torch.bfloat16 if device.type == "cuda" and has_native_bf16(device) else torch.float32

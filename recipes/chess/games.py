@@ -3,7 +3,7 @@
     python recipes/chess/games.py data/chess --games 10000
 
 writes games.jsonl ({"text": a game}), prompts.jsonl (a position of each game, for fine-tuning or rewards: {"prompt",
-"completion", "engine_move", "fen"}) and held-out.jsonl (positions of other games). `completion` is what the engine plays
+"completion", "engine_move", "fen"}) and validation.jsonl (positions of other games). `completion` is what the engine plays
 there. Stockfish is taken where it is found; where it is not, both sides play any legal move, `completion` is what the game
 went on with, and `engine_move` is null.
 """
@@ -24,10 +24,10 @@ import chess
 import chess.engine
 from notation import prompt_of, text_of
 
-from lmforge.data.crew import Crew
-from lmforge.errors import Mistake
+from lmforge.data.prepare.worker_pool import WorkerPool
+from lmforge.errors import UserError
 
-GAMES, PROMPTS, HELD_OUT = "games.jsonl", "prompts.jsonl", "held-out.jsonl"
+GAMES, PROMPTS, HELD_OUT = "games.jsonl", "prompts.jsonl", "validation.jsonl"
 GAMES_A_JOB = 16
 OPENING_PLIES = (4, 10)  # played at random, so that games differ
 LONGEST_PLIES = 240
@@ -55,13 +55,13 @@ class Game:
 
 
 def find_engine(named: str) -> str | None:
-    """The engine's path: the one that is named, else Stockfish if it is there. "random" is none. Raises Mistake."""
+    """The engine's path: the one that is named, else Stockfish if it is there. "random" is none. Raises UserError."""
     if named == "random":
         return None
     # Debian puts it where the PATH of a service does not look.
     found = shutil.which(named or "stockfish", path=os.environ.get("PATH", "") + os.pathsep + "/usr/games")
     if named and found is None:
-        raise Mistake(f"{named}: no such engine: give its path, or random for games without one")
+        raise UserError(f"{named}: no such engine: give its path, or random for games without one")
     return found
 
 
@@ -105,19 +105,19 @@ def _game(draws: random.Random, player: chess.engine.SimpleEngine | None, nodes:
 def write_games(
     out: Path, *, games: int, positions: int, seed: int = 0, engine: str | None = None, nodes: int = 400, workers: int = 1
 ) -> dict[str, int]:
-    """Write the three files below `out`: {"games": …, "plies": …, "held_out": …}. Raises Mistake where they are there already.
+    """Write the three files below `out`: {"games": …, "plies": …, "validation": …}. Raises UserError where they are there already.
 
     The same for any number of `workers`. A held-out position is of a game of its own, and of one that begins as none of the
     others does.
     """
     for name in (GAMES, PROMPTS, HELD_OUT):
         if (out / name).exists():
-            raise Mistake(f"{out / name}: exists; name another folder, or delete it")
+            raise UserError(f"{out / name}: exists; name another folder, or delete it")
     out.mkdir(parents=True, exist_ok=True)
     jobs = [range(start, min(start + GAMES_A_JOB, games + positions)) for start in range(0, games + positions, GAMES_A_JOB)]
     by_job: dict[int, list[Game]] = {}
-    with Crew(workers) as crew:
-        for index, played in crew.each(partial(play, seed=seed, engine=engine, nodes=nodes), jobs):
+    with WorkerPool(workers) as crew:
+        for index, played in crew.map_unordered(partial(play, seed=seed, engine=engine, nodes=nodes), jobs):
             by_job[index] = played
             _show(sum(map(len, by_job.values())), games + positions)
     every = [game for index in range(len(jobs)) for game in by_job[index]]
@@ -127,7 +127,7 @@ def write_games(
     begun = {" ".join(text.split()[:length]) for text in texts for length in range(len(text.split()))}
     unseen = [line for game in every[games:] if (line := game.position())["prompt"] not in begun]
     _write(out / HELD_OUT, unseen)
-    return {"games": games, "plies": sum(len(game.moves) for game in every[:games]), "held_out": len(unseen)}
+    return {"games": games, "plies": sum(len(game.moves) for game in every[:games]), "validation": len(unseen)}
 
 
 def _write(path: Path, lines: Any) -> None:
@@ -164,7 +164,7 @@ def main() -> int:
             nodes=given.nodes,
             workers=given.workers,
         )
-    except Mistake as mistake:
+    except UserError as mistake:
         print(f"games.py: {mistake}", file=sys.stderr)
         return 2
     by = Path(engine).name if engine else "chance"

@@ -1,6 +1,6 @@
 """How well a model plays by its text alone: the share of its moves that are legal, and that are the engine's.
 
-    python recipes/chess/measure.py runs/chess data/chess/held-out.jsonl
+    python recipes/chess/measure.py runs/chess data/chess/validation.jsonl
 
 Greedy, one move a position, on positions that games.py held out.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 from reward import engine_move, legal_move
 
-from lmforge.cluster.ranks import choose_device
-from lmforge.errors import Mistake
-from lmforge.infer.engine import generate
-from lmforge.infer.opening import open_model
-from lmforge.infer.sampling import Sampling
+from lmforge.cluster.distributed import choose_device
+from lmforge.errors import UserError
+from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import load_model
+from lmforge.generate.sampling import SamplingParams
 from lmforge.parallel.precision import choose_dtype
 
 ROWS = 32
@@ -39,9 +39,9 @@ def _mean(rewards: Sequence[float | None]) -> float | None:
 
 
 def written(model: Path, prompts: Sequence[str], device: str = "auto") -> list[str]:
-    """What a model writes after each prompt, greedily. Raises Mistake."""
+    """What a model writes after each prompt, greedily. Raises UserError."""
     chosen = choose_device(device)
-    opened = open_model(model, chosen, choose_dtype("auto", chosen)[0], say=lambda line: print(line, file=sys.stderr))
+    opened = load_model(model, chosen, choose_dtype("auto", chosen)[0], warn=lambda line: print(line, file=sys.stderr))
     completions: list[str] = []
     for start in range(0, len(prompts), ROWS):
         came = generate(
@@ -49,10 +49,10 @@ def written(model: Path, prompts: Sequence[str], device: str = "auto") -> list[s
             opened.tokenizer,
             prompts[start : start + ROWS],
             max_tokens=MOST_TOKENS,
-            sampling=Sampling(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
             seed=0,
-            opening=opened.opening,
-            ends=opened.ends,
+            prefix_ids=opened.prefix_ids,
+            stop_token_ids=opened.stop_token_ids,
         )
         completions += [completion.text for completion in came]
     return completions
@@ -71,7 +71,7 @@ def main() -> int:
     except OSError as error:
         print(f"measure.py: {given.positions}: {error.strerror}", file=sys.stderr)
         return 2
-    except Mistake as mistake:
+    except UserError as mistake:
         print(f"measure.py: {mistake}", file=sys.stderr)
         return 2
     return 0

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lmforge.train.bench import ran_out_of_memory
+from lmforge.bench.step_timing import ran_out_of_memory
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

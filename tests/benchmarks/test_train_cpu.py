@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.parallel.precision import has_fast_bf16
+from lmforge.parallel.precision import has_native_bf16
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def test_contenders_do_the_same_work(finished):
 
 def test_bf16_is_left_out_with_a_reason_where_the_processor_only_emulates_it(finished):
     said, record, table = finished
-    fast = has_fast_bf16(torch.device("cpu"))
+    fast = has_native_bf16(torch.device("cpu"))
     assert ("bf16" in record["dtypes"]) == fast
     assert ("bf16 is left out" in said and "bf16 is left out" in table) == (not fast)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lmforge.runs import MANIFEST, PARTIAL, Run
+from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run
 from tests.chaos.plan import Fault
 from tests.chaos.processes import Attempt
 
@@ -26,14 +26,14 @@ class Tracks:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._from = run.metrics.stat().st_size if run.metrics.exists() else 0
+        self._from = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
         self._began = time.time()
 
     def trained(self) -> list[int]:
         """Steps that this attempt has logged."""
-        if not self.run.metrics.exists():
+        if not self.run.metrics_path.exists():
             return []
-        with open(self.run.metrics, "rb") as file:
+        with open(self.run.metrics_path, "rb") as file:
             file.seek(self._from)
             lines = file.read().split(b"\n")[:-1]
         return [json.loads(line)["step"] for line in lines if line.strip()]
@@ -41,7 +41,7 @@ class Tracks:
     def heartbeats(self) -> dict[int, dict[str, Any]]:
         """What the ranks of this attempt say of themselves, by rank."""
         found = {}
-        for path in self.run.health.glob("rank-*.json"):
+        for path in self.run.health_folder.glob("rank-*.json"):
             if path.name.count(".") == 1:
                 try:
                     beat = json.loads(path.read_text())
@@ -57,7 +57,7 @@ class Tracks:
     def names(self) -> set[str]:
         """What lies among the checkpoints."""
         try:
-            return set(os.listdir(self.run.checkpoints))
+            return set(os.listdir(self.run.checkpoints_folder))
         except OSError:
             return set()
 
@@ -73,19 +73,19 @@ def await_moment(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) ->
         return _until(lambda: time.monotonic() > attempt.began + fault.delay * limit, attempt, limit)
     if not _until(lambda: len(tracks.trained()) >= fault.steps, attempt, HANG_SECONDS, hangs=True, every=0.003):
         return False
-    before = {name for name in tracks.names() if not name.endswith(PARTIAL)}
+    before = {name for name in tracks.names() if not name.endswith(PARTIAL_SUFFIX)}
 
     def has_come() -> bool:
         if fault.moment == "phase":
             return tracks.heartbeats().get(victim, {}).get("phase") == fault.phase
         there = tracks.names() - before
         if fault.moment == "renamed":
-            return any(name.startswith("step-") and not name.endswith(PARTIAL) for name in there)
+            return any(name.startswith("step-") and not name.endswith(PARTIAL_SUFFIX) for name in there)
         if fault.moment == "deleting":
             return any(name.endswith(".dropped") for name in there)
-        writing = [name for name in there if name.endswith(PARTIAL)]
+        writing = [name for name in there if name.endswith(PARTIAL_SUFFIX)]
         if fault.moment == "sealing":
-            return any(MANIFEST in name for each in writing for name in _listed(tracks.run.checkpoints / each))
+            return any(MANIFEST in name for each in writing for name in _listed(tracks.run.checkpoints_folder / each))
         return bool(writing)
 
     if fault.moment != "step" and not _until(has_come, attempt, MOMENT_SECONDS, every=0.0003):

@@ -12,9 +12,9 @@ from pathlib import Path
 import lmforge.parallel.ddp
 import lmforge.parallel.fsdp1
 import lmforge.parallel.fsdp2
-import lmforge.train.stages  # noqa: F401
-from lmforge.data.prepare import prepare
-from lmforge.runs import environment
+import lmforge.stages.run  # noqa: F401
+from lmforge.data.prepare.prepare import prepare
+from lmforge.runs import describe_environment
 from tests.chaos import plan
 from tests.chaos.life import Figures, Life
 from tests.chaos.processes import in_a_child
@@ -78,7 +78,7 @@ def _prepare(folder: str) -> None:
     speeches = corpus()[:200_000].split("\n\n")
     for number in range(0, len(speeches), 4):
         (text / f"{number:05d}.txt").write_text("\n\n".join(speeches[number : number + 4]), encoding="utf-8")
-    prepare(str(text), Path(folder) / "tokens", vocab_size=512, held_out=0.1, workers=1)
+    prepare(str(text), Path(folder) / "tokens", vocab_size=512, validation_ratio=0.1, workers=1)
 
 
 def report(figures: Figures, seed: int, seconds: float) -> dict[str, object]:
@@ -91,7 +91,7 @@ def report(figures: Figures, seed: int, seconds: float) -> dict[str, object]:
         print(f"\nFOUND {found['what']}\n  {found['where']}\n{found['said']}")
     return {
         "benchmark": "chaos",
-        "machine": environment(),
+        "machine": describe_environment(),
         "seed": seed,
         "seconds": round(seconds),
         "kinds": list(plan.KINDS),

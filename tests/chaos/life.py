@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from lmforge import checkpoint
-from lmforge.checkpoint import Unsound
+from lmforge.checkpoint import CorruptCheckpoint
 from lmforge.runs import Run
 from tests.chaos import plan
 from tests.chaos.faults import HANG_SECONDS, Ballast, Damage, Hung, Tracks, await_moment, damage
@@ -296,7 +296,7 @@ class Life:
     def _newest(self) -> int:
         """The step that the run has to go on from: its newest checkpoint that was not damaged here."""
         damaged = {each.folder for each in self._damaged if each.there}
-        return max((step for step in self.run.steps() if self.run.checkpoint(step) not in damaged), default=0)
+        return max((step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged), default=0)
 
     def _check_start(self, out: str, trained: list[int], expected: int) -> None:
         """It went on from the newest sound checkpoint and said so, and what it passed over."""
@@ -304,7 +304,7 @@ class Life:
         begun = int(told[-1]) if told else 0
         if begun != expected or trained[0] != begun + 1:
             self._find(f"it went on from step {begun} (first trained {trained[0]}) and not from {expected}", out)
-            self.figures.corrupt_loaded += any(self.run.checkpoint(begun) == each.folder for each in self._damaged)
+            self.figures.corrupt_loaded += any(self.run.checkpoint_path(begun) == each.folder for each in self._damaged)
         for each in self._damaged:
             if int(each.folder.name.removeprefix("step-")) > begun:
                 if re.search(rf"{each.folder.name}: .+; skipped$", out, re.M):
@@ -314,7 +314,7 @@ class Life:
 
     def _check_losses(self) -> None:
         same = len(set(self._history)) == 1
-        theirs = undisturbed(self._data, self._references, self._history[0] if same else Topology(1, "alone"))
+        theirs = undisturbed(self._data, self._references, self._history[0] if same else Topology(1, "single"))
         for record in self.run.read_metrics():
             for name in ("loss", "val/loss"):
                 if name in record:
@@ -327,12 +327,12 @@ class Life:
     def _check_final_names(self) -> None:
         """What has a checkpoint's name is one, unless it was damaged here."""
         damaged = {each.folder for each in self._damaged}
-        for step in self.run.steps():
-            folder = self.run.checkpoint(step)
+        for step in self.run.checkpoint_steps():
+            folder = self.run.checkpoint_path(step)
             try:
                 if folder not in damaged:
                     checkpoint.verify(folder)
-            except Unsound as problem:
+            except CorruptCheckpoint as problem:
                 self.figures.unsound_under_final_names += 1
                 self._find(f"{folder.name}: {problem}", "")
 
@@ -340,10 +340,10 @@ class Life:
         """Damage the newest checkpoints. Where none is left the run must refuse, and the damage is undone."""
         for kind in fault.damage:
             damaged = {each.folder for each in self._damaged}
-            sound = [step for step in self.run.steps() if self.run.checkpoint(step) not in damaged]
+            sound = [step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged]
             if not sound:
                 return
-            done = damage(kind, self.run.checkpoint(sound[-1]), fault.chance)
+            done = damage(kind, self.run.checkpoint_path(sound[-1]), fault.chance)
             self.figures.faults[f"damage: {kind}"] += 1
             self._damaged.append(done)
             if len(sound) == 1:
@@ -358,7 +358,7 @@ class Life:
 
     def _refused(self, done: Damage) -> None:
         """With no sound checkpoint a run does not begin again by itself."""
-        alone = Topology(1, "alone")
+        alone = Topology(1, "single")
         attempt = forked(recipe(self._data, self.run.path.parent, self.run.path.name, alone), 1, self._folder)
         if not attempt.wait(HANG_SECONDS):
             attempt.send(signal.SIGKILL)
@@ -372,7 +372,7 @@ class Life:
     def _compare_weights(self) -> None:
         figures = self.figures
         same = len(set(self._history)) == 1
-        topology = self._history[0] if same else Topology(1, "alone")
+        topology = self._history[0] if same else Topology(1, "single")
         undisturbed(self._data, self._references, topology)
         figures.compared_bit_for_bit += same
         worst = in_a_child(distance, str(self.run.path), str(self._references / str(topology)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 ENGINES = {
-    "alone": [],
+    "single": [],
     "ddp": ["--parallel.engine", "ddp"],
     "fsdp1": ["--parallel.engine", "fsdp1"],
     "fsdp2 full-shard": ["--parallel.engine", "fsdp2", "--parallel.sharding", "full-shard"],
@@ -73,7 +73,7 @@ class Fault:
 def topology(chance: Random, least: int = 1) -> Topology:
     """Any that there is, of at least so many ranks."""
     ranks = chance.choice([count for count in (1, 2, 2, 3, 4) if count >= least])
-    return Topology(ranks, "alone" if ranks == 1 else chance.choice([name for name in ENGINES if name != "alone"]))
+    return Topology(ranks, "single" if ranks == 1 else chance.choice([name for name in ENGINES if name != "single"]))
 
 
 def fault(seed: int, life: int, number: int) -> Fault:

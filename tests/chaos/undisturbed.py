@@ -14,14 +14,14 @@ STEPS, EVERY = 60, 5
 STALL_SECONDS = 2.0
 TRAINING_SECONDS = 300.0
 RECIPE = {
-    "data.length": 48,
+    "data.sequence_length": 48,
     "model.hidden_size": 36,
     "model.intermediate_size": 52,
     "model.num_hidden_layers": 3,
     "model.num_attention_heads": 6,
     "model.num_key_value_heads": 2,
     "train.steps": STEPS,
-    "train.global_batch_rows": 12,
+    "train.global_batch_size": 12,
     "train.dtype": "fp32",
     "train.compile": "off",
     "train.seed": 3,
@@ -33,14 +33,14 @@ RECIPE = {
     "optimizer.eps": "1e-3",
     "log.every_steps": 1,
     "validation.every_steps": 12,
-    "validation.rows": 5,
+    "validation.sequences": 5,
     "checkpoint.every_steps": EVERY,
     "checkpoint.keep_last": 3,
     "checkpoint.retry_seconds": 0.2,
     "checkpoint.max_failures": 3,
     "watch.stall_seconds": STALL_SECONDS,
-    "watch.give_up_seconds": 45,
-    "launch.restarts": 0,
+    "watch.timeout_seconds": 45,
+    "launch.max_restarts": 0,
 }
 
 
@@ -60,7 +60,7 @@ def undisturbed(data: Path, folder: Path, topology: Topology) -> dict[str, float
         run = Run(folder / str(topology))
         with open(folder / f"{topology}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not run.checkpoint(STEPS).exists():
+            if not run.checkpoint_path(STEPS).exists():
                 said = folder / f"said by {topology}"
                 said.mkdir(exist_ok=True)
                 attempt = forked(recipe(data, folder, str(topology), topology), topology.ranks, said)

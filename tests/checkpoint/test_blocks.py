@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.checkpoint.blocks import BLOCK, Reading, Unsound, Writing, describe
+from lmforge.checkpoint.checksums import BLOCK_BYTES, CorruptCheckpoint, HashingFileSystem, VerifyingFileSystem, digest_file
 
 
 @pytest.fixture
@@ -15,31 +15,33 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def written(path: Path, content: bytes, chance: random.Random) -> Writing:
+def written(path: Path, content: bytes, chance: random.Random) -> HashingFileSystem:
     """`content` in a file, in pieces of random sizes."""
-    files = Writing()
+    files = HashingFileSystem()
     with files.create_stream(path, "wb") as file:
         at = 0
         while at < len(content):
-            piece = content[at : at + chance.choice((1, 1000, BLOCK, 3 * BLOCK, chance.randrange(1, 2 * BLOCK)))]
+            piece = content[
+                at : at + chance.choice((1, 1000, BLOCK_BYTES, 3 * BLOCK_BYTES, chance.randrange(1, 2 * BLOCK_BYTES)))
+            ]
             file.write(piece)
             at += len(piece)
             assert file.tell() == at
     return files
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
 def test_blocks_hashed_while_writing_are_those_of_the_file(tmp_path: Path, chance: random.Random, size: int) -> None:
     path, content = tmp_path / "a", chance.randbytes(size)
     files = written(path, content, chance)
     assert path.read_bytes() == content
-    assert files.files == {"a": describe(path)}
-    assert len(describe(path)["xxh3"]) == -(-size // BLOCK)
+    assert files.files == {"a": digest_file(path)}
+    assert len(digest_file(path)["xxh3"]) == -(-size // BLOCK_BYTES)
 
 
 def test_any_part_is_read_as_it_was_written_and_none_that_a_flipped_bit_is_near(tmp_path: Path, chance: random.Random) -> None:
-    path, content = tmp_path / "a", bytearray(chance.randbytes(3 * BLOCK + 77))
-    system = Reading(written(path, bytes(content), chance).files)
+    path, content = tmp_path / "a", bytearray(chance.randbytes(3 * BLOCK_BYTES + 77))
+    system = VerifyingFileSystem(written(path, bytes(content), chance).files)
 
     def part(begin: int, end: int) -> bytes:
         with system.create_stream(path, "rb") as file:
@@ -53,14 +55,14 @@ def test_any_part_is_read_as_it_was_written_and_none_that_a_flipped_bit_is_near(
     spoiled = bytearray(content)
     spoiled[flipped] ^= 1 << chance.randrange(8)
     path.write_bytes(spoiled)
-    block = flipped // BLOCK
-    with pytest.raises(Unsound, match=r"a does not hold what was written \(its checksum differs\)"):
+    block = flipped // BLOCK_BYTES
+    with pytest.raises(CorruptCheckpoint, match=r"a does not hold what was written \(its checksum differs\)"):
         part(flipped, flipped + 1)
     for begin, end in parts:
-        if begin < end and (end <= block * BLOCK or begin >= (block + 1) * BLOCK):
+        if begin < end and (end <= block * BLOCK_BYTES or begin >= (block + 1) * BLOCK_BYTES):
             assert part(begin, end) == content[begin:end]
         elif begin < end:
-            with pytest.raises(Unsound):
+            with pytest.raises(CorruptCheckpoint):
                 part(begin, end)
 
 
@@ -69,12 +71,12 @@ def test_a_file_that_is_short_missing_or_unknown_is_not_read(tmp_path: Path, cha
     files = written(path, chance.randbytes(1000), chance).files
     path.write_bytes(path.read_bytes()[:-1])
     with (
-        pytest.raises(Unsound, match="a ends after 999 bytes instead of 1,000"),
-        Reading(files).create_stream(path, "rb") as file,
+        pytest.raises(CorruptCheckpoint, match="a ends after 999 bytes instead of 1,000"),
+        VerifyingFileSystem(files).create_stream(path, "rb") as file,
     ):
         file.read()
     path.unlink()
-    with pytest.raises(Unsound, match="a is missing"), Reading(files).create_stream(path, "rb"):
+    with pytest.raises(CorruptCheckpoint, match="a is missing"), VerifyingFileSystem(files).create_stream(path, "rb"):
         pass
-    with pytest.raises(Unsound, match="a is not in its manifest"), Reading({}).create_stream(path, "rb"):
+    with pytest.raises(CorruptCheckpoint, match="a is not in its manifest"), VerifyingFileSystem({}).create_stream(path, "rb"):
         pass

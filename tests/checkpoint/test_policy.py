@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmforge import checkpoint
-from lmforge.checkpoint import Keep, Manifest
+from lmforge.checkpoint import Manifest, RetentionPolicy
 from lmforge.cli import run as command
 from lmforge.runs import Run
 from tests.conftest import Command
@@ -31,19 +31,25 @@ def train(tmp_path: Path, tiny_options: list[str]) -> Train:
 
 def manifest(step: int, permanent: bool, loss: float | None) -> Manifest:
     metrics = {} if loss is None else {"val/loss": loss}
-    return Manifest(step, step, 1, "", {}, {}, "", "", {}, {}, metrics=metrics, permanent=permanent)
+    return Manifest(step, step, 1, "", {}, {}, "", "", {}, {}, metrics=metrics, kept=permanent)
 
 
 def test_the_newest_the_best_and_the_permanent_stay() -> None:
     losses = {1: 0.5, 2: 0.9, 3: 0.4, 4: None, 5: 0.4, 6: 0.8, 7: 0.7}
     there = {step: manifest(step, step == 2, loss) for step, loss in losses.items()}
-    assert Keep(last=2).dropped(there) == [1, 3, 4, 5]
-    assert Keep(last=2, best=1).dropped(there) == [1, 4, 5]  # of equals the older
-    assert Keep(last=1, best=2).dropped(there) == [1, 4, 6]
-    assert Keep(last=1, best=1, highest=True).dropped(there) == [1, 3, 4, 5, 6]  # step 2 stays anyway
-    assert Keep(last=1, best=3, metric="absent").dropped(there) == [1, 3, 4, 5, 6]
+    assert RetentionPolicy(keep_last=2).steps_to_delete(there) == [1, 3, 4, 5]
+    assert RetentionPolicy(keep_last=2, keep_best=1).steps_to_delete(there) == [1, 4, 5]  # of equals the older
+    assert RetentionPolicy(keep_last=1, keep_best=2).steps_to_delete(there) == [1, 4, 6]
+    assert RetentionPolicy(keep_last=1, keep_best=1, maximize=True).steps_to_delete(there) == [
+        1,
+        3,
+        4,
+        5,
+        6,
+    ]  # step 2 stays anyway
+    assert RetentionPolicy(keep_last=1, keep_best=3, metric="absent").steps_to_delete(there) == [1, 3, 4, 5, 6]
     there[3] = manifest(3, False, float("nan"))
-    assert Keep(last=1, best=1).dropped(there) == [1, 3, 4, 6]  # what is no number is not the best
+    assert RetentionPolicy(keep_last=1, keep_best=1).steps_to_delete(there) == [1, 3, 4, 6]  # what is no number is not the best
 
 
 def test_a_run_keeps_its_best_checkpoint_and_the_permanent_ones_beside_the_newest(train: Train) -> None:
@@ -57,24 +63,24 @@ def test_a_run_keeps_its_best_checkpoint_and_the_permanent_ones_beside_the_newes
         "--validation.every_steps",
         "none",
     ]
-    words += ["--checkpoint.permanent_every_steps", 5, "--checkpoint.keep_best", 1, "--optimizer.lr", 0.3]
+    words += ["--checkpoint.keep_every_steps", 5, "--checkpoint.keep_best", 1, "--optimizer.lr", 0.3]
     run = train("a", *words)
     validated = {record["step"]: record["val/loss"] for record in run.read_metrics() if "val/loss" in record}
     # Every checkpoint is judged, whatever else is validated.
     assert sorted(validated) == [2, 4, 5, 6, 8, 10, 12]
     passing = {step: loss for step, loss in validated.items() if step not in (5, 10)}
     best = min(validated, key=lambda step: (validated[step], step))
-    assert set(run.steps()) == {5, 10, 12, best}, passing
-    assert checkpoint.read_manifest(run.checkpoint(5)).permanent
-    assert not checkpoint.read_manifest(run.checkpoint(12)).permanent
-    for step in run.steps():
-        assert checkpoint.verify(run.checkpoint(step)).metrics["val/loss"] == validated[step]
+    assert set(run.checkpoint_steps()) == {5, 10, 12, best}, passing
+    assert checkpoint.read_manifest(run.checkpoint_path(5)).kept
+    assert not checkpoint.read_manifest(run.checkpoint_path(12)).kept
+    for step in run.checkpoint_steps():
+        assert checkpoint.verify(run.checkpoint_path(step)).metrics["val/loss"] == validated[step]
 
 
 def test_by_the_clock_a_run_is_saved_between_its_steps_too(train: Train) -> None:
     words = ["--train.steps", 60, "--checkpoint.every_steps", 1000, "--checkpoint.keep_last", 100]
-    run = train("a", *words, "--checkpoint.every_minutes", 0.003, "--checkpoint.permanent_every_minutes", 0.005)
-    kinds = [checkpoint.read_manifest(run.checkpoint(step)).permanent for step in run.steps()]
+    run = train("a", *words, "--checkpoint.every_minutes", 0.003, "--checkpoint.keep_every_minutes", 0.005)
+    kinds = [checkpoint.read_manifest(run.checkpoint_path(step)).kept for step in run.checkpoint_steps()]
     assert len(kinds) > 3
     assert set(kinds) == {True, False}
 
@@ -82,24 +88,24 @@ def test_by_the_clock_a_run_is_saved_between_its_steps_too(train: Train) -> None
 def test_the_model_alone_at_the_end_is_a_third_and_a_longer_run_goes_on_from_the_one_before(
     train: Train, capsys: pytest.CaptureFixture[str], tiny_run: Path
 ) -> None:
-    run = train("a", "--checkpoint.final", "model")
+    run = train("a", "--checkpoint.last_save_model_only")
     assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(Run(tiny_run)).items())
 
     def size(step: int) -> int:
-        return sum(file.stat().st_size for file in run.checkpoint(step).glob("*.distcp"))
+        return sum(file.stat().st_size for file in run.checkpoint_path(step).glob("*.distcp"))
 
     assert size(6) < 0.4 * size(4)
     capsys.readouterr()
     train("a", "--train.steps", 8, "--schedule.name", "constant")
     told = capsys.readouterr().out
-    assert f"{run.checkpoint(6)}: holds the model alone; skipped\n" in told
+    assert f"{run.checkpoint_path(6)}: holds the model alone; skipped\n" in told
     assert f"continuing {run.path} from step 4\n" in told
 
 
 def test_what_is_saved_beside_the_training_is_the_step_it_says_and_the_same_as_saved_in_between(train: Train) -> None:
-    beside, between = train("beside", "--checkpoint.keep_last", 9), train("between", "--checkpoint.asynchronous", "false")
-    assert beside.steps() == between.steps() == [2, 4, 6]
-    for step in beside.steps():
+    beside, between = train("beside", "--checkpoint.keep_last", 9), train("between", "--checkpoint.async_save", "false")
+    assert beside.checkpoint_steps() == between.checkpoint_steps() == [2, 4, 6]
+    for step in beside.checkpoint_steps():
         theirs = weights(between, step)
         for name, tensor in weights(beside, step).items():
             assert torch.equal(tensor, theirs[name]), (step, name)

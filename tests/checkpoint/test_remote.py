@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmforge import checkpoint
-from lmforge.runs import MANIFEST, Run, location
+from lmforge.runs import MANIFEST, Run, parse_location
 from tests.conftest import Command
 from tests.distributed.conftest import weights
 
@@ -42,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "AWS_SECRET_ACCESS_KEY": "something",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        location("s3://models").mkdir()
+        parse_location("s3://models").mkdir()
         yield
     finally:
         server.kill()
@@ -60,23 +60,23 @@ def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_e
     assert done.returncode == 0, done.stderr
     here = Run.open(tmp_path / "here" / "a")
     assert not (here.path / "checkpoints").exists()
-    assert here.steps() == [2, 4]
+    assert here.checkpoint_steps() == [2, 4]
     assert lmforge("evaluate", here.path, "--rows", 2).returncode == 0
     shutil.rmtree(here.path)
 
     # The newest is spoiled in the store: an object of the same size with another byte in it.
-    tensors = next(path for path in here.checkpoint(4).iterdir() if path.name.endswith(".distcp"))
+    tensors = next(path for path in here.checkpoint_path(4).iterdir() if path.name.endswith(".distcp"))
     content = bytearray(tensors.read_bytes())
     content[len(content) // 2] ^= 1
     tensors.write_bytes(bytes(content))
-    (here.checkpoint(3) / "left.distcp").write_bytes(b"by a save that was cut off")
+    (here.checkpoint_path(3) / "left.distcp").write_bytes(b"by a save that was cut off")
     done = lmforge("pretrain", *options, "--run.folder", tmp_path / "there", "--checkpoint.keep_last", 2)
     assert done.returncode == 0, done.stderr
-    assert f"{here.checkpoint(4)}: {tensors.name} does not hold what was written" in done.stdout
+    assert f"{here.checkpoint_path(4)}: {tensors.name} does not hold what was written" in done.stdout
     assert f"continuing {tmp_path}/there/a from step 2\n" in done.stdout
     there = Run.open(tmp_path / "there" / "a")
-    assert [step for step in there.steps() if (there.checkpoint(step) / MANIFEST).exists()] == [4, 6]
-    assert checkpoint.verify(there.checkpoint(6)).step == 6
+    assert [step for step in there.checkpoint_steps() if (there.checkpoint_path(step) / MANIFEST).exists()] == [4, 6]
+    assert checkpoint.verify(there.checkpoint_path(6)).step == 6
 
     done = lmforge("pretrain", *tiny_options, "--schedule.name", "constant", "--run.folder", tmp_path, "--run.name", "whole")
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.cluster.environment import Place, find_place, local_threads
-from lmforge.errors import Mistake
+from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
+from lmforge.errors import UserError
 
 TORCHRUN = {
     "RANK": "5",
@@ -23,39 +23,39 @@ TORCHRUN = {
 
 
 def test_a_process_that_nobody_launched_is_alone() -> None:
-    assert find_place({}) == Place(rank=0, ranks=1, local_rank=0, local_ranks=1, launched=False)
-    assert find_place({"MASTER_ADDR": "host", "LOCAL_RANK": "3"}) == Place()
-    assert find_place({}).first
+    assert read_rank_info({}) == RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
+    assert read_rank_info({"MASTER_ADDR": "host", "LOCAL_RANK": "3"}) == RankInfo()
+    assert read_rank_info({}).is_rank0
 
 
 def test_the_variables_of_torchrun_are_read() -> None:
-    assert find_place(TORCHRUN) == Place(rank=5, ranks=8, local_rank=1, local_ranks=4, launched=True)
-    assert not find_place(TORCHRUN).first
-    assert find_place({**TORCHRUN, "RANK": "0"}).first
+    assert read_rank_info(TORCHRUN) == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, launched=True)
+    assert not read_rank_info(TORCHRUN).is_rank0
+    assert read_rank_info({**TORCHRUN, "RANK": "0"}).is_rank0
 
 
 def test_without_a_local_count_all_ranks_are_on_this_host() -> None:
     variables = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
-    assert find_place(variables).local_ranks == 8
+    assert read_rank_info(variables).local_world_size == 8
 
 
 def test_one_rank_under_a_launcher_is_still_launched() -> None:
-    alone = find_place({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    assert alone == Place(launched=True)
+    alone = read_rank_info({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    assert alone == RankInfo(launched=True)
 
 
 @pytest.mark.parametrize("absent", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_told_is_refused_naming_what_is_absent(absent: str) -> None:
     variables = {name: value for name, value in TORCHRUN.items() if name != absent}
-    with pytest.raises(Mistake, match=f"RANK or WORLD_SIZE is set but {absent} is not; start with torchrun, or unset them"):
-        find_place(variables)
+    with pytest.raises(UserError, match=f"RANK or WORLD_SIZE is set but {absent} is not; start with torchrun, or unset them"):
+        read_rank_info(variables)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("value", ["", "many", "1.5"])
 def test_what_is_no_whole_number_is_refused(name: str, value: str) -> None:
-    with pytest.raises(Mistake, match="must be whole numbers"):
-        find_place({**TORCHRUN, name: value})
+    with pytest.raises(UserError, match="must be whole numbers"):
+        read_rank_info({**TORCHRUN, name: value})
 
 
 @given(rank=st.integers(-2, 9), ranks=st.integers(-1, 9), local_rank=st.integers(-2, 9), local_ranks=st.integers(-1, 9))
@@ -63,31 +63,31 @@ def test_ranks_that_cannot_be_are_refused(rank: int, ranks: int, local_rank: int
     counts = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
     variables = {**TORCHRUN, **{name: str(count) for name, count in counts.items()}}
     if rank in range(ranks) and local_rank in range(local_ranks) and local_ranks <= ranks:
-        assert find_place(variables) == Place(rank, ranks, local_rank, local_ranks, launched=True)
+        assert read_rank_info(variables) == RankInfo(rank, ranks, local_rank, local_ranks, launched=True)
     else:
-        with pytest.raises(Mistake, match=f"rank {rank} of {ranks}"):
-            find_place(variables)
+        with pytest.raises(UserError, match=f"rank {rank} of {ranks}"):
+            read_rank_info(variables)
 
 
 def test_ranks_that_torch_launches_know_their_places(tmp_path: Path) -> None:
     script = tmp_path / "tell.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from lmforge.cluster.environment import find_place\n"
+        "from lmforge.cluster.rank_info import find_place\n"
         "place = find_place()\n"
         "(Path(__file__).parent / f'{place.rank}.txt').write_text(repr(place))\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
     subprocess.run(launch, check=True, timeout=120, capture_output=True)
     told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
-    assert told == [repr(Place(rank, 3, rank, 3, launched=True)) for rank in range(3)]
+    assert told == [repr(RankInfo(rank, 3, rank, 3, launched=True)) for rank in range(3)]
 
 
 def test_threads_are_the_cores_this_process_may_use_shared_among_the_local_ranks() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert local_threads(1) == cores
-    assert local_threads(cores) == 1
-    assert local_threads(10 * cores) == 1
+    assert threads_per_rank(1) == cores
+    assert threads_per_rank(cores) == 1
+    assert threads_per_rank(10 * cores) == 1
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    code = f"{pin}; from lmforge.cluster.environment import local_threads; print(local_threads(1))"
+    code = f"{pin}; from lmforge.cluster.rank_info import local_threads; print(local_threads(1))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"

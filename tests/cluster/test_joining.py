@@ -11,7 +11,7 @@ PROGRAM = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from lmforge.cluster.joining import joining
+from lmforge.cluster.rendezvous import joining
 rank = int(sys.argv[1])
 with joining(rank, 3, 1, patience=0.5):
     if rank != 1:

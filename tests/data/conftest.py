@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmforge.data.shards import FORMAT, MANIFEST, TokenFolder, write_shard
+from lmforge.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolder, write_shard
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 
 # By shard, the length of each document in it, separator included.
@@ -28,12 +28,12 @@ def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
         lines = []
         for number, lengths in enumerate(shards):
             tokens = generator.integers(5, 261, sum(lengths)).astype("<u2")
-            tokens[np.cumsum(lengths) - 1] = byte_tokenizer.separator_id
+            tokens[np.cumsum(lengths) - 1] = byte_tokenizer.eos_token_id
             name = f"{split}-{number:05d}"
             lines.append(write_shard(path, name, tokens, np.array(lengths), byte_tokenizer.hash))
         byte_tokenizer.save(path / "tokenizer")
-        manifest = {"format": FORMAT, "tokenizer": byte_tokenizer.hash, "dtype": "uint16", "splits": {split: lines}}
-        (path / MANIFEST).write_text(json.dumps(manifest))
+        manifest = {"format": FORMAT_VERSION, "tokenizer": byte_tokenizer.hash, "dtype": "uint16", "splits": {split: lines}}
+        (path / SHARDS_MANIFEST).write_text(json.dumps(manifest))
         return TokenFolder.open(path)
 
     return write

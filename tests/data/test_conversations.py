@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.colour import colour
-from lmforge.data.conversations import Example, Format, read_conversations
-from lmforge.data.templates import ChatTemplate
+from lmforge.data.chat.colour import format_example
+from lmforge.data.chat.conversations import Format, TokenizedExample, read_conversations
+from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "sft-data.md"
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -36,7 +36,7 @@ def write(file: Path, *records: Any) -> Path:
 
 
 def shown(path: Path, tokenizer: Tokenizer, **choices: Any) -> list[str]:
-    return [colour(example, tokenizer, ansi=False) for example in read_conversations(path, tokenizer, **choices)]
+    return [format_example(example, tokenizer, ansi=False) for example in read_conversations(path, tokenizer, **choices)]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_any_kind_of_file_holds_the_same_records(tmp_path: Path, byte_tokenizer:
 def test_fields_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "a.jsonl", {"chat": TURNS, "text": "no"})
     assert shown(file, byte_tokenizer, fields={"messages": "chat"}) == [FIRST]
-    with pytest.raises(Mistake, match=r"a\.jsonl, record 1: no field 'talk': there are chat, text"):
+    with pytest.raises(UserError, match=r"a\.jsonl, record 1: no field 'talk': there are chat, text"):
         shown(file, byte_tokenizer, fields={"messages": "talk"})
 
 
 def test_examples_are_arrays_of_ids_and_of_what_is_scored(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "pp", "completion": "ccc"})
     [example] = read_conversations(file, byte_tokenizer)
-    assert (example.tokens.dtype, example.scored.dtype) == (np.int32, bool)
-    assert example.scored.tolist() == [False, False, True, True, True, True]
+    assert (example.tokens.dtype, example.loss_mask.dtype) == (np.int32, bool)
+    assert example.loss_mask.tolist() == [False, False, True, True, True, True]
 
 
 def test_examples_come_in_order_however_many_there_are(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
@@ -159,7 +159,7 @@ def test_a_record_that_makes_no_sense_is_named(
 ) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": TURNS}, second)
     place = "" if "record" in complaint and "record 1" in complaint else r"a\.jsonl, record 2: "
-    with pytest.raises(Mistake, match=place + re.escape(complaint)):
+    with pytest.raises(UserError, match=place + re.escape(complaint)):
         shown(file, byte_tokenizer, format=form)
 
 
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
         "e.jsonl": "record 1: the fields answer, question are of no format known",
         "f.jsonl": "no such file or folder",
     }.items():
-        with pytest.raises(Mistake, match=f"{re.escape(name)}.*{re.escape(complaint)}"):
+        with pytest.raises(UserError, match=f"{re.escape(name)}.*{re.escape(complaint)}"):
             shown(tmp_path / name, byte_tokenizer)
 
 
@@ -193,9 +193,9 @@ def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(tmp_path: Path
 
 def test_colours_show_every_token_its_bounds_and_what_is_scored(byte_tokenizer: Tokenizer) -> None:
     ids = [2, *byte_tokenizer.encode("é\n"), 3, *byte_tokenizer.encode("a\x1b[2J"), 4]
-    example = Example(np.array(ids, np.int32), np.array([False] * 5 + [True] * 6))
-    assert colour(example, byte_tokenizer, ansi=False) == "<|user|>||é|↵\n|<|assistant|>[a|\\x1b|[|2|J|<|end|>]"
-    terminal = colour(example, byte_tokenizer)
+    example = TokenizedExample(np.array(ids, np.int32), np.array([False] * 5 + [True] * 6))
+    assert format_example(example, byte_tokenizer, ansi=False) == "<|user|>||é|↵\n|<|assistant|>[a|\\x1b|[|2|J|<|end|>]"
+    terminal = format_example(example, byte_tokenizer)
     assert re.sub(r"\x1b\[[0-9;]*m", "", terminal) == "<|user|>é↵\n<|assistant|>a\\x1b[2J<|end|>"
     shades = re.findall(r"\x1b\[(30;42|30;102|37|90)m", terminal)
     assert [shade for at, shade in enumerate(shades) if at != 4] == ["37", "90", "37", "90", "37", *["30;102", "30;42"] * 3]
@@ -206,7 +206,7 @@ def test_colours_show_every_token_its_bounds_and_what_is_scored(byte_tokenizer: 
 
 
 def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    from lmforge.data.preferences import read_labelled, read_pairs, read_prompts
+    from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
 
     page = PAGE.read_text(encoding="utf-8")
     blocks = [text for kind, text in FENCED.findall(page) if kind == "json"]
@@ -214,10 +214,10 @@ def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path, byte_token
         (tmp_path / f"{number}.jsonl").write_text(text, encoding="utf-8")
         assert len(shown(tmp_path / f"{number}.jsonl", byte_tokenizer)) == 1
     (tmp_path / "pairs.jsonl").write_text(blocks[5])
-    assert len(list(read_pairs(tmp_path / "pairs.jsonl", byte_tokenizer))) == 2
+    assert len(list(read_preference_pairs(tmp_path / "pairs.jsonl", byte_tokenizer))) == 2
     labelled, prompt = blocks[6].splitlines()
     (tmp_path / "labelled.jsonl").write_text(labelled)
-    assert next(read_labelled(tmp_path / "labelled.jsonl", byte_tokenizer)).good
+    assert next(read_unpaired_preferences(tmp_path / "labelled.jsonl", byte_tokenizer)).desirable
     (tmp_path / "prompts.jsonl").write_text(prompt)
     assert next(read_prompts(tmp_path / "prompts.jsonl", byte_tokenizer)).columns == {"answer": "2"}
 
@@ -235,5 +235,5 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
     from lmforge.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([""], 261)
-    rendered = ChatTemplate.of(tokenizer).render([{"role": role, "content": content} for role, content in messages])
-    assert tokenizer.decode(rendered.tokens, specials=True) == template
+    rendered = ChatTemplate.from_tokenizer(tokenizer).encode([{"role": role, "content": content} for role, content in messages])
+    assert tokenizer.decode(rendered.tokens, include_special_tokens=True) == template

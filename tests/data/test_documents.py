@@ -12,12 +12,12 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data import documents
-from lmforge.data.documents import Source, open_source
-from lmforge.errors import Mistake
+from lmforge.data.sources import documents
+from lmforge.data.sources.documents import TextSource, open_text_source
+from lmforge.errors import UserError
 
 
-def texts(source: Source) -> list[str]:
+def texts(source: TextSource) -> list[str]:
     """As another process would read them."""
     units = pickle.loads(pickle.dumps(source.units()))
     return [document.text for unit in units for document in unit.read()]
@@ -45,14 +45,14 @@ SOME_TEXTS = ["one\ntwo", "héllo ☃", "", ""]
 )
 def test_lines_of_json_are_read_plain_and_compressed(tmp_path: Path, name: str, write: object) -> None:
     write(tmp_path / name, lines(*SOME))  # type: ignore[operator]
-    assert texts(open_source(str(tmp_path / name))) == SOME_TEXTS
+    assert texts(open_text_source(str(tmp_path / name))) == SOME_TEXTS
     if name != "a.json":  # among other files, a bare .json is not taken for a corpus
-        assert texts(open_source(str(tmp_path))) == SOME_TEXTS
+        assert texts(open_text_source(str(tmp_path))) == SOME_TEXTS
 
 
 def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines({"body": "x", "text": "y"}))
-    assert texts(open_source(str(tmp_path / "a.jsonl"), "body")) == ["x"]
+    assert texts(open_text_source(str(tmp_path / "a.jsonl"), "body")) == ["x"]
 
 
 def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +63,13 @@ def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch:
     (tmp_path / "a.jsonl").write_bytes(lines(*({"text": text} for text in expected)))
     for size in (1, 2, 7, 13, 100, 5000, 10**9):
         monkeypatch.setattr(documents, "LINES_UNIT_BYTES", size)
-        assert texts(open_source(str(tmp_path / "a.jsonl"))) == expected
+        assert texts(open_text_source(str(tmp_path / "a.jsonl"))) == expected
 
 
 def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["a", "b", None, "d", "é"], "n": [1, 2, 3, 4, 5]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    source = open_source(str(tmp_path))
+    source = open_text_source(str(tmp_path))
     assert len(source.units()) == 3
     assert texts(source) == ["a", "b", "", "d", "é"]
 
@@ -82,19 +82,19 @@ def test_a_folder_is_read_to_any_depth_sorted_and_without_what_is_hidden_or_unkn
     (tmp_path / "z.txt.gz").write_bytes(gzip.compress(b"packed"))
     os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
     (tmp_path / "broken.txt").symlink_to("nowhere")
-    source = open_source(str(tmp_path))
+    source = open_text_source(str(tmp_path))
     assert sorted(texts(source)) == sorted(["a.md", "b/c/d.PY", "b/z.txt", "line", "packed"])
     assert [file.name for file in source.files] == ["a.md", "b/c/d.PY", "b/z.txt", "z.txt.gz", "zz.jsonl"]
-    assert source.left_out == 2
+    assert source.skipped_files == 2
 
 
 def test_small_files_share_units_and_units_never_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "UNIT_BYTES", 100)
     for i in range(30):
         (tmp_path / f"{i:02d}.txt").write_text("x" * (5 * i))
-    source = open_source(str(tmp_path))
+    source = open_text_source(str(tmp_path))
     units = source.units()
-    assert units == open_source(str(tmp_path)).units()
+    assert units == open_text_source(str(tmp_path)).units()
     assert sum(unit.size for unit in units) == source.size
     assert 1 < len(units) < 30
     assert [len(text) for text in texts(source)] == [5 * i for i in range(30)]
@@ -102,12 +102,12 @@ def test_small_files_share_units_and_units_never_change(tmp_path: Path, monkeypa
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    assert texts(open_source(str(tmp_path / "a.txt"))) == ["hello"]
+    assert texts(open_text_source(str(tmp_path / "a.txt"))) == ["hello"]
 
 
 def test_any_file_named_by_itself_is_text(tmp_path: Path) -> None:
     (tmp_path / "corpus").write_text("hello\r\n")
-    assert texts(open_source(str(tmp_path / "corpus"))) == ["hello\r\n"]
+    assert texts(open_text_source(str(tmp_path / "corpus"))) == ["hello\r\n"]
 
 
 def test_the_fingerprint_follows_the_files_and_not_the_place(tmp_path: Path) -> None:
@@ -115,20 +115,20 @@ def test_the_fingerprint_follows_the_files_and_not_the_place(tmp_path: Path) -> 
     folder.mkdir()
     (folder / "x.txt").write_text("hello")
     (folder / "y.txt").write_text("world")
-    first = open_source(str(folder)).fingerprint()
-    assert open_source(str(folder)).fingerprint() == first
+    first = open_text_source(str(folder)).fingerprint()
+    assert open_text_source(str(folder)).fingerprint() == first
     folder.rename(tmp_path / "b")
     folder = tmp_path / "b"
-    assert open_source(str(folder)).fingerprint() == first
-    assert open_source(str(folder), "body").fingerprint() != first
+    assert open_text_source(str(folder)).fingerprint() == first
+    assert open_text_source(str(folder), "body").fingerprint() != first
     os.utime(folder / "x.txt", ns=(1, 1))
-    second = open_source(str(folder)).fingerprint()
+    second = open_text_source(str(folder)).fingerprint()
     (folder / "z.txt").write_text("!")
-    assert len({first, second, open_source(str(folder)).fingerprint()}) == 3
+    assert len({first, second, open_text_source(str(folder)).fingerprint()}) == 3
 
 
 def test_the_standard_library_is_real_code_and_no_tables() -> None:
-    source = open_source("stdlib")
+    source = open_text_source("stdlib")
     names = {file.name for file in source.files}
     assert {"argparse.py", "json/decoder.py"} <= names
     folders = {folder for name in names for folder in Path(name).parent.parts}
@@ -150,8 +150,8 @@ def test_a_python_file_in_its_declared_encoding_is_decoded_and_one_that_belies_i
 
 
 def refusal(path: Path, text_field: str = "text") -> str:
-    with pytest.raises(Mistake) as caught:
-        texts(open_source(str(path), text_field))
+    with pytest.raises(UserError) as caught:
+        texts(open_text_source(str(path), text_field))
     message = str(caught.value)
     assert "\n" not in message
     return message

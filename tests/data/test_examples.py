@@ -15,12 +15,12 @@ import xxhash
 
 from lmforge.data.batch import Batch
 from lmforge.data.best_fit import best_fit
-from lmforge.data.conversations import Example
-from lmforge.data.examples import ExampleFolder, example_rows, write_examples
-from lmforge.data.packing import UNSCORED
-from lmforge.data.spool import Item
+from lmforge.data.chat.conversations import TokenizedExample
+from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
+from lmforge.data.packing import IGNORE_INDEX
+from lmforge.data.spill_buffer import ExampleGroup
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
 Make = Callable[..., ExampleFolder]
 
@@ -37,27 +37,27 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def drawn(chance: random.Random, longest: int) -> Example:
+def drawn(chance: random.Random, longest: int) -> TokenizedExample:
     """A prompt that is not scored, and an answer that is."""
     prompt, answer = chance.randint(1, longest - 1), chance.randint(1, longest // 2)
     tokens = np.array([chance.randrange(300) for _ in range(prompt + answer)], np.int32)
-    return Example(tokens, np.arange(prompt + answer) >= prompt)
+    return TokenizedExample(tokens, np.arange(prompt + answer) >= prompt)
 
 
 @pytest.fixture
 def make(tmp_path: Path, tokenizer: Tokenizer) -> Make:
-    def written(items: list[Item], length: int, *, too_long: str = "drop", share: float | None = 0.0) -> ExampleFolder:
+    def written(items: list[ExampleGroup], length: int, *, overlong: str = "drop", share: float | None = 0.0) -> ExampleFolder:
         folder = tmp_path / f"examples-{len(list(tmp_path.iterdir()))}"
-        read = {"train": items, "held_out": []}
+        read = {"train": items, "validation": []}
         write_examples(
             folder,
             read.__getitem__,
             tokenizer,
             plan={},
-            length=length,
-            bound=f"data.length = {length}",
-            too_long=too_long,
-            held_out_share=share,
+            sequence_length=length,
+            limit_description=f"data.sequence_length = {length}",
+            overlong=overlong,
+            validation_ratio=share,
         )
         return ExampleFolder.open(folder)
 
@@ -77,71 +77,71 @@ def test_best_fit_places_everything_once_and_no_bin_is_too_full(chance: random.R
 
 
 def test_a_row_holds_its_examples_whole_and_apart(chance: random.Random, make: Make) -> None:
-    items = [Item((drawn(chance, 20),)) for _ in range(60)]
-    rows = example_rows(make(items, 64), "train", length=64, fit=True, shuffle=False)
+    items = [ExampleGroup((drawn(chance, 20),)) for _ in range(60)]
+    rows = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
     found = []
-    for index in range(rows.rows_per_epoch):
-        row = rows.row(index)
-        for document in range(row.documents.max() + 1):
-            here = row.documents == document
+    for index in range(rows.sequences_per_epoch):
+        row = rows.sequence(index)
+        for document in range(row.document_ids.max() + 1):
+            here = row.document_ids == document
             assert list(row.positions[here]) == list(range(here.sum()))
-            scored = row.targets[here] != UNSCORED
-            assert list(row.targets[here][:-1][scored[:-1]]) == list(row.tokens[here][1:][scored[:-1]])
-            found.append((*row.tokens[here], int(row.targets[here][-1])))
-        assert (row.targets[row.documents < 0] == UNSCORED).all()
+            scored = row.labels[here] != IGNORE_INDEX
+            assert list(row.labels[here][:-1][scored[:-1]]) == list(row.tokens[here][1:][scored[:-1]])
+            found.append((*row.tokens[here], int(row.labels[here][-1])))
+        assert (row.labels[row.document_ids < 0] == IGNORE_INDEX).all()
     assert sorted(found) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
-    assert rows.rows_per_epoch < len(items) / 2
+    assert rows.sequences_per_epoch < len(items) / 2
 
 
 def test_pairs_lie_in_documents_two_by_two(chance: random.Random, make: Make) -> None:
-    items = [Item((drawn(chance, 12), drawn(chance, 12))) for _ in range(20)]
-    rows = example_rows(make(items, 64), "train", length=64, fit=True, shuffle=False)
+    items = [ExampleGroup((drawn(chance, 12), drawn(chance, 12))) for _ in range(20)]
+    rows = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
     sides = [tuple(part.tokens[:-1].tolist() for part in item.sequences) for item in items]
-    for index in range(rows.rows_per_epoch):
-        row = rows.row(index)
-        parts = [row.tokens[row.documents == document].tolist() for document in range(row.documents.max() + 1)]
+    for index in range(rows.sequences_per_epoch):
+        row = rows.sequence(index)
+        parts = [row.tokens[row.document_ids == document].tolist() for document in range(row.document_ids.max() + 1)]
         assert len(parts) % 2 == 0
         assert all(pair in sides for pair in zip(parts[::2], parts[1::2], strict=True))
 
 
 def test_judged_answers_are_followed_by_the_next_ones_answer_to_the_same_prompt(chance: random.Random, make: Make) -> None:
-    items = [Item((drawn(chance, 10),), {"label": float(n % 2)}) for n in range(30)]
-    rows = example_rows(make(items, 32), "train", length=64, fit=True, shuffle=False)
+    items = [ExampleGroup((drawn(chance, 10),), {"label": float(n % 2)}) for n in range(30)]
+    rows = example_dataset(make(items, 32), "train", sequence_length=64, pack=True, shuffle=False)
     several = 0
-    for index in range(rows.rows_per_epoch):
-        row = rows.row(index)
+    for index in range(rows.sequences_per_epoch):
+        row = rows.sequence(index)
         members = [items[n].sequences[0] for n in rows.packing.members(index)]  # type: ignore[attr-defined]
         several += len(members) > 1
         for place, member in enumerate(members):
             other = members[(place + 1) % len(members)]
-            own, mismatched = (row.tokens[row.documents == 2 * place + side] for side in (0, 1))
+            own, mismatched = (row.tokens[row.document_ids == 2 * place + side] for side in (0, 1))
             assert own.tolist() == member.tokens[:-1].tolist()
             expected = [*member.tokens[~member.scored], *other.tokens[other.scored]][:-1] if len(members) > 1 else []
             assert mismatched.tolist() == expected
     assert several
-    batch = Batch.of(rows.rows(0, rows.rows_per_epoch))
+    batch = Batch.from_sequences(rows.sequences(0, rows.sequences_per_epoch))
     assert set(batch.extra("label").flatten().tolist()) <= {0.0, 1.0}
 
 
 def test_what_is_too_long_or_teaches_nothing_is_counted(make: Make) -> None:
-    long = Example(np.arange(40, dtype=np.int32), np.arange(40) > 30)
-    short = Example(np.arange(10, dtype=np.int32), np.arange(10) > 5)
-    unscored = Example(np.arange(10, dtype=np.int32), np.zeros(10, bool))
-    items = [Item((each,)) for each in (long, short, unscored)]
-    assert make(items, 20).manifest["counts"] == {"too_long": 1, "cut": 0, "nothing_to_learn": 1}
+    long = TokenizedExample(np.arange(40, dtype=np.int32), np.arange(40) > 30)
+    short = TokenizedExample(np.arange(10, dtype=np.int32), np.arange(10) > 5)
+    unscored = TokenizedExample(np.arange(10, dtype=np.int32), np.zeros(10, bool))
+    items = [ExampleGroup((each,)) for each in (long, short, unscored)]
+    assert make(items, 20).manifest["counts"] == {"overlong": 1, "truncated": 0, "nothing_to_learn": 1}
     # Cut at 20 nothing scored is left of the long one; at 35 something is.
-    assert make(items, 20, too_long="cut").manifest["counts"] == {"too_long": 0, "cut": 1, "nothing_to_learn": 2}
-    assert make(items, 35, too_long="cut").manifest["splits"]["train"]["examples"] == 2
-    with pytest.raises(Mistake, match=r"no example is left of the train files: 1 are longer than data\.length = 20, of 1 "):
+    assert make(items, 20, overlong="truncate").manifest["counts"] == {"overlong": 0, "truncated": 1, "nothing_to_learn": 2}
+    assert make(items, 35, overlong="truncate").manifest["splits"]["train"]["examples"] == 2
+    with pytest.raises(UserError, match=r"no example is left of the train files: 1 are longer than data\.length = 20, of 1 "):
         make([items[0], items[2]], 20)
 
 
 def test_held_out_examples_are_apart_even_where_they_are_there_twice(chance: random.Random, make: Make) -> None:
-    different = [Item((drawn(chance, 20),)) for _ in range(20)]
+    different = [ExampleGroup((drawn(chance, 20),)) for _ in range(20)]
     folder = make([chance.choice(different) for _ in range(100)], 64, share=0.1)
     sides = [
         {tuple(next(examples.sequences(n)).tokens.tolist()) for n in range(len(examples))}
-        for examples in (folder.split("train"), folder.split("held_out"))
+        for examples in (folder.split("train"), folder.split("validation"))
     ]
     assert all(sides)
     assert not sides[0] & sides[1]
@@ -149,51 +149,51 @@ def test_held_out_examples_are_apart_even_where_they_are_there_twice(chance: ran
 
 @pytest.mark.parametrize("file", ["train-tokens.npy", "train-starts.npy", "train-scored.npy"])
 def test_a_flipped_bit_in_a_folder_is_found(file: str, chance: random.Random, make: Make) -> None:
-    folder = make([Item((drawn(chance, 20),)) for _ in range(20)], 64)
+    folder = make([ExampleGroup((drawn(chance, 20),)) for _ in range(20)], 64)
     path = folder.path / file
     content = bytearray(path.read_bytes())
     content[chance.randrange(128, len(content))] ^= 1 << chance.randrange(8)
     path.write_bytes(content)
-    with pytest.raises(Mistake, match="does not hold what was written; delete"):
+    with pytest.raises(UserError, match="does not hold what was written; delete"):
         folder.split("train")
 
 
 def test_a_folder_that_was_not_finished_is_made_anew(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    def broken(split: str) -> list[Item]:
-        raise Mistake("a.jsonl, record 3: no answer")
+    def broken(split: str) -> list[ExampleGroup]:
+        raise UserError("a.jsonl, record 3: no answer")
 
-    about = {"plan": {}, "length": 8, "bound": "8", "too_long": "drop", "held_out_share": 0.0}
-    with pytest.raises(Mistake, match="record 3"):
+    about = {"plan": {}, "length": 8, "bound": "8", "overlong": "drop", "validation_ratio": 0.0}
+    with pytest.raises(UserError, match="record 3"):
         write_examples(tmp_path / "a", broken, tokenizer, **about)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-    item = Item((Example(np.arange(5, dtype=np.int32), np.ones(5, bool)),))
+    item = ExampleGroup((TokenizedExample(np.arange(5, dtype=np.int32), np.ones(5, bool)),))
     for _ in range(2):
-        write_examples(tmp_path / "a", {"train": [item], "held_out": []}.__getitem__, tokenizer, **about)  # type: ignore[arg-type]
+        write_examples(tmp_path / "a", {"train": [item], "validation": []}.__getitem__, tokenizer, **about)  # type: ignore[arg-type]
     assert json.loads((tmp_path / "a" / "examples.json").read_text())["splits"]["train"]["examples"] == 1
 
 
-def plainly(items: list[Item], share: float) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
+def plainly(items: list[ExampleGroup], share: float) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
     """The arrays of both splits, and how the manifest describes them, with everything in memory."""
     hashes = [xxhash.xxh3_64_intdigest(b"".join(one.tokens.tobytes() for one in item.sequences)) for item in items]
     held = set(sorted(hashes)[: max(1, round(share * len(items)))] if share else ()) - {max(hashes)}
     arrays: dict[str, dict[str, np.ndarray]] = {}
     described: dict[str, dict[str, object]] = {}
-    for split in ("train", "held_out"):
-        chosen = [item for item, hash in zip(items, hashes, strict=True) if (hash in held) == (split == "held_out")]
+    for split in ("train", "validation"):
+        chosen = [item for item, hash in zip(items, hashes, strict=True) if (hash in held) == (split == "validation")]
         sequences = [sequence for item in chosen for sequence in item.sequences]
-        nothing = Example(np.zeros(0, np.int32), np.zeros(0, bool))
+        nothing = TokenizedExample(np.zeros(0, np.int32), np.zeros(0, bool))
         arrays[split] = {
             "tokens": np.concatenate([sequence.tokens for sequence in [nothing, *sequences]]),
-            "scored": np.concatenate([sequence.scored for sequence in [nothing, *sequences]]),
+            "scored": np.concatenate([sequence.loss_mask for sequence in [nothing, *sequences]]),
             "starts": np.cumsum([0, *(len(sequence.tokens) for sequence in sequences)]),
         }
-        for name in sorted(chosen[0].labels if chosen else ()):
-            arrays[split][f"label-{name}"] = np.array([item.labels[name] for item in chosen], np.float32)
+        for name in sorted(chosen[0].scalars if chosen else ()):
+            arrays[split][f"label-{name}"] = np.array([item.scalars[name] for item in chosen], np.float32)
         described[split] = {
             "examples": len(chosen),
             "group": len(chosen[0].sequences) if chosen else 1,
             "tokens": sum(len(sequence.tokens) for sequence in sequences),
-            "scored": sum(int(sequence.scored[1:].sum()) for sequence in sequences),
+            "scored": sum(int(sequence.loss_mask[1:].sum()) for sequence in sequences),
             "xxh3": {name: xxhash.xxh3_64_hexdigest(array.tobytes()) for name, array in arrays[split].items()},
         }
     return arrays, described
@@ -205,7 +205,9 @@ def test_a_folder_is_to_the_byte_what_it_would_be_of_all_examples_in_memory(
     sides: int, share: float, chance: random.Random, make: Make
 ) -> None:
     different = [
-        Item(tuple(drawn(chance, 20) for _ in range(sides)), {"margin": chance.random(), "label": float(chance.random() < 0.5)})
+        ExampleGroup(
+            tuple(drawn(chance, 20) for _ in range(sides)), {"margin": chance.random(), "label": float(chance.random() < 0.5)}
+        )
         for _ in range(chance.randint(1, 60))
     ]
     items = [chance.choice(different) for _ in range(chance.randint(1, 100))]
@@ -224,9 +226,9 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from lmforge.data.conversations import Example
-from lmforge.data.examples import write_examples
-from lmforge.data.spool import Item
+from lmforge.data.chat.conversations import Example
+from lmforge.data.chat.examples import write_examples
+from lmforge.data.spill_buffer import Item
 from lmforge.data.tokenizer import Tokenizer
 
 def peak():
@@ -239,7 +241,7 @@ def read(split):
 
 tokenizer = Tokenizer.open(sys.argv[1])
 before = peak()
-about = {"plan": {}, "length": 1000, "bound": "1000", "too_long": "drop", "held_out_share": 0.02}
+about = {"plan": {}, "length": 1000, "bound": "1000", "overlong": "drop", "validation_ratio": 0.02}
 write_examples(Path(sys.argv[2]), read, tokenizer, **about)
 print((peak() - before) // (1 << 20 if sys.platform == "darwin" else 1 << 10))
 """

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.functions import HELD_OUT, TRAIN, write_function_pairs
-from lmforge.errors import Mistake
-from lmforge.objectives.sandbox import Sandbox
+from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
+from lmforge.errors import UserError
+from lmforge.rewards.sandbox import Sandbox
 
 Lines = list[dict[str, Any]]
 
@@ -19,8 +19,11 @@ Lines = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("functions")
-    counts = write_function_pairs(folder / "pairs")
-    assert counts == {"train": len(lines(folder / "pairs" / TRAIN)), "held_out": len(lines(folder / "pairs" / HELD_OUT))}
+    counts = write_function_conversations(folder / "pairs")
+    assert counts == {
+        "train": len(lines(folder / "pairs" / TRAIN_FILE)),
+        "validation": len(lines(folder / "pairs" / VALIDATION_FILE)),
+    }
     return folder / "pairs"
 
 
@@ -38,7 +41,7 @@ def answer(line: dict[str, Any]) -> ast.FunctionDef:
 
 
 def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_docstring(written: Path) -> None:
-    train, held_out = lines(written / TRAIN), lines(written / HELD_OUT)
+    train, held_out = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
     assert len(train) > 2000
     assert len(held_out) > 100
     for line in train + held_out:
@@ -50,7 +53,7 @@ def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_do
 
 
 def test_no_function_is_twice_and_no_package_is_in_both_splits(written: Path) -> None:
-    train, held_out = lines(written / TRAIN), lines(written / HELD_OUT)
+    train, held_out = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
     bodies = ["\n".join(map(ast.dump, answer(line).body)) for line in train + held_out]
     assert len(set(bodies)) == len(bodies)
     packages = [{line["module"].split(".")[0] for line in split} for split in (train, held_out)]
@@ -60,15 +63,15 @@ def test_no_function_is_twice_and_no_package_is_in_both_splits(written: Path) ->
 def test_the_librarys_own_answers_pass_their_checks_and_others_do_not(written: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
-    some = random.Random(seed).sample(lines(written / HELD_OUT), 30)
+    some = random.Random(seed).sample(lines(written / VALIDATION_FILE), 30)
     programs = [ast.unparse(answer(line)) for line in some]
     with Sandbox() as sandbox:
-        right = sandbox.run_each(programs, [line["checks"] for line in some], seconds=30.0)
-        other = sandbox.run_each(["def other(thing, *things):\n    pass"] * 30, [line["checks"] for line in some], seconds=30.0)
-    assert [outcome.passed for outcome in right] == [(True, True)] * 30
-    assert not any(all(outcome.passed) for outcome in other)
+        right = sandbox.run_all(programs, [line["checks"] for line in some], seconds=30.0)
+        other = sandbox.run_all(["def other(thing, *things):\n    pass"] * 30, [line["checks"] for line in some], seconds=30.0)
+    assert [outcome.checks_passed for outcome in right] == [(True, True)] * 30
+    assert not any(all(outcome.checks_passed) for outcome in other)
 
 
 def test_nothing_is_overwritten(written: Path) -> None:
-    with pytest.raises(Mistake, match="exists"):
-        write_function_pairs(written)
+    with pytest.raises(UserError, match="exists"):
+        write_function_conversations(written)

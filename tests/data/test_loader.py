@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lmforge.data.batch import Batch
-from lmforge.data.loader import Loader
+from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
-from lmforge.errors import Mistake
+from lmforge.data.stream import TokenDataset
+from lmforge.errors import UserError
 
 Writer = Callable[..., TokenFolder]
 FIELDS = ("tokens", "targets", "positions", "documents")
@@ -24,52 +24,58 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 @pytest.fixture
-def stream(tmp_path: Path, folder_of: Writer) -> Stream:
-    return Stream(folder_of(tmp_path / "folder", [[50, 3, 200, 2], [90, 400]]), length=8, seed=secrets.randbits(60))
+def stream(tmp_path: Path, folder_of: Writer) -> TokenDataset:
+    return TokenDataset(
+        folder_of(tmp_path / "folder", [[50, 3, 200, 2], [90, 400]]), sequence_length=8, seed=secrets.randbits(60)
+    )
 
 
-def global_batch(stream: Stream, step: int, rows: int) -> Batch:
-    return Batch.of(stream.rows(step * rows, (step + 1) * rows))
+def global_batch(stream: TokenDataset, step: int, rows: int) -> Batch:
+    return Batch.from_sequences(stream.sequences(step * rows, (step + 1) * rows))
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))
-def test_the_global_batch_is_the_same_for_any_number_of_ranks(stream: Stream, ranks: int) -> None:
+def test_the_global_batch_is_the_same_for_any_number_of_ranks(stream: TokenDataset, ranks: int) -> None:
     rows = 2 * ranks
     steps = (0, 1, 7)
     parts: dict[int, list[Batch]] = {step: [] for step in steps}
     for rank in range(ranks):
-        with Loader(stream, global_batch_rows=rows, micro_batch_rows=1, rank=rank, ranks=ranks) as loader:
+        with BatchLoader(
+            stream, global_batch_size=rows, micro_batch_size=1, data_parallel_rank=rank, data_parallel_size=ranks
+        ) as loader:
             for step in steps:
                 parts[step] += loader.batches(step)
     for step in steps:
         assert same(Batch.cat(parts[step]), global_batch(stream, step, rows))
 
 
-@pytest.mark.parametrize("micro_batch_rows", [1, 2, 3, 4, 6, 12])
-def test_the_split_into_micro_batches_changes_nothing(stream: Stream, micro_batch_rows: int) -> None:
-    with Loader(stream, global_batch_rows=12, micro_batch_rows=micro_batch_rows) as loader:
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 4, 6, 12])
+def test_the_split_into_micro_batches_changes_nothing(stream: TokenDataset, micro_batch_size: int) -> None:
+    with BatchLoader(stream, global_batch_size=12, micro_batch_size=micro_batch_size) as loader:
         for step in range(4):
             batches = loader.batches(step)
-            assert [batch.rows for batch in batches] == [micro_batch_rows] * (12 // micro_batch_rows)
+            assert [batch.batch_size for batch in batches] == [micro_batch_size] * (12 // micro_batch_size)
             assert same(Batch.cat(batches), global_batch(stream, step, 12))
 
 
-def test_resuming_at_any_step_on_any_ranks_gives_what_would_have_come(stream: Stream) -> None:
+def test_resuming_at_any_step_on_any_ranks_gives_what_would_have_come(stream: TokenDataset) -> None:
     """Before the first step, inside an epoch, at an exact epoch end, in a later epoch, and twice over."""
     rows = 6
-    at_epoch_end = stream.rows_per_epoch  # B · this is a multiple of the epoch
+    at_epoch_end = stream.sequences_per_epoch  # B · this is a multiple of the epoch
     for step in (0, 1, secrets.randbelow(500), at_epoch_end, at_epoch_end - 1, 5 * at_epoch_end + 3):
         for _ in range(2):
             for ranks in (1, 2, 3):
                 got = []
                 for rank in range(ranks):
-                    with Loader(stream, global_batch_rows=rows, micro_batch_rows=1, rank=rank, ranks=ranks) as loader:
+                    with BatchLoader(
+                        stream, global_batch_size=rows, micro_batch_size=1, data_parallel_rank=rank, data_parallel_size=ranks
+                    ) as loader:
                         got += loader.batches(step)
                 assert same(Batch.cat(got), global_batch(stream, step, rows)), (step, ranks)
 
 
-def test_steps_may_be_asked_for_out_of_order(stream: Stream) -> None:
-    with Loader(stream, global_batch_rows=4, micro_batch_rows=4) as loader:
+def test_steps_may_be_asked_for_out_of_order(stream: TokenDataset) -> None:
+    with BatchLoader(stream, global_batch_size=4, micro_batch_size=4) as loader:
         for step in (3, 4, 4, 0, 9, 10, 2):
             assert same(loader.batches(step)[0], global_batch(stream, step, 4))
 
@@ -77,39 +83,39 @@ def test_steps_may_be_asked_for_out_of_order(stream: Stream) -> None:
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({"global_batch_rows": 10, "micro_batch_rows": 1, "ranks": 4}, "10 rows does not divide among 4 ranks"),
-        ({"global_batch_rows": 2, "micro_batch_rows": 1, "ranks": 4}, "2 rows does not divide among 4 ranks"),
-        ({"global_batch_rows": 0, "micro_batch_rows": 1, "ranks": 1}, "0 rows"),
-        ({"global_batch_rows": 8, "micro_batch_rows": 3, "ranks": 2}, "4 rows a rank do not divide"),
-        ({"global_batch_rows": 8, "micro_batch_rows": 0, "ranks": 1}, "micro-batches of 0"),
-        ({"global_batch_rows": 8, "micro_batch_rows": 8, "ranks": 1, "rank": 1}, "rank 1 of 1"),
+        ({"global_batch_size": 10, "micro_batch_size": 1, "ranks": 4}, "10 rows does not divide among 4 ranks"),
+        ({"global_batch_size": 2, "micro_batch_size": 1, "ranks": 4}, "2 rows does not divide among 4 ranks"),
+        ({"global_batch_size": 0, "micro_batch_size": 1, "ranks": 1}, "0 rows"),
+        ({"global_batch_size": 8, "micro_batch_size": 3, "ranks": 2}, "4 rows a rank do not divide"),
+        ({"global_batch_size": 8, "micro_batch_size": 0, "ranks": 1}, "micro-batches of 0"),
+        ({"global_batch_size": 8, "micro_batch_size": 8, "ranks": 1, "rank": 1}, "rank 1 of 1"),
     ],
 )
-def test_what_does_not_divide_is_refused(stream: Stream, sizes: dict[str, int], complaint: str) -> None:
+def test_what_does_not_divide_is_refused(stream: TokenDataset, sizes: dict[str, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        Loader(stream, **sizes)
+        BatchLoader(stream, **sizes)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_asked_for(tmp_path: Path, folder_of: Writer) -> None:
     folder = folder_of(tmp_path / "a", [[400]])
-    stream = Stream(folder, length=8, seed=0)
-    with Loader(stream, global_batch_rows=2, micro_batch_rows=2) as loader:
+    stream = TokenDataset(folder, sequence_length=8, seed=0)
+    with BatchLoader(stream, global_batch_size=2, micro_batch_size=2) as loader:
         (tmp_path / "a" / "train-00000.tokens").unlink()
-        with pytest.raises(Mistake, match=r"sample 0: .*train-00000\.tokens.*No such file"):
+        with pytest.raises(UserError, match=r"sample 0: .*train-00000\.tokens.*No such file"):
             loader.batches(0)
 
 
-def test_closing_ends_the_thread(stream: Stream) -> None:
-    loader = Loader(stream, global_batch_rows=2, micro_batch_rows=2)
+def test_closing_ends_the_thread(stream: TokenDataset) -> None:
+    loader = BatchLoader(stream, global_batch_size=2, micro_batch_size=2)
     loader.batches(0)
     assert any(thread.name.startswith("loader") for thread in threading.enumerate())
     loader.close()
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-def test_thousands_of_steps_open_no_more_files(stream: Stream) -> None:
-    with Loader(stream, global_batch_rows=2, micro_batch_rows=1) as loader:
+def test_thousands_of_steps_open_no_more_files(stream: TokenDataset) -> None:
+    with BatchLoader(stream, global_batch_size=2, micro_batch_size=1) as loader:
         for step in range(100):  # until every shard has been met
             loader.batches(step)
         gc.collect()  # what other tests have left open
@@ -120,25 +126,25 @@ def test_thousands_of_steps_open_no_more_files(stream: Stream) -> None:
 
 
 def test_waiting_is_counted_and_a_stall_is_said(
-    stream: Stream, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stream: TokenDataset, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real stall: the rows are behind a lock that someone else holds."""
     monkeypatch.setattr("lmforge.data.loader.PATIENCE_SECONDS", 0.1)
-    with Loader(stream, global_batch_rows=2, micro_batch_rows=1) as loader:
+    with BatchLoader(stream, global_batch_size=2, micro_batch_size=1) as loader:
         lock = stream.packing.split._lock
         lock.acquire()
         threading.Timer(0.5, lock.release).start()
         began = time.perf_counter()
         loader.batches(3)
         waited = time.perf_counter() - began
-        assert 0.3 < loader.data_seconds <= waited
+        assert 0.3 < loader.data_wait_seconds <= waited
     assert "step 3: its rows have not come for" in caplog.text
     assert "folder: train" in caplog.text
 
 
-def test_a_batch_can_be_sliced_joined_and_moved(stream: Stream) -> None:
+def test_a_batch_can_be_sliced_joined_and_moved(stream: TokenDataset) -> None:
     batch = global_batch(stream, 0, 6)
-    assert (batch.rows, batch.length) == (6, 8)
+    assert (batch.batch_size, batch.sequence_length) == (6, 8)
     assert same(Batch.cat([batch[:2], batch[2:5], batch[5:]]), batch)
     assert same(batch.to("cpu", non_blocking=True), batch)
     dtypes = [getattr(batch, name).dtype for name in FIELDS]
@@ -147,38 +153,38 @@ def test_a_batch_can_be_sliced_joined_and_moved(stream: Stream) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_batches_arrive_on_the_gpu_as_they_are_on_the_cpu(stream: Stream) -> None:
-    with Loader(stream, global_batch_rows=4, micro_batch_rows=2, device="cuda") as loader:
+def test_batches_arrive_on_the_gpu_as_they_are_on_the_cpu(stream: TokenDataset) -> None:
+    with BatchLoader(stream, global_batch_size=4, micro_batch_size=2, device="cuda") as loader:
         for step in range(5):
             batches = loader.batches(step)
             assert all(batch.tokens.is_cuda for batch in batches)
             assert same(Batch.cat(batches).to("cpu"), global_batch(stream, step, 4))
 
 
-def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: Stream) -> None:
+def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: TokenDataset) -> None:
     """The same for any ranks and micro-batches; others for every token, sample, epoch and seed."""
     rows, seed = 12, secrets.randbits(60)
 
-    def keys(step: int, ranks: int, micro_batch_rows: int, seed: int = seed) -> torch.Tensor:
+    def keys(step: int, ranks: int, micro_batch_size: int, seed: int = seed) -> torch.Tensor:
         parts = []
         for rank in range(ranks):
-            about = {"rank": rank, "ranks": ranks, "micro_batch_rows": micro_batch_rows, "noise_seed": seed}
-            with Loader(stream, global_batch_rows=rows, **about) as loader:  # type: ignore[arg-type]
+            about = {"rank": rank, "ranks": ranks, "micro_batch_size": micro_batch_size, "noise_seed": seed}
+            with BatchLoader(stream, global_batch_size=rows, **about) as loader:  # type: ignore[arg-type]
                 parts += loader.batches(step)
-        found = Batch.cat(parts).keys
+        found = Batch.cat(parts).rng_keys
         assert found is not None
         return found
 
     whole = keys(2, 1, 12)
-    assert whole.shape == (rows, stream.length)
-    for ranks, micro_batch_rows in ((1, 1), (2, 3), (3, 4), (4, 1)):
-        assert torch.equal(keys(2, ranks, micro_batch_rows), whole)
+    assert whole.shape == (rows, stream.sequence_length)
+    for ranks, micro_batch_size in ((1, 1), (2, 3), (3, 4), (4, 1)):
+        assert torch.equal(keys(2, ranks, micro_batch_size), whole)
     # The steps of a whole epoch and more: the same rows come again, their keys do not.
-    steps = range(2 * -(-stream.rows_per_epoch // rows))
+    steps = range(2 * -(-stream.sequences_per_epoch // rows))
     every = torch.cat([keys(step, 1, 12) for step in steps] + [keys(0, 1, 12, seed + 1)])
     assert len(every.unique()) == every.numel()
 
 
-def test_without_a_seed_for_it_there_are_no_keys(stream: Stream) -> None:
-    with Loader(stream, global_batch_rows=2, micro_batch_rows=1) as loader:
-        assert all(batch.keys is None for batch in loader.batches(0))
+def test_without_a_seed_for_it_there_are_no_keys(stream: TokenDataset) -> None:
+    with BatchLoader(stream, global_batch_size=2, micro_batch_size=1) as loader:
+        assert all(batch.rng_keys is None for batch in loader.batches(0))

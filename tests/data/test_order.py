@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lmforge.data.order import LARGEST_TABLE, Order, _feistel, key, mix, permutation
+from lmforge.data.order import MAX_TABLE_SIZE, Permutation, _feistel_permutation, derive_key, permutation, splitmix64
 
 GOLDEN_KEY = 8227339661858151388
 GOLDEN_MIX = [0, 6238072747940578789, 15839785061582574730]
@@ -24,7 +24,7 @@ def seed() -> int:
     return seed
 
 
-def faults(order: Order, n: int) -> list[str]:
+def faults(order: Permutation, n: int) -> list[str]:
     """What is wrong with an order of n things, all of it looked at."""
     values = order(np.arange(n))
     found = []
@@ -51,7 +51,7 @@ def test_every_size_up_to_5000_is_a_bijection(seed: int) -> None:
 
 def test_the_network_is_a_bijection_at_every_small_size_too(seed: int) -> None:
     for n in range(1, 1200):
-        values = _feistel(n, seed)(np.arange(n))
+        values = _feistel_permutation(n, seed)(np.arange(n))
         assert np.array_equal(np.sort(values), np.arange(n)), n
 
 
@@ -61,14 +61,14 @@ def test_sizes_around_powers_of_four_have_no_fault(k: int, seed: int) -> None:
         assert not faults(permutation(n, seed), n), n
 
 
-@pytest.mark.parametrize("n", [LARGEST_TABLE, LARGEST_TABLE + 1, 2**18 + 1, 2**20 + 1])
+@pytest.mark.parametrize("n", [MAX_TABLE_SIZE, MAX_TABLE_SIZE + 1, 2**18 + 1, 2**20 + 1])
 def test_sizes_where_other_shuffles_break_have_no_fault(n: int, seed: int) -> None:
     assert not faults(permutation(n, seed), n)
 
 
 def test_random_sizes_have_no_fault(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    for n in generator.integers(LARGEST_TABLE, 1_000_000, 8).tolist():
+    for n in generator.integers(MAX_TABLE_SIZE, 1_000_000, 8).tolist():
         assert not faults(permutation(n, seed), n), n
 
 
@@ -108,7 +108,7 @@ def test_asking_for_one_position_or_many_gives_the_same(seed: int) -> None:
 
 def test_all_orders_of_four_things_are_equally_likely(seed: int) -> None:
     draws = 24_000
-    counts = Counter(tuple(permutation(4, key(seed, i))(np.arange(4)).tolist()) for i in range(draws))
+    counts = Counter(tuple(permutation(4, derive_key(seed, i))(np.arange(4)).tolist()) for i in range(draws))
     expected = draws / 24
     chi_squared = sum((counts[order] - expected) ** 2 / expected for order in itertools.permutations(range(4)))
     assert chi_squared < 65  # 23 degrees of freedom: exceeded once in 140,000 times
@@ -118,7 +118,7 @@ def test_all_orders_of_four_things_are_equally_likely(seed: int) -> None:
 def test_epochs_and_neighbouring_seeds_are_unrelated(n: int, seed: int) -> None:
     seed %= 2**60
     orders = [
-        permutation(n, key(s, "source", "train", epoch))(np.arange(n))
+        permutation(n, derive_key(s, "source", "train", epoch))(np.arange(n))
         for s, epoch in ((seed, 0), (seed, 1), (seed + 1, 0), (seed + 1, 1))
     ]
     for first, second in itertools.combinations(orders, 2):
@@ -128,14 +128,16 @@ def test_epochs_and_neighbouring_seeds_are_unrelated(n: int, seed: int) -> None:
 
 
 def test_keys_tell_apart_what_a_sum_would_not() -> None:
-    assert len({key(s, "source", name, epoch) for s in range(20) for name in ("a", "a0") for epoch in range(20)}) == 800
+    assert len({derive_key(s, "source", name, epoch) for s in range(20) for name in ("a", "a0") for epoch in range(20)}) == 800
 
 
 def test_positions_in_another_process_or_year_are_the_same() -> None:
     """Golden values: a change here makes every run in the world unresumable."""
-    assert mix(np.array([0x9E3779B97F4A7C15], np.uint64)).tolist() == [0xE220A8397B1DCDAF]  # SplitMix64's own first, seed 0
-    assert key(0, "source", "train", 0) == GOLDEN_KEY
-    assert mix(np.arange(3, dtype=np.uint64)).tolist() == GOLDEN_MIX
+    assert splitmix64(np.array([0x9E3779B97F4A7C15], np.uint64)).tolist() == [
+        0xE220A8397B1DCDAF
+    ]  # SplitMix64's own first, seed 0
+    assert derive_key(0, "source", "train", 0) == GOLDEN_KEY
+    assert splitmix64(np.arange(3, dtype=np.uint64)).tolist() == GOLDEN_MIX
     assert permutation(10, 42)(np.arange(10)).tolist() == GOLDEN_TABLE
     assert permutation(100_000, 42)(np.arange(6)).tolist() == GOLDEN_NETWORK
     assert permutation(2**40 + 15, 2**64 - 1)(np.arange(4)).tolist() == GOLDEN_LARGE

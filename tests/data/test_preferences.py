@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.colour import colour
-from lmforge.data.preferences import Tally, read_labelled, read_pairs, read_prompts
+from lmforge.data.chat.colour import format_example
+from lmforge.data.chat.preferences import PromptCounts, read_preference_pairs, read_prompts, read_unpaired_preferences
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
 USER, GOOD, BAD = ({"role": role, "content": words} for role, words in (("user", "Q"), ("assistant", "G"), ("assistant", "B")))
 AS_TURNS = ["<|user|>|Q|<|end|>|<|assistant|>[G|<|end|>]", "<|user|>|Q|<|end|>|<|assistant|>[B|<|end|>]"]
@@ -21,8 +21,8 @@ def write(file: Path, *records: Any) -> Path:
 
 
 def sides(file: Path, tokenizer: Tokenizer, **choices: Any) -> list[list[str]]:
-    pairs = read_pairs(file, tokenizer, **choices)
-    return [[colour(side, tokenizer, ansi=False) for side in (pair.chosen, pair.rejected)] for pair in pairs]
+    pairs = read_preference_pairs(file, tokenizer, **choices)
+    return [[format_example(side, tokenizer, ansi=False) for side in (pair.chosen, pair.rejected)] for pair in pairs]
 
 
 @pytest.mark.parametrize(
@@ -83,32 +83,32 @@ def test_texts_that_are_conversations_are_cut_before_the_last_answer(tmp_path: P
 )
 def test_a_pair_that_prefers_nothing_is_named(record: Any, complaint: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "Q", "chosen": "G", "rejected": "B"}, record)
-    with pytest.raises(Mistake, match=r"a\.jsonl, record 2: .*" + re.escape(complaint)):
+    with pytest.raises(UserError, match=r"a\.jsonl, record 2: .*" + re.escape(complaint)):
         sides(file, byte_tokenizer)
 
 
 def test_labels_go_with_their_answers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     records = [{"prompt": "Q", "completion": "G", "label": True}, {"prompt": [USER], "completion": [BAD], "label": 0}]
-    good, bad = read_labelled(write(tmp_path / "a.jsonl", *records), byte_tokenizer)
-    assert (good.good, colour(good.example, byte_tokenizer, ansi=False)) == (True, AS_TEXT[0])
-    assert (bad.good, colour(bad.example, byte_tokenizer, ansi=False)) == (False, AS_TURNS[1])
+    good, bad = read_unpaired_preferences(write(tmp_path / "a.jsonl", *records), byte_tokenizer)
+    assert (good.desirable, format_example(good.example, byte_tokenizer, ansi=False)) == (True, AS_TEXT[0])
+    assert (bad.desirable, format_example(bad.example, byte_tokenizer, ansi=False)) == (False, AS_TURNS[1])
     for label in ("true", 2, None):
-        with pytest.raises(Mistake, match=r"record 1: the label is .*expected true or false"):
-            list(read_labelled(write(tmp_path / "a.jsonl", {**records[0], "label": label}), byte_tokenizer))
+        with pytest.raises(UserError, match=r"record 1: the label is .*expected true or false"):
+            list(read_unpaired_preferences(write(tmp_path / "a.jsonl", {**records[0], "label": label}), byte_tokenizer))
 
 
 def test_a_prompt_ends_where_its_answer_begins_and_keeps_its_other_columns(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     records = [{"prompt": "Q", "answer": 1}, {"prompt": [USER], "answer": 2}, {"messages": [USER, GOOD], "answer": 3}]
     file = write(tmp_path / "a.jsonl", *records)
     prompts = list(read_prompts(file, byte_tokenizer))
-    said = [byte_tokenizer.decode(prompt.tokens, specials=True) for prompt in prompts]
+    said = [byte_tokenizer.decode(prompt.tokens, include_special_tokens=True) for prompt in prompts]
     assert said == ["Q", *["<|user|>Q<|end|><|assistant|>"] * 2]
     assert [prompt.columns for prompt in prompts] == [{"answer": 1}, {"answer": 2}, {"answer": 3}]
     assert [prompt.prompt for prompt in prompts] == ["Q", [USER], [USER]]
-    [first, *_] = read_prompts(file, byte_tokenizer, as_chat=True)
-    assert byte_tokenizer.decode(first.tokens, specials=True) == said[1]
-    tally = Tally()
-    assert len(list(read_prompts(file, byte_tokenizer, length=3, tally=tally))) == 1
-    assert tally == Tally(records=3, kept=1, too_long=2)
-    with pytest.raises(Mistake, match="record 1: no field 'prompt': there are q"):
+    [first, *_] = read_prompts(file, byte_tokenizer, apply_chat_template=True)
+    assert byte_tokenizer.decode(first.tokens, include_special_tokens=True) == said[1]
+    tally = PromptCounts()
+    assert len(list(read_prompts(file, byte_tokenizer, max_prompt_length=3, counts=tally))) == 1
+    assert tally == PromptCounts(records=3, kept=1, overlong=2)
+    with pytest.raises(UserError, match="record 1: no field 'prompt': there are q"):
         list(read_prompts(write(tmp_path / "b.jsonl", {"q": "Q"}), byte_tokenizer))

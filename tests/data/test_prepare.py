@@ -21,11 +21,11 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
-from lmforge.data import documents
-from lmforge.data.prepare import HELD_OUT, TRAIN, prepare
-from lmforge.data.shards import MANIFEST, UNFINISHED, TokenFolder
+from lmforge.data.prepare.prepare import VALIDATION_SPLIT, TRAIN_SPLIT, prepare
+from lmforge.data.shards import SHARDS_MANIFEST, UNFINISHED, TokenFolder
+from lmforge.data.sources import documents
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "they"]
 
@@ -50,12 +50,12 @@ def stored_texts(folder: Path, split: str) -> list[str]:
     """Each document as it lies in the shards, checked to end in one separator."""
     opened = TokenFolder.open(folder)
     tokenizer, tokens = opened.tokenizer, opened.split(split)
-    edges = [0, *tokens.document_starts(0, tokens.tokens).tolist(), tokens.tokens]
+    edges = [0, *tokens.document_starts(0, tokens.num_tokens).tolist(), tokens.num_tokens]
     found = []
     for start, stop in itertools.pairwise(edges):
         ids = tokens.read(start, stop).tolist()
-        assert ids.count(tokenizer.separator_id) == 1
-        assert ids[-1] == tokenizer.separator_id
+        assert ids.count(tokenizer.eos_token_id) == 1
+        assert ids[-1] == tokenizer.eos_token_id
         found.append(tokenizer.decode(ids))
     return found
 
@@ -77,8 +77,8 @@ class Preparation:
         # The guard is what any script that starts processes needs.
         program = (
             f"import os, resource, signal, sys, threading, time\n{before}\n"
-            "from lmforge.data.prepare import prepare\n"
-            "from lmforge.errors import Mistake\n"
+            "from lmforge.data.prepare.prepare import prepare\n"
+            "from lmforge.errors import UserError\n"
             "def die():\n"
             f"    time.sleep({die_after})\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -90,7 +90,7 @@ class Preparation:
             "if __name__ == '__main__':\n"
             "    try:\n"
             f"        prepare({str(source)!r}, {str(out)!r}, {arguments}, progress=progress)\n"
-            "    except Mistake as mistake:\n"
+            "    except UserError as mistake:\n"
             "        sys.exit(f'mistake: {mistake}')\n"
         )
         script = out.parent / f"prepare-{secrets.token_hex(4)}.py"
@@ -143,15 +143,15 @@ def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus: Path) -> None:
     summary = prepare(str(corpus), tmp_path / "out", vocab_size=600, shard_tokens=10_000)
-    train, held_out = stored_texts(tmp_path / "out", TRAIN), stored_texts(tmp_path / "out", HELD_OUT)
+    train, held_out = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
     assert sorted(train + held_out) == sorted(some_texts(2000))
     assert 10 < len(held_out) < 90  # 2 % of 2,000, give or take
     assert train[:50] != some_texts(2000)[:50]
     folder = TokenFolder.open(tmp_path / "out")
-    assert summary.documents == {TRAIN: len(train), HELD_OUT: len(held_out)}
-    assert summary.tokens == {split: folder.split(split).tokens for split in (TRAIN, HELD_OUT)}
-    assert summary.text_bytes == {TRAIN: sum(map(len, train)), HELD_OUT: sum(map(len, held_out))}
-    shards = folder.manifest["splits"][TRAIN]
+    assert summary.documents == {TRAIN_SPLIT: len(train), VALIDATION_SPLIT: len(held_out)}
+    assert summary.tokens == {split: folder.split(split).num_tokens for split in (TRAIN_SPLIT, VALIDATION_SPLIT)}
+    assert summary.text_bytes == {TRAIN_SPLIT: sum(map(len, train)), VALIDATION_SPLIT: sum(map(len, held_out))}
+    shards = folder.manifest["splits"][TRAIN_SPLIT]
     assert len(shards) > 3
     assert all(10_000 <= shard["tokens"] < 10_200 for shard in shards[:-1])
     assert folder.dtype == np.uint16
@@ -161,10 +161,10 @@ def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus
 def test_text_bytes_are_what_the_tokens_say(tmp_path: Path) -> None:
     summary = prepare(str(write_lines(tmp_path / "a.jsonl", ["é☃", "plain", "日本語 " * 9])), tmp_path / "out", vocab_size=270)
     folder = TokenFolder.open(tmp_path / "out")
-    sizes = folder.tokenizer.token_bytes()
+    sizes = folder.tokenizer.token_byte_lengths()
     for split, size in summary.text_bytes.items():
         tokens = folder.split(split)
-        assert int(sizes[tokens.read(0, tokens.tokens)].sum()) == size
+        assert int(sizes[tokens.read(0, tokens.num_tokens)].sum()) == size
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
     (large / "tokenizer.json").write_text(json.dumps(data))
     prepare(str(source), tmp_path / "out", tokenizer=large)
     assert TokenFolder.open(tmp_path / "out").dtype == np.uint32
-    both = (TRAIN, HELD_OUT)
+    both = (TRAIN_SPLIT, VALIDATION_SPLIT)
     assert [stored_texts(tmp_path / "out", s) for s in both] == [stored_texts(tmp_path / "small", s) for s in both]
 
 
@@ -194,13 +194,13 @@ def test_a_tokenizer_that_adds_its_own_end_gives_one_separator(tmp_path: Path, c
     library.save(str(adds / "tokenizer.json"))
     assert library.encode("the").ids[-1] == 0
     prepare(str(corpus), tmp_path / "out", tokenizer=adds)
-    assert stored_texts(tmp_path / "out", TRAIN) == stored_texts(tmp_path / "own", TRAIN)
+    assert stored_texts(tmp_path / "out", TRAIN_SPLIT) == stored_texts(tmp_path / "own", TRAIN_SPLIT)
 
 
 def test_text_that_spells_the_separator_ends_no_document(tmp_path: Path) -> None:
     texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(40)]
     prepare(str(write_lines(tmp_path / "a.jsonl", texts)), tmp_path / "out", vocab_size=300)
-    assert sorted(stored_texts(tmp_path / "out", TRAIN) + stored_texts(tmp_path / "out", HELD_OUT)) == sorted(texts)
+    assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT) + stored_texts(tmp_path / "out", VALIDATION_SPLIT)) == sorted(texts)
 
 
 def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_path: Path) -> None:
@@ -209,8 +209,8 @@ def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_pat
     sides = []
     for seed in (0, 1):
         out = tmp_path / f"out{seed}"
-        prepare(str(source), out, vocab_size=300, held_out=0.3, seed=seed)
-        train, held_out = stored_texts(out, TRAIN), stored_texts(out, HELD_OUT)
+        prepare(str(source), out, vocab_size=300, validation_ratio=0.3, seed=seed)
+        train, held_out = stored_texts(out, TRAIN_SPLIT), stored_texts(out, VALIDATION_SPLIT)
         assert not set(train) & set(held_out)
         assert sorted(train + held_out) == sorted(texts)
         sides.append((train, held_out))
@@ -218,11 +218,11 @@ def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_pat
     assert sides[0][0] != sides[1][0]
 
 
-@pytest.mark.parametrize("held_out", [1e-9, 0.5, 0.999999])
+@pytest.mark.parametrize("validation", [1e-9, 0.5, 0.999999])
 @pytest.mark.parametrize("count", [2, 3])
 def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, held_out: float) -> None:
     source = write_lines(tmp_path / "a.jsonl", some_texts(count))
-    summary = prepare(str(source), tmp_path / "out", vocab_size=300, held_out=held_out)
+    summary = prepare(str(source), tmp_path / "out", vocab_size=300, validation_ratio=held_out)
     assert min(summary.documents.values()) >= 1
     assert sum(summary.documents.values()) == count
 
@@ -233,12 +233,12 @@ def test_one_large_document_beside_a_tiny_one_is_trained_on(tmp_path: Path, tiny
     (tmp_path / "in" / "book.txt").write_text(" ".join(some_texts(300)))
     (tmp_path / "in" / "notes.txt").write_text(f"Note {tiny}: read it.")
     summary = prepare(str(tmp_path / "in"), tmp_path / "out", vocab_size=300, workers=1)
-    assert summary.text_bytes[TRAIN] > summary.text_bytes[HELD_OUT] > 0
+    assert summary.text_bytes[TRAIN_SPLIT] > summary.text_bytes[VALIDATION_SPLIT] > 0
 
 
 def test_merges_are_learnt_even_where_every_hash_holds_its_text_out(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "two.jsonl", some_texts(2))
-    assert prepare(str(source), tmp_path / "out", vocab_size=280, held_out=0.999, workers=1).vocab_size > 261
+    assert prepare(str(source), tmp_path / "out", vocab_size=280, validation_ratio=0.999, workers=1).vocab_size > 261
 
 
 @pytest.mark.parametrize("left", ["parts without a plan", "a folder half taken away"])
@@ -253,7 +253,7 @@ def test_what_a_killed_overwrite_left_is_not_taken_for_another_plans_parts(tmp_p
     else:
         prepare(str(first), out, vocab_size=300, workers=1)
         (out / UNFINISHED).mkdir()
-        (out / MANIFEST).unlink()
+        (out / SHARDS_MANIFEST).unlink()
     prepare(str(second), out, vocab_size=300, workers=1)
     assert content(out) == content(tmp_path / "clean")
 
@@ -270,26 +270,26 @@ def stopped_after_parts(source: Path, out: Path) -> int:
 
 def test_json_nested_without_end_is_named(tmp_path: Path) -> None:
     (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
-    with pytest.raises(Mistake, match=r"deep\.jsonl.*: not JSON: "):
+    with pytest.raises(UserError, match=r"deep\.jsonl.*: not JSON: "):
         prepare(str(tmp_path / "deep.jsonl"), tmp_path / "out", vocab_size=300, workers=1)
 
 
 def test_an_only_document_has_its_tail_held_out(tmp_path: Path) -> None:
     prose = Path(argparse.__file__)
     summary = prepare(str(prose), tmp_path / "out", vocab_size=300)
-    assert summary.documents == {TRAIN: 1, HELD_OUT: 1}
-    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN), stored_texts(tmp_path / "out", HELD_OUT)
+    assert summary.documents == {TRAIN_SPLIT: 1, VALIDATION_SPLIT: 1}
+    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
     assert head + tail == prose.read_text()
     assert head.endswith("\n")
     assert 0.02 <= len(tail) / len(head + tail) < 0.021
 
 
 @pytest.mark.parametrize("text", ["ab", "  a\n\n b  \n\n\n", "x" * 100, "hello world\n", "\n\na longer text\n\n\n\n\n"])
-@pytest.mark.parametrize("held_out", [0.02, 0.98])
+@pytest.mark.parametrize("validation", [0.02, 0.98])
 def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path, text: str, held_out: float) -> None:
     (tmp_path / "a.txt").write_text(text)
-    prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, held_out=held_out)
-    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN), stored_texts(tmp_path / "out", HELD_OUT)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=held_out)
+    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
     assert head + tail == text
     assert head.strip()
     assert tail.strip()
@@ -297,9 +297,9 @@ def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path
 
 def test_nothing_is_held_out_when_nothing_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    summary = prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, held_out=0)
-    assert summary.documents == {TRAIN: 1}
-    assert TokenFolder.open(tmp_path / "out").splits == (TRAIN,)
+    summary = prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=0)
+    assert summary.documents == {TRAIN_SPLIT: 1}
+    assert TokenFolder.open(tmp_path / "out").splits == (TRAIN_SPLIT,)
 
 
 def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_a_document_longer_than_a_shard_is_whole(tmp_path: Path) -> None:
     texts = ["x" * 5000, "y" * 20, "z" * 3000, "w" * 7]
     source = write_lines(tmp_path / "a.jsonl", texts)
-    prepare(str(source), tmp_path / "out", vocab_size=261, held_out=0, shard_tokens=100)
-    assert sorted(stored_texts(tmp_path / "out", TRAIN)) == sorted(texts)
+    prepare(str(source), tmp_path / "out", vocab_size=261, validation_ratio=0, shard_tokens=100)
+    assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT)) == sorted(texts)
 
 
 # --- the same however it came about ----------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Pa
         again = Preparation(corpus, out, small, die_at=moment, die_after=delay, **options)
         assert again.end()[0] == -signal.SIGKILL, moment
         assert no_process_left(again.process.pid)
-        with pytest.raises(Mistake, match=r"unfinished: run prepare again"):
+        with pytest.raises(UserError, match=r"unfinished: run prepare again"):
             TokenFolder.open(out)
     assert Preparation(corpus, out, small, **options).end() == (0, "")
     assert content(out) == content(tmp_path / "whole")
@@ -383,7 +383,7 @@ def blocked_signals(_: int) -> set[int]:
 def test_no_process_of_a_crew_hears_ctrl_c_and_the_caller_still_does() -> None:
     """In a process of its own: a tracker of resources that is already up hides the case."""
     program = (
-        "from lmforge.data.crew import Crew\nfrom tests.data.test_prepare import blocked_signals\n"
+        "from lmforge.data.prepare.worker_pool import Crew\nfrom tests.data.test_prepare import blocked_signals\n"
         "if __name__ == '__main__':\n"
         "    with Crew(2) as crew:\n"
         "        print([sorted(blocked) for _, blocked in crew.each(blocked_signals, range(6))], blocked_signals(0))\n"
@@ -405,7 +405,7 @@ def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Pat
     )
     out = tmp_path / "out"
     script = (
-        small + "from lmforge.data.prepare import prepare\n"
+        small + "from lmforge.data.prepare.prepare import prepare\n"
         "from lmforge.errors import RunFailed\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
@@ -440,7 +440,7 @@ def test_done_already_it_does_nothing(tmp_path: Path, corpus: Path) -> None:
     ("change", "named"),
     [
         ({"vocab_size": 301}, "vocab_size"),
-        ({"seed": 1, "held_out": 0.1}, "held_out, seed"),
+        ({"seed": 1, "validation": 0.1}, "held_out, seed"),
         ({"shard_tokens": 5}, "shard_tokens"),
         ({"text_field": "text2"}, "files, text_field"),
         ({"touch": True}, "files"),
@@ -455,15 +455,15 @@ def test_another_plan_in_the_folder_is_refused_and_overwritten_only_when_asked(
     out = tmp_path / "out"
     prepare(str(corpus), out, vocab_size=300)
     if not finished:
-        plan = json.loads((out / MANIFEST).read_text())["plan"]
+        plan = json.loads((out / SHARDS_MANIFEST).read_text())["plan"]
         (out / UNFINISHED).mkdir()
         (out / UNFINISHED / "plan.json").write_text(json.dumps(plan))
-        (out / MANIFEST).unlink()
+        (out / SHARDS_MANIFEST).unlink()
     before = content(out)
     if "touch" in change:
         os.utime(corpus)
     options = {"vocab_size": 300, **{name: value for name, value in change.items() if name != "touch"}}
-    with pytest.raises(Mistake, match=f"holds a preparation with other {named}: name another folder, or overwrite it"):
+    with pytest.raises(UserError, match=f"holds a preparation with other {named}: name another folder, or overwrite it"):
         prepare(str(corpus), out, **options)
     assert content(out) == before
     prepare(str(corpus), out, overwrite=True, **options)
@@ -475,7 +475,7 @@ def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, corpus: Pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(Mistake, match="not empty, and no preparation: name another folder"):
+        with pytest.raises(UserError, match="not empty, and no preparation: name another folder"):
             prepare(str(corpus), tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     prepare(str(corpus), tmp_path / "done", vocab_size=300)
@@ -488,7 +488,7 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> 
     (tmp_path / "out").mkdir()
     other = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(Mistake, match="another preparation is writing here"):
+    with pytest.raises(UserError, match="another preparation is writing here"):
         prepare(str(corpus), tmp_path / "out")
     os.close(other)
     prepare(str(corpus), tmp_path / "out", vocab_size=300)
@@ -500,8 +500,8 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"held_out": 1.0}, "held_out 1.0: expected a fraction"),
-        ({"held_out": -0.1}, "held_out -0.1"),
+        ({"validation": 1.0}, "held_out 1.0: expected a fraction"),
+        ({"validation": -0.1}, "held_out -0.1"),
         ({"shard_tokens": 0}, "shard_tokens 0"),
         ({"workers": 0}, "workers 0"),
         ({"vocab_size": 100}, "vocab_size 100"),
@@ -510,19 +510,19 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> 
     ],
 )
 def test_a_wrong_option_is_named(tmp_path: Path, corpus: Path, options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(Mistake, match=complaint):
+    with pytest.raises(UserError, match=complaint):
         prepare(str(corpus), tmp_path / "out", **options)
 
 
 def test_a_corpus_of_nothing_but_blanks_is_empty(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["", "  ", "\n"])
-    with pytest.raises(Mistake, match=r"a\.jsonl: empty: there is no text in it"):
+    with pytest.raises(UserError, match=r"a\.jsonl: empty: there is no text in it"):
         prepare(str(source), tmp_path / "out")
 
 
 def test_texts_that_are_all_the_same_cannot_be_split(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["same"] * 5)
-    with pytest.raises(Mistake, match="too few different texts to hold any out: give held_out = 0"):
+    with pytest.raises(UserError, match="too few different texts to hold any out: give held_out = 0"):
         prepare(str(source), tmp_path / "out", vocab_size=261)
 
 
@@ -533,13 +533,13 @@ def test_a_bad_line_found_by_another_process_is_named_here(tmp_path: Path, monke
         file.write("{broken\n")
     trained = tmp_path / "t"
     prepare(str(write_lines(tmp_path / "b.jsonl", some_texts(20))), trained, vocab_size=300)
-    with pytest.raises(Mistake, match=r"a\.jsonl:501: not JSON"):
+    with pytest.raises(UserError, match=r"a\.jsonl:501: not JSON"):
         prepare(str(source), tmp_path / "out", tokenizer=trained / "tokenizer", workers=2)
-    assert not (tmp_path / "out" / MANIFEST).exists()
+    assert not (tmp_path / "out" / SHARDS_MANIFEST).exists()
 
 
 def test_an_out_that_cannot_be_a_folder_is_named(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(Mistake, match=r"corpus\.jsonl: cannot be made a folder of shards"):
+    with pytest.raises(UserError, match=r"corpus\.jsonl: cannot be made a folder of shards"):
         prepare(str(corpus), corpus)
 
 
@@ -554,10 +554,10 @@ def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(tmp_path: 
     code, errors = Preparation(corpus, out, small + limit, **options).end()
     assert code == 1
     assert f"mistake: {out}: no room to write train-00000.tokens" in errors
-    assert not (out / MANIFEST).exists()
+    assert not (out / SHARDS_MANIFEST).exists()
     assert not list(out.rglob("*.partial"))
     assert Preparation(corpus, out, small, **options).end()[0] == 0
-    assert len(stored_texts(out, TRAIN)) + len(stored_texts(out, HELD_OUT)) == 6000
+    assert len(stored_texts(out, TRAIN_SPLIT)) + len(stored_texts(out, VALIDATION_SPLIT)) == 6000
 
 
 def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
@@ -566,9 +566,9 @@ def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     program = (
-        "from lmforge.data.prepare import prepare\nfrom lmforge.errors import Mistake\n"
+        "from lmforge.data.prepare.prepare import prepare\nfrom lmforge.errors import UserError\n"
         f"try: prepare({str(corpus)!r}, {str(disk / 'out')!r}, vocab_size=261, workers=1)\n"
-        "except Mistake as mistake: raise SystemExit(str(mistake))\n"
+        "except UserError as mistake: raise SystemExit(str(mistake))\n"
         f"finally: import os; print([f for _, _, fs in os.walk({str(disk)!r}) for f in fs if f == 'manifest.json'])"
     )
     command = 'mount -t tmpfs -o size=300k tmpfs "$0" && exec "$1" -c "$2"'

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmforge.data.shards import BLOCK_BYTES, MANIFEST, OPEN_SHARDS, UNFINISHED, TokenFolder
-from lmforge.errors import Mistake
+from lmforge.data.shards import BLOCK_BYTES, MAX_OPEN_SHARDS, SHARDS_MANIFEST, UNFINISHED, TokenFolder
+from lmforge.errors import UserError
 
 Writer = Callable[..., TokenFolder]
 
@@ -43,8 +43,8 @@ def path(tmp_path: Path, folder_of: Writer) -> Path:
 def test_shards_read_back_what_was_written_across_their_edges(path: Path) -> None:
     split = TokenFolder.open(path).split("train")
     raw = np.concatenate([np.fromfile(path / f"train-0000{i}.tokens", "<u2") for i in (0, 1)])
-    assert split.tokens == len(raw) == 200_400
-    assert split.documents == 4
+    assert split.num_tokens == len(raw) == 200_400
+    assert split.num_documents == 4
     for start, stop in ((0, 1), (0, 200_400), (100_190, 100_210), (32_767, 32_769), (200_399, 200_400)):
         assert np.array_equal(split.read(start, stop), raw[start:stop])
     assert split.document_starts(0, 200_400).tolist() == [100_000, 100_200, 100_350]
@@ -62,13 +62,13 @@ def test_a_flipped_bit_is_found_where_it_is_and_only_there(path: Path) -> None:
     flip_bit(path / "train-00000.tokens", BLOCK_BYTES + 77)
     split = TokenFolder.open(path).split("train")
     split.read(0, BLOCK_BYTES // 2)
-    with pytest.raises(Mistake, match=r"train-00000\.tokens: the block at byte 65536 does not match its checksum"):
+    with pytest.raises(UserError, match=r"train-00000\.tokens: the block at byte 65536 does not match its checksum"):
         split.read(BLOCK_BYTES // 2 - 1, BLOCK_BYTES // 2 + 1)
 
 
 def test_a_flipped_bit_in_the_document_offsets_is_found(path: Path) -> None:
     flip_bit(path / "train-00001.documents", 3)
-    with pytest.raises(Mistake, match=r"train-00001\.documents: the block at byte 0 does not match"):
+    with pytest.raises(UserError, match=r"train-00001\.documents: the block at byte 0 does not match"):
         TokenFolder.open(path).split("train").document_starts(100_300, 100_400)
 
 
@@ -76,7 +76,7 @@ def test_a_flipped_bit_in_the_document_offsets_is_found(path: Path) -> None:
 def test_a_truncated_shard_is_named_on_opening(path: Path, suffix: str) -> None:
     file = path / f"train-00001{suffix}"
     os.truncate(file, file.stat().st_size - 2)
-    with pytest.raises(Mistake, match=rf"train-00001\{suffix}: truncated: \d+ bytes of \d+"):
+    with pytest.raises(UserError, match=rf"train-00001\{suffix}: truncated: \d+ bytes of \d+"):
         TokenFolder.open(path)
 
 
@@ -84,33 +84,33 @@ def test_a_shard_truncated_while_open_is_named_with_the_place(path: Path) -> Non
     split = TokenFolder.open(path).split("train")
     split.read(0, 10)
     os.truncate(path / "train-00000.tokens", 70_000)
-    with pytest.raises(Mistake, match=r"train-00000\.tokens: ends at byte 70000 of 200400"):
+    with pytest.raises(UserError, match=r"train-00000\.tokens: ends at byte 70000 of 200400"):
         split.read(90_000, 90_100)
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".documents"])
 def test_a_missing_shard_is_named_on_opening(path: Path, suffix: str) -> None:
     (path / f"train-00000{suffix}").unlink()
-    with pytest.raises(Mistake, match=rf"train-00000\{suffix}: missing"):
+    with pytest.raises(UserError, match=rf"train-00000\{suffix}: missing"):
         TokenFolder.open(path)
 
 
 def test_a_missing_shard_manifest_is_named(path: Path) -> None:
     (path / "train-00000.json").unlink()
-    with pytest.raises(Mistake, match=r"train-00000\.json: No such file"):
+    with pytest.raises(UserError, match=r"train-00000\.json: No such file"):
         TokenFolder.open(path).split("train").read(0, 10)
 
 
 def test_two_swapped_token_files_of_one_size_are_found(path: Path) -> None:
     swap(path / "train-00000.tokens", path / "train-00001.tokens")
-    with pytest.raises(Mistake, match=r"train-00000\.tokens: the block at byte 0 does not match"):
+    with pytest.raises(UserError, match=r"train-00000\.tokens: the block at byte 0 does not match"):
         TokenFolder.open(path).split("train").read(0, 10)
 
 
 def test_two_shards_swapped_whole_are_found(path: Path) -> None:
     for suffix in (".tokens", ".documents", ".json"):
         swap(path / f"train-00000{suffix}", path / f"train-00001{suffix}")
-    with pytest.raises(Mistake, match=r"train-00000\.json: is not the one written for .*: changed or swapped"):
+    with pytest.raises(UserError, match=r"train-00000\.json: is not the one written for .*: changed or swapped"):
         TokenFolder.open(path).split("train").read(0, 10)
 
 
@@ -141,35 +141,35 @@ def test_a_directory_in_place_of_a_shard_is_an_error_named_after_all_retries(pat
     split = TokenFolder.open(path).split("train")
     (path / "train-00000.tokens").unlink()
     (path / "train-00000.tokens").mkdir()
-    with pytest.raises(Mistake, match=r"train-00000\.tokens: .*Is a directory"):
+    with pytest.raises(UserError, match=r"train-00000\.tokens: .*Is a directory"):
         split.read(0, 10)
 
 
 def test_an_unfinished_folder_says_how_to_finish_it(path: Path) -> None:
-    (path / MANIFEST).unlink()
+    (path / SHARDS_MANIFEST).unlink()
     (path / UNFINISHED).mkdir()
-    with pytest.raises(Mistake, match="unfinished: run prepare again"):
+    with pytest.raises(UserError, match="unfinished: run prepare again"):
         TokenFolder.open(path)
 
 
 def test_a_folder_that_is_no_token_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"no token folder \(manifest.json is missing\)"):
+    with pytest.raises(UserError, match=r"no token folder \(manifest.json is missing\)"):
         TokenFolder.open(tmp_path)
-    with pytest.raises(Mistake, match="no token folder"):
+    with pytest.raises(UserError, match="no token folder"):
         TokenFolder.open(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format"', "\xff\xfe", "{}"])
 def test_a_broken_manifest_says_so(path: Path, text: str) -> None:
-    (path / MANIFEST).write_text(text, "latin-1")
-    with pytest.raises(Mistake, match=r"manifest\.json: cannot be read as a manifest"):
+    (path / SHARDS_MANIFEST).write_text(text, "latin-1")
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be read as a manifest"):
         TokenFolder.open(path)
 
 
 def test_a_folder_of_a_later_format_says_so(path: Path) -> None:
-    manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(Mistake, match="format 99, but this lmforge reads format 1"):
+    manifest = json.loads((path / SHARDS_MANIFEST).read_text())
+    (path / SHARDS_MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(UserError, match="format 99, but this lmforge reads format 1"):
         TokenFolder.open(path)
 
 
@@ -179,19 +179,19 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(path: Path) -> None
     data["added_tokens"][4]["content"] = "<|other|>"
     data["model"]["vocab"] = {("<|other|>" if k == "<|end|>" else k): v for k, v in data["model"]["vocab"].items()}
     file.write_text(json.dumps(data))
-    with pytest.raises(Mistake, match="its tokenizer is not the one that made its tokens"):
+    with pytest.raises(UserError, match="its tokenizer is not the one that made its tokens"):
         _ = TokenFolder.open(path).tokenizer
 
 
 def test_more_shards_than_may_be_open_are_read_with_few_files_open(tmp_path: Path, folder_of: Writer) -> None:
-    count = OPEN_SHARDS + 40
+    count = MAX_OPEN_SHARDS + 40
     split = folder_of(tmp_path / "many", [[3]] * count).split("train")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         for i in range(count):
             assert split.read(3 * i, 3 * i + 3)[2] == 0
-            assert split.document_starts(0, split.tokens).tolist() == list(range(3, 3 * count, 3)) if i == 0 else True
-    assert len(os.listdir("/proc/self/fd")) <= before + 2 * OPEN_SHARDS
+            assert split.document_starts(0, split.num_tokens).tolist() == list(range(3, 3 * count, 3)) if i == 0 else True
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * MAX_OPEN_SHARDS
 
 
 def test_several_threads_read_while_shards_are_closed_and_opened(

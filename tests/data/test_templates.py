@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lmforge.data.templates import OWN, ChatTemplate
-from lmforge.data.tokenizer import CHAT_SPECIALS, SEPARATOR, Tokenizer, train_tokenizer
-from lmforge.errors import Mistake
+from lmforge.data.chat.templates import LMFORGE_TEMPLATE, ChatTemplate
+from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
+from lmforge.errors import UserError
 
 SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20
 WORDS = [
@@ -64,7 +64,7 @@ TAGGED_SHORT = (
 
 def byte_level(folder: Path, specials: list[str], template: str) -> Path:
     """As Llama 3's and Qwen's: bytes, no blanks added."""
-    tokenizer = train_tokenizer(SAMPLE, 400)._tokens
+    tokenizer = train_tokenizer(SAMPLE, 400)._backend
     tokenizer.add_special_tokens(specials)
     return saved(folder, tokenizer, template, specials[0], specials[-1])
 
@@ -101,7 +101,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     own = train_tokenizer(SAMPLE, 400)
     own.save(root / "own")
-    (root / "own" / "chat_template.jinja").write_text(ChatTemplate.of(own).jinja)
+    (root / "own" / "chat_template.jinja").write_text(ChatTemplate.from_tokenizer(own).jinja_source)
     return {
         "own": root / "own",
         "ChatML": byte_level(root / "chatml", ["<|im_start|>", "<|im_end|>"], CHATML),
@@ -137,14 +137,14 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(
     folders: dict[str, Path], style: str, draw: random.Random
 ) -> None:
     theirs, tokenizer = AutoTokenizer.from_pretrained(folders[style]), Tokenizer.open(folders[style])
-    template = ChatTemplate.of(tokenizer)
+    template = ChatTemplate.from_tokenizer(tokenizer)
     for _ in range(30):
         messages = conversation(draw)
         if style != "speakers" and style != "speakers, old":
             messages.insert(0, {"role": "system", "content": "Be kind. "})
-        assert template.render(messages).tokens == ids(theirs.apply_chat_template(messages)), messages
+        assert template.encode(messages).tokens == ids(theirs.apply_chat_template(messages)), messages
         asked = ids(theirs.apply_chat_template(messages[:-1], add_generation_prompt=True))
-        assert template.prompt(messages[:-1]) == asked, messages
+        assert template.encode_prompt(messages[:-1]) == asked, messages
 
 
 def ids(encoded: Any) -> list[int]:
@@ -156,21 +156,21 @@ def test_what_is_scored_is_what_the_model_would_write_and_the_end_of_its_turn(
     folders: dict[str, Path], style: str, draw: random.Random
 ) -> None:
     tokenizer = Tokenizer.open(folders[style])
-    template = ChatTemplate.of(tokenizer)
+    template = ChatTemplate.from_tokenizer(tokenizer)
     for _ in range(30):
         messages = conversation(draw, WORDS)
-        every, last = template.render(messages), template.render(messages, "last")
+        every, last = template.encode(messages), template.encode(messages, "last")
         assert every.tokens == last.tokens
         expected = [False] * len(every.tokens)
         for at in range(1, len(messages), 2):
-            start = len(template.prompt(messages[:at]))
-            assert every.tokens[:start] == template.prompt(messages[:at])
-            stop = next(place for place in range(start, len(every.tokens)) if every.tokens[place] in template.ends) + 1
+            start = len(template.encode_prompt(messages[:at]))
+            assert every.tokens[:start] == template.encode_prompt(messages[:at])
+            stop = next(place for place in range(start, len(every.tokens)) if every.tokens[place] in template.stop_ids) + 1
             assert tokenizer.decode(every.tokens[start:stop]).strip() == messages[at]["content"]
             expected[start:stop] = [True] * (stop - start)
-        assert every.scored == expected
-        assert last.scored == [False] * start + expected[start:]
-        assert template.render(messages, "all").scored == [False] + [True] * (len(every.tokens) - 1)
+        assert every.loss_mask == expected
+        assert last.loss_mask == [False] * start + expected[start:]
+        assert template.encode(messages, "all").loss_mask == [False] + [True] * (len(every.tokens) - 1)
 
 
 @settings(max_examples=150, deadline=None)
@@ -180,11 +180,11 @@ def test_a_prompt_has_the_same_ids_with_any_answer(folders: dict[str, Path], tex
         template = known(folders[style])
         messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
         messages = messages[: len(messages) // 2 * 2]
-        prompt = template.prompt(messages[:-1])
-        rendered = template.render(messages, "last")
+        prompt = template.encode_prompt(messages[:-1])
+        rendered = template.encode(messages, "last")
         assert rendered.tokens[: len(prompt)] == prompt
-        assert not any(rendered.scored[: len(prompt)])
-        assert rendered.scored[len(prompt)]
+        assert not any(rendered.loss_mask[: len(prompt)])
+        assert rendered.loss_mask[len(prompt)]
 
 
 TEMPLATES: dict[Path, ChatTemplate] = {}
@@ -192,15 +192,15 @@ TEMPLATES: dict[Path, ChatTemplate] = {}
 
 def known(folder: Path) -> ChatTemplate:
     if folder not in TEMPLATES:
-        TEMPLATES[folder] = ChatTemplate.of(Tokenizer.open(folder))
+        TEMPLATES[folder] = ChatTemplate.from_tokenizer(Tokenizer.open(folder))
     return TEMPLATES[folder]
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, Path], style: str, draw: random.Random) -> None:
     tokenizer = Tokenizer.open(folders[style])
-    template = ChatTemplate.of(tokenizer)
-    spelled = [tokenizer.token_of(id) for id in tokenizer.special_ids]
+    template = ChatTemplate.from_tokenizer(tokenizer)
+    spelled = [tokenizer.id_to_token(id) for id in tokenizer.all_special_ids]
     # Also what stands in for them while the template runs.
     spelled += [chr(0xF0000), chr(0xF0001), "\U0010fff0", "\U0010fff1", "\U0010ffff"]
     for _ in range(20):
@@ -208,9 +208,9 @@ def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, P
         for message in messages:
             message["content"] = "".join(f"I{part}" for part in draw.choices(spelled, k=3)) + "I"
         plain = [{**message, "content": "I"} for message in messages]
-        special = [id for id in template.render(messages).tokens if id in tokenizer.special_ids]
-        assert special == [id for id in template.render(plain).tokens if id in tokenizer.special_ids]
-        said = tokenizer.decode(template.render(messages).tokens)
+        special = [id for id in template.encode(messages).tokens if id in tokenizer.all_special_ids]
+        assert special == [id for id in template.encode(plain).tokens if id in tokenizer.all_special_ids]
+        said = tokenizer.decode(template.encode(messages).tokens)
         assert all(message["content"] in said for message in messages)
 
 
@@ -222,9 +222,9 @@ def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, P
         "{% if add_generation_prompt %}<|im_start|>!\n{% endif %}"
     )
     template = ChatTemplate(tokenizer, source)
-    rendered = template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
-    scored = [id for id, score in zip(rendered.tokens, rendered.scored, strict=True) if score]
-    assert tokenizer.decode(scored, specials=True) == "bc<|im_end|>"
+    rendered = template.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
+    scored = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
+    assert tokenizer.decode(scored, include_special_tokens=True) == "bc<|im_end|>"
     theirs = AutoTokenizer.from_pretrained(folders["tagged"])
     encoded = theirs.apply_chat_template(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}],
@@ -233,7 +233,7 @@ def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, P
         return_dict=True,
     )
     assert rendered.tokens == encoded["input_ids"]
-    assert [int(score) for score in rendered.scored] == encoded["assistant_masks"]
+    assert [int(score) for score in rendered.loss_mask] == encoded["assistant_masks"]
 
 
 def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_these(folders: dict[str, Path]) -> None:
@@ -242,24 +242,24 @@ def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_th
         "'\n'}}", "'\n'}}{% endgeneration %}", 1
     )
     for source in (TAGGED, whole):
-        rendered = ChatTemplate(tokenizer, source).render(TWICE)
-        scored = [id for id, score in zip(rendered.tokens, rendered.scored, strict=True) if score]
-        assert tokenizer.decode(scored, specials=True) == "hello<|im_end|>hello<|im_end|>"
+        rendered = ChatTemplate(tokenizer, source).encode(TWICE)
+        scored = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
+        assert tokenizer.decode(scored, include_special_tokens=True) == "hello<|im_end|>hello<|im_end|>"
 
 
 def test_a_template_that_cannot_be_trained_on_can_be_asked_with(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.open(folders["ChatML"])
     thinks = ChatTemplate(tokenizer, CHATML.replace("assistant\n", "assistant\n<think>"))
-    assert tokenizer.decode(thinks.prompt(HELLO[:1])).endswith("assistant\n<think>")
-    assert thinks.ends == {tokenizer.id_of("<|im_end|>")}
-    with pytest.raises(Mistake, match="asks for message 2 with other words"):
-        thinks.render(HELLO)
+    assert tokenizer.decode(thinks.encode_prompt(HELLO[:1])).endswith("assistant\n<think>")
+    assert thinks.stop_ids == {tokenizer.token_to_id("<|im_end|>")}
+    with pytest.raises(UserError, match="asks for message 2 with other words"):
+        thinks.encode(HELLO)
 
 
 def test_a_call_that_a_template_leaves_out_is_a_mistake_and_no_empty_answer(folders: dict[str, Path]) -> None:
     called = [*HELLO[:1], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]
-    with pytest.raises(Mistake, match="leaves out the tool calls of message 2"):
-        known(folders["ChatML"]).render(called)
+    with pytest.raises(UserError, match="leaves out the tool calls of message 2"):
+        known(folders["ChatML"]).encode(called)
 
 
 def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folders: dict[str, Path]) -> None:
@@ -273,7 +273,7 @@ def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folder
     ]
     as_object = [{**messages[0]}, {**messages[1], "content": ""}, *messages[2:]]
     as_object[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": "é"}}}]
-    rendered = template.render(messages, tools=tools)
+    rendered = template.encode(messages, tools=tools)
     assert rendered.tokens == ids(theirs.apply_chat_template(as_object, tools=tools))
     text = theirs.decode(rendered.tokens)
     assert '<|assistant|><tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|end|>' in text
@@ -281,14 +281,14 @@ def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folder
 
 
 def test_the_specials_take_along_the_blanks_that_the_tokenizer_says(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(SAMPLE, 400)._tokens
+    tokenizer = train_tokenizer(SAMPLE, 400)._backend
     tokenizer.add_special_tokens(
         [tokenizers.AddedToken("<|im_start|>", lstrip=True), tokenizers.AddedToken("<|im_end|>", rstrip=True)]
     )
-    folder = saved(tmp_path / "strips", tokenizer, CHATML.replace("'<|im_start|>", "'  <|im_start|>"), SEPARATOR, "<|im_end|>")
+    folder = saved(tmp_path / "strips", tokenizer, CHATML.replace("'<|im_start|>", "'  <|im_start|>"), EOS_TOKEN, "<|im_end|>")
     messages = [{"role": "user", "content": "hello "}, {"role": "assistant", "content": "world  "}]
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert known(folder).render(messages).tokens == ids(theirs.apply_chat_template(messages))
+    assert known(folder).encode(messages).tokens == ids(theirs.apply_chat_template(messages))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -323,16 +323,16 @@ def test_a_template_that_teaches_what_is_not_asked_or_never_ends_is_refused(
     folders: dict[str, Path], source: str, messages: list[dict[str, Any]], complaint: str
 ) -> None:
     tokenizer = Tokenizer.open(folders["ChatML"])
-    with pytest.raises(Mistake, match=complaint):
-        ChatTemplate(tokenizer, source).check(messages)
+    with pytest.raises(UserError, match=complaint):
+        ChatTemplate(tokenizer, source).check_trainable(messages)
 
 
 def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(folders: dict[str, Path]) -> None:
     source = CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')")
     template = ChatTemplate(Tokenizer.open(folders["ChatML"]), source)
-    with pytest.raises(Mistake, match="score the last turn alone"):
-        template.render(TWICE)
-    assert sum(template.render(TWICE, "last").scored) > 1
+    with pytest.raises(UserError, match="score the last turn alone"):
+        template.encode(TWICE)
+    assert sum(template.encode(TWICE, "last").loss_mask) > 1
 
 
 @pytest.mark.parametrize(
@@ -351,32 +351,35 @@ def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(fold
     ],
 )
 def test_messages_that_are_none_are_refused_with_their_number(messages: Any, complaint: str) -> None:
-    template = ChatTemplate.of(train_tokenizer([""], 261))
-    with pytest.raises(Mistake, match=complaint):
-        template.render(messages)
+    template = ChatTemplate.from_tokenizer(train_tokenizer([""], 261))
+    with pytest.raises(UserError, match=complaint):
+        template.encode(messages)
 
 
 def test_a_prompt_does_not_end_with_an_answer_and_a_tokenizer_needs_a_way_to_chat(folders: dict[str, Path]) -> None:
-    with pytest.raises(Mistake, match="the last message is the assistant's"):
-        known(folders["own"]).prompt(HELLO)
-    bare = Tokenizer.open(folders["speakers"]).texts
+    with pytest.raises(UserError, match="the last message is the assistant's"):
+        known(folders["own"]).encode_prompt(HELLO)
+    bare = Tokenizer.open(folders["speakers"]).files
     config = json.loads(bare["tokenizer_config.json"])
     del config["chat_template"]
-    with pytest.raises(Mistake, match=r"no chat template: put a chat_template\.jinja beside"):
-        ChatTemplate.of(Tokenizer(bare["tokenizer.json"], {"tokenizer_config.json": json.dumps(config)}))
+    with pytest.raises(UserError, match=r"no chat template: put a chat_template\.jinja beside"):
+        ChatTemplate.from_tokenizer(Tokenizer(bare["tokenizer.json"], {"tokenizer_config.json": json.dumps(config)}))
 
 
 def test_an_answer_ends_with_the_end_of_turn_or_of_text(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.open(folders["own"])
-    assert ChatTemplate(tokenizer, OWN).ends == {tokenizer.id_of(CHAT_SPECIALS[-1]), tokenizer.separator_id}
-    assert known(folders["ended"]).ends == {
-        Tokenizer.open(folders["ended"]).id_of(token) for token in ("<|im_end|>", "<|all|>")
+    assert ChatTemplate(tokenizer, LMFORGE_TEMPLATE).stop_ids == {
+        tokenizer.token_to_id(CHAT_SPECIAL_TOKENS[-1]),
+        tokenizer.eos_token_id,
+    }
+    assert known(folders["ended"]).stop_ids == {
+        Tokenizer.open(folders["ended"]).token_to_id(token) for token in ("<|im_end|>", "<|all|>")
     }
 
 
 def test_a_named_template_of_several_is_the_default(folders: dict[str, Path]) -> None:
-    texts = dict(Tokenizer.open(folders["ChatML"]).texts)
+    texts = dict(Tokenizer.open(folders["ChatML"]).files)
     config = json.loads(texts["tokenizer_config.json"])
     config["chat_template"] = [{"name": "tool_use", "template": "{{"}, {"name": "default", "template": CHATML}]
     texts["tokenizer_config.json"] = json.dumps(config)
-    assert ChatTemplate.of(Tokenizer(texts.pop("tokenizer.json"), texts)).jinja == CHATML
+    assert ChatTemplate.from_tokenizer(Tokenizer(texts.pop("tokenizer.json"), texts)).jinja_source == CHATML

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lmforge.data.tokenizer import CHAT_SPECIALS, SEPARATOR, SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
-from lmforge.errors import Mistake
+from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
+from lmforge.errors import UserError
 
 SAMPLE = ["def f(x):\n    return x + 1\n\n\n# the end of it, isn't it?\n", "Ça va? 日本語 ☃️ 🏳️‍🌈 \t\r\n" * 3] * 20
 TEXTS = st.text(max_size=200) | st.text(alphabet=" \t\n\r\x0b\x0c.(_a1é日", max_size=80)
@@ -69,23 +69,23 @@ def test_any_text_comes_back_and_its_bytes_are_counted(trained: Tokenizer, text:
     ids = trained.encode(text)
     assert trained.decode(ids) == text
     assert trained.encode_batch([text, "x", text])[2] == ids
-    assert int(trained.token_bytes()[ids].sum()) == len(text.encode())
+    assert int(trained.token_byte_lengths()[ids].sum()) == len(text.encode())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXTS, max_size=12).map("\n".join), st.integers(1, 20))
 def test_pieces_of_a_long_text_have_together_the_ids_of_the_whole(trained: Tokenizer, text: str, length: int) -> None:
-    pieces = list(trained.pieces(text, length))
+    pieces = list(trained.split_long_text(text, length))
     assert "".join(pieces) == text
     assert [id for piece in pieces for id in trained.encode(piece)] == trained.encode(text)
 
 
 def test_a_text_of_lines_is_cut_where_its_tokenizer_allows_it(trained: Tokenizer, tmp_path: Path) -> None:
     text = "He said: the word\nrather low,\n\n    or so it\nseemed.\n" * 40
-    assert 20 < len(list(trained.pieces(text, 50))) < len(text) / 50
+    assert 20 < len(list(trained.split_long_text(text, 50))) < len(text) / 50
     # A token that stands for the blank before every text would be there once a piece.
     prefixed = Tokenizer.open(write(tmp_path, sentencepiece(), eos_token="</s>"))
-    assert list(prefixed.pieces(text, 50)) == [text]
+    assert list(prefixed.split_long_text(text, 50)) == [text]
 
 
 @settings(max_examples=100, deadline=None)
@@ -108,21 +108,21 @@ def test_the_same_text_trains_the_same_tokenizer(trained: Tokenizer) -> None:
 
 
 def test_specials_come_first_and_stand_for_no_text(trained: Tokenizer) -> None:
-    assert [trained.id_of(token) for token in (SEPARATOR, *CHAT_SPECIALS)] == [0, 1, 2, 3, 4]
-    assert trained.separator_id == 0
-    assert trained.bos_id is None
-    assert trained.token_bytes()[:5].tolist() == [0] * 5
-    assert trained.token_bytes().shape == (trained.vocab_size,)
-    assert trained.token_bytes().dtype == np.int32
+    assert [trained.token_to_id(token) for token in (EOS_TOKEN, *CHAT_SPECIAL_TOKENS)] == [0, 1, 2, 3, 4]
+    assert trained.eos_token_id == 0
+    assert trained.bos_token_id is None
+    assert trained.token_byte_lengths()[:5].tolist() == [0] * 5
+    assert trained.token_byte_lengths().shape == (trained.vocab_size,)
+    assert trained.token_byte_lengths().dtype == np.int32
 
 
 def test_text_that_spells_a_special_token_is_text(trained: Tokenizer) -> None:
-    text = f"{SEPARATOR}{CHAT_SPECIALS[0]} and <|end|>"
+    text = f"{EOS_TOKEN}{CHAT_SPECIAL_TOKENS[0]} and <|end|>"
     ids = trained.encode(text)
     assert not set(ids) & {0, 1, 2, 3, 4}
     assert trained.decode(ids) == text
     assert trained.decode([0, *ids, 0]) == text
-    assert trained.decode([0, *ids], specials=True) == SEPARATOR + text
+    assert trained.decode([0, *ids], include_special_tokens=True) == EOS_TOKEN + text
 
 
 def test_indentation_after_a_line_is_one_token(trained: Tokenizer) -> None:
@@ -136,9 +136,9 @@ def test_long_runs_of_blanks_take_no_longer_than_other_text(trained: Tokenizer) 
         assert trained.decode(trained.encode(blank * 100_000)) == blank * 100_000
 
 
-@pytest.mark.parametrize("vocab_size", [-1, 0, SMALLEST_VOCABULARY - 1])
+@pytest.mark.parametrize("vocab_size", [-1, 0, MIN_VOCAB_SIZE - 1])
 def test_a_vocabulary_too_small_for_the_bytes_is_refused(vocab_size: int) -> None:
-    with pytest.raises(Mistake, match=f"vocab_size {vocab_size}: the bytes and the special tokens alone are 261"):
+    with pytest.raises(UserError, match=f"vocab_size {vocab_size}: the bytes and the special tokens alone are 261"):
         train_tokenizer(SAMPLE, vocab_size)
 
 
@@ -153,7 +153,7 @@ def test_transformers_opens_what_was_saved_and_agrees(trained: Tokenizer, tmp_pa
     for text in SAMPLE[:2]:
         assert theirs(text)["input_ids"] == trained.encode(text)
         assert theirs.decode(trained.encode(text)) == text
-    assert theirs.eos_token_id == trained.separator_id
+    assert theirs.eos_token_id == trained.eos_token_id
 
 
 def test_saving_and_opening_keeps_everything(trained: Tokenizer, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_post_processor_adds_nothing(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write(tmp_path, bpe, eos_token="<eos>", bos_token="<bos>"))
     assert tokenizer.encode("hello there") == plain
     assert tokenizer.encode_batch(["hello there"]) == [plain]
-    assert (tokenizer.bos_id, tokenizer.separator_id) == (0, 1)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
 
 
 def test_an_end_of_text_not_marked_special_is_still_spelled_out_in_text(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_an_end_of_text_not_marked_special_is_still_spelled_out_in_text(tmp_path
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     tokenizer = Tokenizer.open(tmp_path)
     ids = tokenizer.encode("a<eos>")
-    assert tokenizer.separator_id not in ids
+    assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode([*ids, 0]) == "a<eos>"
 
 
@@ -208,11 +208,11 @@ def test_a_sentencepiece_vocabulary_counts_blanks_and_bytes(tmp_path: Path) -> N
     tokenizer = Tokenizer.open(write(tmp_path, sentencepiece(), eos_token="</s>", bos_token="<s>"))
     text = "hello world ☃ </s>"
     ids = tokenizer.encode(text)
-    assert tokenizer.separator_id not in ids
+    assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(ids) == text
     # One byte more than the text: the blank this kind puts before it.
-    assert int(tokenizer.token_bytes()[ids].sum()) == len(text.encode()) + 1
-    assert tokenizer.token_bytes()[[0, 1, 2]].tolist() == [0, 0, 0]
+    assert int(tokenizer.token_byte_lengths()[ids].sum()) == len(text.encode()) + 1
+    assert tokenizer.token_byte_lengths()[[0, 1, 2]].tolist() == [0, 0, 0]
     decoder = tokenizer.stream_decoder()
     assert "".join(decoder.feed(id) for id in ids) + decoder.finish() == text
 
@@ -226,7 +226,7 @@ def test_a_unigram_vocabulary_with_metaspace_decodes_as_it_comes(tmp_path: Path,
     unigram.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
     unigram.add_special_tokens(["<unk>", "</s>"])
     tokenizer = Tokenizer.open(write(tmp_path, unigram))
-    assert tokenizer.separator_id == 1
+    assert tokenizer.eos_token_id == 1
     for text in ("hello world", " hello  world ", "world"):
         ids = tokenizer.encode(text)
         decoder = tokenizer.stream_decoder()
@@ -257,21 +257,21 @@ def test_a_vocabulary_of_words_without_a_decoder_decodes_as_it_comes(tmp_path: P
 
 def test_the_end_of_text_is_found_wherever_it_is_written(tmp_path: Path) -> None:
     two = byte_level(["<a>", "<b>"])
-    assert Tokenizer.open(write(tmp_path / "1", two, eos_token="<b>")).separator_id == 1
-    assert Tokenizer.open(write(tmp_path / "2", two, eos_token={"content": "<b>", "special": True})).separator_id == 1
+    assert Tokenizer.open(write(tmp_path / "1", two, eos_token="<b>")).eos_token_id == 1
+    assert Tokenizer.open(write(tmp_path / "2", two, eos_token={"content": "<b>", "special": True})).eos_token_id == 1
     write(tmp_path / "3", two)
     (tmp_path / "3" / "special_tokens_map.json").write_text('{"eos_token": {"content": "<a>"}}')
-    assert Tokenizer.open(tmp_path / "3" / "tokenizer.json").separator_id == 0
-    assert Tokenizer.open(write(tmp_path / "4", byte_level(["<s>", "</s>", "<pad>"]))).separator_id == 1
+    assert Tokenizer.open(tmp_path / "3" / "tokenizer.json").eos_token_id == 0
+    assert Tokenizer.open(write(tmp_path / "4", byte_level(["<s>", "</s>", "<pad>"]))).eos_token_id == 1
 
 
 def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r'cannot tell which token ends a document: .* says "eos_token"'):
+    with pytest.raises(UserError, match=r'cannot tell which token ends a document: .* says "eos_token"'):
         Tokenizer.open(write(tmp_path, byte_level(["<a>", "<b>"])))
 
 
 def test_an_end_of_text_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"has no token '<z>', which tokenizer_config\.json says is its eos_token"):
+    with pytest.raises(UserError, match=r"has no token '<z>', which tokenizer_config\.json says is its eos_token"):
         Tokenizer.open(write(tmp_path, byte_level(["<a>"]), eos_token="<z>"))
 
 
@@ -286,10 +286,10 @@ def test_the_hash_ignores_spacing_and_sees_the_separator(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": 3}', "not json"])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(Mistake, match=r"tokenizer\.json: not a tokenizer\.json this can open"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json this can open"):
         Tokenizer.open(tmp_path)
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"no such tokenizer: name a tokenizer\.json or a folder that holds one"):
+    with pytest.raises(UserError, match=r"no such tokenizer: name a tokenizer\.json or a folder that holds one"):
         Tokenizer.open(tmp_path / secrets.token_hex(4))

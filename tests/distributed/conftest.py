@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmforge import checkpoint
-from lmforge.model import build
+from lmforge.model import build_model
 from lmforge.runs import Run
 from tests.preloaded import on_ranks
 
@@ -46,8 +46,8 @@ def losses(run: Run, name: str = "loss") -> dict[int, float]:
 
 def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
-    folder, manifest, _ = checkpoint.find(run.path if step is None else run.checkpoint(step))
-    model = build(manifest.model_config, seed=None)
+    folder, manifest, _ = checkpoint.find(run.path if step is None else run.checkpoint_path(step))
+    model = build_model(manifest.model_config, seed=None)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.load(folder, {"model": tensors})
     return tensors
@@ -78,11 +78,20 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
     """
 
     def line(folder: Path, name: str, *more: str) -> list[str]:
-        words = ["--data.folder", str(tiny_tokens), "--data.length", "48", "--run.folder", str(folder), "--run.name", name]
+        words = [
+            "--data.folder",
+            str(tiny_tokens),
+            "--data.sequence_length",
+            "48",
+            "--run.folder",
+            str(folder),
+            "--run.name",
+            name,
+        ]
         words += [
             "--train.steps",
             "20",
-            "--train.global_batch_rows",
+            "--train.global_batch_size",
             "12",
             "--train.dtype",
             "fp32",
@@ -106,7 +115,7 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
             "--log.every_steps",
             "1",
         ]
-        words += ["--checkpoint.every_steps", "10", "--validation.rows", "5"]
+        words += ["--checkpoint.every_steps", "10", "--validation.sequences", "5"]
         return [*words, *small_shape, *more]
 
     return line

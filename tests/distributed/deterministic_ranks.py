@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lmforge.cli import load_config
+from lmforge.stages.run import pretrain
 from lmforge.train import loop
-from lmforge.train.determinism import ENVIRONMENT
-from lmforge.train.stages import pretrain
+from lmforge.train.determinism import REQUIRED_ENVIRONMENT
 
 if __name__ == "__main__":
     standard, step = (sys.stdout, sys.stderr), loop.train_step
@@ -26,7 +26,7 @@ if __name__ == "__main__":
                 "algorithms": torch.are_deterministic_algorithms_enabled(),
                 "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
                 "cudnn": torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark,
-                "environment": {variable: os.environ.get(variable) for variable in ENVIRONMENT},
+                "environment": {variable: os.environ.get(variable) for variable in REQUIRED_ENVIRONMENT},
             }
             Path(sys.argv[1], f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(told))
             return step(*arguments, **options)

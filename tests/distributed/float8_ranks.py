@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lmforge.cluster import ranks as cluster
-from lmforge.model.shapes import ModelConfig
-from lmforge.parallel.apply import Strategy
-from lmforge.train.parity import Case, Task, trial
+from lmforge.bench.parity import ParityCase, ParityData, run_case
+from lmforge.cluster import distributed as cluster
+from lmforge.model.config import ModelConfig
+from lmforge.parallel.parallelize import ParallelStrategy
 
 SHAPE = ModelConfig(
     vocab_size=131,
@@ -25,19 +25,22 @@ SHAPE = ModelConfig(
 )
 
 if __name__ == "__main__":
-    ranks = cluster.start("cpu", threads=1)
-    fsdp2 = Case("fp32", Strategy(engine="fsdp2"), shape=SHAPE)
+    ranks = cluster.init_distributed("cpu", threads=1)
+    fsdp2 = ParityCase("fp32", ParallelStrategy(engine="fsdp2"), model_config=SHAPE)
     told = {}
     for case in (
         fsdp2,
         replace(fsdp2, name="float8", float8_emulated=True),
         replace(
-            fsdp2, name="float8, recompute", float8_emulated=True, strategy=Strategy(engine="fsdp2", recompute="operators")
+            fsdp2,
+            name="float8, recompute",
+            float8_emulated=True,
+            strategy=ParallelStrategy(engine="fsdp2", activation_checkpointing="selective-ops"),
         ),
     ):
-        outcome = trial(case, Task(rows=8, length=50, steps=12), ranks)
+        outcome = run_case(case, ParityData(sequences=8, sequence_length=50, steps=12), ranks)
         tensors = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in outcome.weights.items()}
-        told[case.name] = {"losses": outcome.losses, "tensors": tensors, "bytes": outcome.bytes}
-    if ranks.first:
+        told[case.name] = {"losses": outcome.losses, "tensors": tensors, "bytes": outcome.memory_bytes}
+    if ranks.is_rank0:
         Path(sys.argv[1]).write_text(json.dumps(told))
-    cluster.stop()
+    cluster.destroy_distributed()

@@ -14,62 +14,64 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lmforge.cluster import ranks as cluster
-from lmforge.config import OptimizerOptions
-from lmforge.model import build
-from lmforge.model.initial import initialise
+from lmforge.bench.parity import SMALL_MODEL, ParityData
+from lmforge.cluster import distributed as cluster
+from lmforge.config.run import OptimizerOptions
+from lmforge.model import build_model
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapters_off, add_lora
-from lmforge.objectives.language import NextToken
-from lmforge.parallel.apply import Strategy, spread
-from lmforge.parallel.engine import Spread
+from lmforge.model.lora import LoraConfig, add_lora, disable_adapters
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallelize import ParallelStrategy, parallelize
 from lmforge.train.loop import train_step
-from lmforge.train.optim import build_optimizer, state_by_name
-from lmforge.train.parity import SMALL, Task
+from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 
 ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes over from it
 
 
-def trained_by(engine: str, fill: Callable[[LanguageModel], None]) -> tuple[Spread, torch.optim.Optimizer]:
-    model = build(SMALL, seed=None, device="meta")
+def trained_by(engine: str, fill: Callable[[LanguageModel], None]) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    model = build_model(SMALL_MODEL, seed=None, device="meta")
     add_lora(model, LoraConfig(3, 6.0))
-    strategy = Strategy(engine=engine)
-    spread_out = spread(model, NextToken().loss, ranks=ranks, dtype=torch.float32, strategy=strategy, fill=fill)
-    return spread_out, build_optimizer(spread_out.model, OptimizerOptions(lr=1e-2), spread_out.shapes())
+    strategy = ParallelStrategy(engine=engine)
+    spread_out = parallelize(
+        model, NextTokenObjective().loss, dist_ctx=ranks, dtype=torch.float32, strategy=strategy, init_weights=fill
+    )
+    return spread_out, build_optimizer(spread_out.model, OptimizerOptions(lr=1e-2), spread_out.parameter_shapes())
 
 
-def step(spread_out: Spread, optimizer: torch.optim.Optimizer, number: int) -> float:
+def step(spread_out: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:
     """The loss of a step, over all ranks."""
-    mine = task.batch(number, SMALL.vocab_size)[ranks.place.rank :: 2]
-    _, (metrics,) = train_step(spread_out, optimizer, [mine], NextToken().weight, lr=1e-2, clip_norm=1.0)
+    mine = task.batch(number, SMALL_MODEL.vocab_size)[ranks.rank_info.rank :: 2]
+    _, (metrics,) = train_step(spread_out, optimizer, [mine], NextTokenObjective().num_items, lr=1e-2, max_grad_norm=1.0)
     total, count = metrics["loss"]
-    return float(ranks.sum_(total) / ranks.sum_(count))
+    return float(ranks.all_reduce_sum(total) / ranks.all_reduce_sum(count))
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    ranks = cluster.start("cpu", threads=1)
-    task = Task(rows=4, length=32, steps=4, seed=1)
+    ranks = cluster.init_distributed("cpu", threads=1)
+    task = ParityData(sequences=4, sequence_length=32, steps=4, seed=1)
     told = {}
     for engine, following in ENGINES.items():
-        first, optimizer = trained_by(engine, lambda model: initialise(model, 1))
+        first, optimizer = trained_by(engine, lambda model: init_weights(model, 1))
         for number in (0, 2):
             step(first, optimizer, number)
-        state = first.state(optimizer, state_by_name)
+        state = first.state_dict(optimizer, named_optimizer_state)
         dcp.save(state, checkpoint_id=folder / engine)
         trained = sorted(state["optimizer"])
-        with first.whole() as model, torch.no_grad():
-            read = task.batch(3, SMALL.vocab_size)
-            seen = model(read.tokens, read.positions, read.documents)
-            with adapters_off(model):
-                bare = model(read.tokens, read.positions, read.documents)
+        with first.unsharded() as model, torch.no_grad():
+            read = task.batch(3, SMALL_MODEL.vocab_size)
+            seen = model(read.tokens, read.positions, read.document_ids)
+            with disable_adapters(model):
+                bare = model(read.tokens, read.positions, read.document_ids)
         whole = [float(hidden.square().mean()) for hidden in (seen, bare)]
-        second, its_optimizer = trained_by(following, lambda model: initialise(model, 2))
-        state = second.state(its_optimizer, state_by_name)
+        second, its_optimizer = trained_by(following, lambda model: init_weights(model, 2))
+        state = second.state_dict(its_optimizer, named_optimizer_state)
         dcp.load(state, checkpoint_id=folder / engine)
-        second.loaded(its_optimizer, state)
+        second.load_state_dict(its_optimizer, state)
         losses = [[step(*each, number) for number in (0, 2)] for each in ((first, optimizer), (second, its_optimizer))]
         told[engine] = {"trained": trained, "losses": losses, "whole": whole}
-    if ranks.first:
+    if ranks.is_rank0:
         (folder / "told.json").write_text(json.dumps(told))
-    cluster.stop()
+    cluster.destroy_distributed()

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lmforge.cluster import ranks as cluster
+from lmforge.cluster import distributed as cluster
 from lmforge.data.batch import Batch, Metrics
-from lmforge.model import build
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
-from lmforge.objectives.policy import Policy, Switches
-from lmforge.objectives.preference import Preference, dpo
-from lmforge.parallel.apply import Strategy, spread
+from lmforge.objectives.policy import PolicyLossConfig, PolicyObjective
+from lmforge.objectives.preference import PreferenceObjective, dpo
+from lmforge.parallel.parallelize import ParallelStrategy, parallelize
 from tests.objectives.oracle import drawn_pairs, logprobs_under, moved, packed, with_extras
 
 # A head that tensor parallel shares out by rows, and one that it leaves whole on each rank.
@@ -36,15 +36,17 @@ SHAPES = {
     for vocabulary in (64, 61)
 }
 STRATEGIES = {
-    "ddp": Strategy(engine="ddp"),
-    "fsdp1": Strategy(engine="fsdp1"),
-    "fsdp2": Strategy(engine="fsdp2"),
-    "fsdp2, recompute": Strategy(engine="fsdp2", recompute="full"),
-    "tensor": Strategy(engine="fsdp2", tensor_ranks=2),
+    "ddp": ParallelStrategy(engine="ddp"),
+    "fsdp1": ParallelStrategy(engine="fsdp1"),
+    "fsdp2": ParallelStrategy(engine="fsdp2"),
+    "fsdp2, recompute": ParallelStrategy(engine="fsdp2", activation_checkpointing="full"),
+    "tensor": ParallelStrategy(engine="fsdp2", tensor_parallel_degree=2),
 }
 OBJECTIVES: dict[str, Any] = {
-    "dpo": Preference(partial(dpo, beta=0.1), reference=True),
-    "grpo": Policy(Switches(clip_low=0.5, clip_high=1.0, aggregate="sequence", kl="k3", kl_weight=0.04)),
+    "dpo": PreferenceObjective(partial(dpo, beta=0.1), uses_reference=True),
+    "grpo": PolicyObjective(
+        PolicyLossConfig(epsilon=0.5, epsilon_high=1.0, loss_aggregation="sequence", kl_estimator="k3", beta=0.04)
+    ),
 }
 # Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound (-0.69 and 0.69) the
 # gradient jumps by all that a token gives: no bf16 log-probability is as far off as these are from the bounds.
@@ -56,7 +58,7 @@ def whole_batch(model: LanguageModel, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     rows = [[side for pair in drawn_pairs(generator, 2) for side in pair] for _ in range(4)]
     batch = packed(rows)
-    batch = packed(rows, padding=4) if batch.length % 2 else batch
+    batch = packed(rows, padding=4) if batch.sequence_length % 2 else batch
     return with_extras(
         batch,
         reference=logprobs_under(moved(model, 0.02, seed), batch),
@@ -75,10 +77,10 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    seed, ranks = int(sys.argv[1]), cluster.start("cpu", threads=1)
+    seed, ranks = int(sys.argv[1]), cluster.init_distributed("cpu", threads=1)
     for vocabulary, shape in SHAPES.items():
         for name, objective in OBJECTIVES.items():
-            model = build(shape, seed=seed)
+            model = build_model(shape, seed=seed)
             batch = whole_batch(model, seed)
             weight = objective.weight(batch)
             total, _ = objective.loss(model, batch)
@@ -90,20 +92,24 @@ if __name__ == "__main__":
                     # What fp32 leaves of sums in another order; of bf16 products it is the order of magnitude.
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
                     loss = partial(in_fp32, objective)
-                    made = spread(build(shape, seed=seed), loss, ranks=ranks, dtype=dtype, strategy=replace(strategy))
-                    part, parts = ranks.place.rank // made.batch_copies, ranks.count // made.batch_copies
-                    size = batch.rows // parts
+                    made = parallelize(
+                        build_model(shape, seed=seed), loss, dist_ctx=ranks, dtype=dtype, strategy=replace(strategy)
+                    )
+                    part, parts = ranks.rank_info.rank // made.model_parallel_size, ranks.world_size // made.model_parallel_size
+                    size = batch.batch_size // parts
                     mine = batch[part * size : (part + 1) * size]
-                    told = made.accumulate([mine[:1], mine[1:]], weight, lambda phase: None)
+                    told = made.forward_backward([mine[:1], mine[1:]], weight, lambda phase: None)
                     where = f"{name} under {engine} in {dtype}, vocabulary {vocabulary}"
-                    assert abs(made.gradient_norm() - norm) <= tolerance * norm, where
+                    assert abs(made.grad_norm() - norm) <= tolerance * norm, where
                     if engine != "fsdp1":
                         for key, parameter in made.model.named_parameters():
                             assert parameter.grad is not None
                             apart = (whole(parameter.grad) - expected[key]).norm()  # type: ignore[operator]
                             assert apart <= tolerance * norm, f"{where}: {key}"
-                    found = ranks.sum_(torch.stack([each["loss"][0] for each in told]).sum()) / made.batch_copies
+                    found = (
+                        ranks.all_reduce_sum(torch.stack([each["loss"][0] for each in told]).sum()) / made.model_parallel_size
+                    )
                     assert abs(found - total.detach()) <= tolerance * max(1.0, abs(float(total.detach()))), where
-            if ranks.first:
+            if ranks.is_rank0:
                 print(f"{name}, vocabulary {vocabulary}: the same")
-    cluster.stop()
+    cluster.destroy_distributed()

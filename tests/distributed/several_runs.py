@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lmforge.cli import load_config
-from lmforge.train import stages
+from lmforge.stages import run as stages
 
 if __name__ == "__main__":
     standard = sys.stdout, sys.stderr

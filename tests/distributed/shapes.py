@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
+from lmforge.bench.parity import SMALL_MODEL, ParityCase, strategy_cases
+from lmforge.model.config import ModelConfig
 from lmforge.model.lora import LoraConfig
-from lmforge.model.shapes import ModelConfig
-from lmforge.train.parity import SMALL, Case, cases
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHAPES = {
-    "llama": SMALL,
+    "llama": SMALL_MODEL,
     "tied": ModelConfig(intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES),
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
     "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
@@ -79,28 +79,32 @@ def shapes_on(ranks: int) -> list[str]:
     return {1: ["llama", "gpt2"], 2: list(SHAPES)}.get(ranks, ["llama"])
 
 
-def chosen_cases(shape: str, ranks: int) -> list[Case]:
+def chosen_cases(shape: str, ranks: int) -> list[ParityCase]:
     """The cases that are tried on a shape. Compiled ones, which take a quarter of a minute each, on one shape only."""
-    found = cases(ranks, compiled=shape == "llama" and ranks == 2)
+    found = strategy_cases(ranks, compile_model=shape == "llama" and ranks == 2)
     if shape == "llama":
         return found
     return [case for case in found if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
 
 
-def dropout_cases(shape: str, ranks: int) -> list[Case]:
+def dropout_cases(shape: str, ranks: int) -> list[ParityCase]:
     """The cases that are tried on a shape with dropout; one of them compiled."""
     found = [case for case in chosen_cases(shape, ranks) if case.name.startswith(CASES_OF_DROPOUT.get(shape, ()))]
-    return [replace(case, dropout=0.2) for case in found if not case.compiled or case.strategy.recompute != "none"]
+    return [
+        replace(case, dropout=0.2)
+        for case in found
+        if not case.compile_model or case.strategy.activation_checkpointing != "none"
+    ]
 
 
-def lora_cases(shape: str, ranks: int) -> list[Case]:
+def lora_cases(shape: str, ranks: int) -> list[ParityCase]:
     """The cases that are tried on a shape with adapters and their dropout, one of them compiled; and of GPT-2 with NEFTune."""
     chosen = CASES_OF_LORA.get(shape, ())
     found = [case for case in chosen_cases(shape, ranks) if chosen and case.name.startswith(chosen)]
     # Ranks of a context do not see how long a document is.
     alpha = 5.0 if shape == "gpt2" else 0.0
     return [
-        replace(case, lora=LoraConfig(3, 6.0, dropout=0.1), neftune_alpha=alpha)
+        replace(case, lora=LoraConfig(3, 6.0, dropout=0.1), neftune_noise_alpha=alpha)
         for case in found
-        if not case.compiled or case.strategy.recompute != "none"
+        if not case.compile_model or case.strategy.activation_checkpointing != "none"
     ]

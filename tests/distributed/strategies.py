@@ -13,33 +13,33 @@ from pathlib import Path
 
 import torch
 
-from lmforge.cluster import ranks as cluster
-from lmforge.train.parity import Task, alone, difference, trial
+from lmforge.bench.parity import ParityData, relative_differences, run_case, run_single
+from lmforge.cluster import distributed as cluster
 from tests.distributed.shapes import SHAPES, chosen_cases, dropout_cases, lora_cases, shapes_on
 
 CHOICES = {"dropout": dropout_cases, "lora": lora_cases}
 
 if __name__ == "__main__":
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
-    ranks = cluster.start("cpu", threads=1)
+    ranks = cluster.init_distributed("cpu", threads=1)
     word = (sys.argv[3:] or [""])[0]
-    task = Task(rows=4 * ranks.count, length=48, seed=seed, steps=6 if word else 10)
-    for shape in shapes_on(ranks.count):
-        chosen = CHOICES.get(word, chosen_cases)(shape, ranks.count)
+    task = ParityData(sequences=4 * ranks.world_size, sequence_length=48, seed=seed, steps=6 if word else 10)
+    for shape in shapes_on(ranks.world_size):
+        chosen = CHOICES.get(word, chosen_cases)(shape, ranks.world_size)
         if not chosen:
             continue
-        reference = alone(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.first else None
+        reference = run_single(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.is_rank0 else None
         for case in chosen:
-            outcome = trial(replace(case, shape=SHAPES[shape]), task, ranks)
+            outcome = run_case(replace(case, shape=SHAPES[shape]), task, ranks)
             name = f"{shape} {case.name}"
-            (folder / f"{name}-{ranks.place.rank}.json").write_text(json.dumps(outcome.bytes))
+            (folder / f"{name}-{ranks.rank_info.rank}.json").write_text(json.dumps(outcome.memory_bytes))
             if reference is not None:
                 told = {
                     "strategy": asdict(case.strategy),
                     "losses": outcome.losses,
-                    "collectives": outcome.collectives,
-                    **difference(outcome, reference),
+                    "collectives": outcome.collective_counts,
+                    **relative_differences(outcome, reference),
                 }
                 (folder / f"{name}.json").write_text(json.dumps({**told, "reference": reference.losses}))
             torch.compiler.reset()
-    cluster.stop()
+    cluster.destroy_distributed()

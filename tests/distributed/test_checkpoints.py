@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lmforge import checkpoint
-from lmforge.model.export import export_folder
+from lmforge.interop.export import export_folder
 from lmforge.runs import Run
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 
@@ -15,17 +15,17 @@ SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--validatio
 SAMPLES = ["--sample.every_steps", "5", "--sample.max_tokens", "3"]
 TIED = ["--model.tie_word_embeddings", "true"]
 FSDP1 = ["--parallel.engine", "fsdp1"]
-HYBRID = ["--parallel.hybrid_ranks", "2", "--parallel.sharding"]
-TENSOR = ["--parallel.tensor_ranks", "2"]
-PIPELINE = ["--parallel.pipeline_ranks", "2", "--train.micro_batch_rows", "3"]
+HYBRID = ["--parallel.shard_degree", "2", "--parallel.sharding"]
+TENSOR = ["--parallel.tensor_parallel_degree", "2"]
+PIPELINE = ["--parallel.pipeline_parallel_degree", "2", "--train.micro_batch_size", "3"]
 WRITERS: dict[str, tuple[int, list[str]]] = {
-    "alone": (1, SAMPLES),
+    "single": (1, SAMPLES),
     "tied alone": (1, TIED),
-    "ddp on 2": (2, ["--parallel.engine", "ddp", "--parallel.recompute", "operators"]),
+    "ddp on 2": (2, ["--parallel.engine", "ddp", "--parallel.activation_checkpointing", "selective-ops"]),
     "fsdp1 on 2": (2, [*FSDP1, *SAMPLES]),
     "tied fsdp1 on 2": (2, [*FSDP1, *TIED]),
-    "fsdp2 offloaded on 2": (2, ["--parallel.offload", "--parallel.recompute", "full", *SAMPLES]),
-    "context of 2, grad-shard": (2, ["--parallel.context_ranks", "2", "--parallel.sharding", "grad-shard", *SAMPLES]),
+    "fsdp2 offloaded on 2": (2, ["--parallel.cpu_offload", "--parallel.activation_checkpointing", "full", *SAMPLES]),
+    "context of 2, grad-shard": (2, ["--parallel.context_parallel_degree", "2", "--parallel.sharding", "grad-shard", *SAMPLES]),
     "tensor on 2": (2, TENSOR),
     "tied tensor on 2": (2, [*TENSOR, *TIED]),
     "fsdp1 hybrid on 4": (4, [*FSDP1, *HYBRID, "hybrid-full-shard"]),
@@ -39,9 +39,9 @@ READERS: dict[str, tuple[str, int, list[str]]] = {
     "context of 2, then tensor on 2": ("context of 2, grad-shard", 2, TENSOR),
     "tied tensor on 2, then alone": ("tied tensor on 2", 1, []),
     "tensor on 2, then a pipeline on 2": ("tensor on 2", 2, PIPELINE),
-    "alone, then fsdp1 on 2": ("alone", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
+    "alone, then fsdp1 on 2": ("single", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
     "tied alone, then fsdp1 on 2": ("tied alone", 2, FSDP1),
-    "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.offload"]),
+    "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.cpu_offload"]),
     "ddp on 2, then tensor and fsdp2 hybrid on 4": ("ddp on 2", 4, [*TENSOR, *HYBRID, "hybrid-grad-shard"]),
     "fsdp2 offloaded on 2, then no-shard on 4": ("fsdp2 offloaded on 2", 4, ["--parallel.sharding", "no-shard"]),
 }
@@ -70,11 +70,11 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_pipeline_begins_from_a_folder_and_keeps_its_masters_in_bf16(
     recipe: Recipe, runs: dict[str, Run], tmp_path: Path
 ) -> None:
-    found, manifest, _ = checkpoint.find(runs["alone"].path)
-    tensors = weights(runs["alone"])
+    found, manifest, _ = checkpoint.find(runs["single"].path)
+    tensors = weights(runs["single"])
     export_folder(tensors, manifest.model_config, tmp_path / "source", found)
     source = ["--model.source", str(tmp_path / "source")]
-    begun = {"alone": (1, []), "pipeline": (2, PIPELINE), "tensor": (2, TENSOR)}
+    begun = {"single": (1, []), "pipeline": (2, PIPELINE), "tensor": (2, TENSOR)}
     for ranks in (1, 2):
         lines = []
         for name, (count, more) in begun.items():
@@ -83,31 +83,31 @@ def test_a_pipeline_begins_from_a_folder_and_keeps_its_masters_in_bf16(
                 lines.append(recipe(tmp_path, f"bf16 {name}", *SCHEDULE, *source, *BF16_MASTERS, *more))
         run_cases(ranks, lines, tmp_path)
     for name in ("pipeline", "tensor"):
-        assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "alone")), rel=LOSS_TOLERANCE)
+        assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "single")), rel=LOSS_TOLERANCE)
         # Sums in another order round to other bf16 numbers, which differ by 2^-8.
         narrow = losses(Run(tmp_path / "bf16 alone"), "val/loss")
         assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(narrow, rel=2e-3)
-    assert losses(Run(tmp_path / "alone"))[1] < losses(runs["alone"])[1] - 0.05
+    assert losses(Run(tmp_path / "single"))[1] < losses(runs["single"])[1] - 0.05
 
 
 def reference(runs: dict[str, Run], name: str) -> dict[int, float]:
-    return losses(runs["tied alone" if "tied" in name else "alone"])
+    return losses(runs["tied alone" if "tied" in name else "single"])
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith("alone")])
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith("single")])
 def test_a_run_is_the_same_run_under_every_strategy(runs: dict[str, Run], name: str) -> None:
     assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_checkpoint_goes_on_under_another_strategy_with_the_same_losses(runs: dict[str, Run], name: str) -> None:
-    log = runs[name].log(2, 0).read_text()
+    log = runs[name].log_path(2, 0).read_text()
     assert "from step 5" in log
     assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=LOSS_TOLERANCE)
 
 
 def test_the_losses_that_are_compared_change_with_each_step(runs: dict[str, Run]) -> None:
-    by_step = losses(runs["alone"])
+    by_step = losses(runs["single"])
     assert len(set(by_step.values())) == len(by_step) == 10
     assert by_step[10] < by_step[6]
     assert losses(runs["tied alone"])[10] != pytest.approx(by_step[10], rel=1e-3)
@@ -115,9 +115,9 @@ def test_the_losses_that_are_compared_change_with_each_step(runs: dict[str, Run]
 
 def test_samples_are_written_under_every_engine(runs: dict[str, Run]) -> None:
     def sampled(name: str) -> list[str]:
-        log = runs[name].log(1, 0).read_text()
+        log = runs[name].log_path(1, 0).read_text()
         return [line.partition("sample: ")[2] for line in log.splitlines() if "sample: " in line]
 
-    assert len(sampled("alone")) == 2
+    assert len(sampled("single")) == 2
     for name in ("fsdp1 on 2", "fsdp2 offloaded on 2", "context of 2, grad-shard"):
-        assert sampled(name) == sampled("alone"), name
+        assert sampled(name) == sampled("single"), name

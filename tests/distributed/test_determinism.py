@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 from lmforge.runs import Run
-from lmforge.train.determinism import ENVIRONMENT, be_deterministic, refusal
+from lmforge.train.determinism import REQUIRED_ENVIRONMENT, explain_nondeterministic_op, set_determinism
 from tests.distributed.conftest import HERE, Recipe, losses, weights
 from tests.preloaded import on_ranks
 
@@ -19,7 +19,7 @@ RANKS = 2
 def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs with the option, with dropout and micro-batches, and one without."""
     folder = tmp_path_factory.mktemp("deterministic")
-    more = ["--model.dropout", "0.1", "--train.micro_batch_rows", "2"]
+    more = ["--model.dropout", "0.1", "--train.micro_batch_size", "2"]
     lines = [recipe(folder, name, *more, "--deterministic") for name in ("a", "b")] + [recipe(folder, "usual", *more)]
     (folder / "cases.json").write_text(json.dumps(lines))
     on_ranks(RANKS, HERE / "deterministic_ranks.py", folder, folder, folder / "cases.json")
@@ -31,7 +31,7 @@ def test_every_rank_is_told(folder: Path) -> None:
         for name in ("a", "b"):
             told = json.loads((folder / f"{name}-{rank}.json").read_text())
             assert (told["algorithms"], told["cudnn"], told["warn_only"]) == (True, True, False)
-            assert told["environment"] == {variable: values[0] for variable, values in ENVIRONMENT.items()}
+            assert told["environment"] == {variable: values[0] for variable, values in REQUIRED_ENVIRONMENT.items()}
         assert not json.loads((folder / f"usual-{rank}.json").read_text())["algorithms"]
 
 
@@ -45,27 +45,27 @@ def test_two_runs_have_the_same_bits_and_on_a_cpu_so_has_one_without_the_option(
 
 
 def test_the_recipe_keeps_it(folder: Path) -> None:
-    assert "deterministic = true" in Run(folder / "a").recipe.read_text()
+    assert "deterministic = true" in Run(folder / "a").recipe_path.read_text()
 
 
 def test_an_environment_that_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, values in ENVIRONMENT.items():
+    for variable, values in REQUIRED_ENVIRONMENT.items():
         monkeypatch.setenv(variable, values[0])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(Mistake, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 is set, .* unset it or set it to :4096:8$"):
-        be_deterministic(True)
+    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 is set, .* unset it or set it to :4096:8$"):
+        set_determinism(True)
     assert not torch.are_deterministic_algorithms_enabled()
-    be_deterministic(False)  # nobody asked
+    set_determinism(False)  # nobody asked
 
 
 def test_what_has_no_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, values in ENVIRONMENT.items():
+    for variable, values in REQUIRED_ENVIRONMENT.items():
         monkeypatch.setenv(variable, values[0])
-    be_deterministic(True)
+    set_determinism(True)
     try:
         with pytest.raises(RuntimeError) as refused:
             torch.zeros(4).put_(torch.tensor([1, 1]), torch.tensor([2.0, 3.0]))
     finally:
-        be_deterministic(False)
-    assert (refusal(refused.value) or "").startswith("train.deterministic: put_ cannot be computed so that")
-    assert refusal(RuntimeError("anything else")) is None
+        set_determinism(False)
+    assert (explain_nondeterministic_op(refused.value) or "").startswith("train.deterministic: put_ cannot be computed so that")
+    assert explain_nondeterministic_op(RuntimeError("anything else")) is None

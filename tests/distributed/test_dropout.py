@@ -39,12 +39,12 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """Whole runs with dropout: on one rank, in micro-batches, on two, there continued from the middle, and without dropout."""
     folder = tmp_path_factory.mktemp("dropout-runs")
     drop = ["--model.dropout", "0.2"]
-    cut = ["--train.micro_batch_rows", "3", "--parallel.recompute", "full"]
-    alone = {"alone": drop, "cut": [*drop, *cut], "without": []}
+    cut = ["--train.micro_batch_size", "3", "--parallel.activation_checkpointing", "full"]
+    alone = {"single": drop, "cut": [*drop, *cut], "without": []}
     run_cases(1, [recipe(folder, name, *more) for name, more in alone.items()], folder)
     run_cases(2, [recipe(folder, "two", *drop)], folder)
     shutil.copytree(folder / "two", folder / "continued")
-    shutil.rmtree(Run(folder / "continued").checkpoint(20))
+    shutil.rmtree(Run(folder / "continued").checkpoint_path(20))
     run_cases(2, [recipe(folder, "continued", *drop)], folder)
     return {name: Run(folder / name) for name in (*alone, "two", "continued")}
 
@@ -52,7 +52,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_run_with_dropout_is_the_same_on_any_ranks_and_in_any_micro_batches(runs: dict[str, Run]) -> None:
     for name in ("cut", "two"):
         for what in ("loss", "val/loss"):
-            mine, theirs = losses(runs[name], what), losses(runs["alone"], what)
+            mine, theirs = losses(runs[name], what), losses(runs["single"], what)
             assert mine.keys() == theirs.keys()
             for step, value in theirs.items():
                 assert mine[step] == pytest.approx(value, rel=TOLERANCE), (name, what, step)
@@ -67,8 +67,8 @@ def test_a_run_with_dropout_is_continued_to_the_last_bit(runs: dict[str, Run]) -
 
 
 def test_dropout_is_in_training_and_not_in_validation(runs: dict[str, Run], capsys: pytest.CaptureFixture[str]) -> None:
-    assert losses(runs["alone"])[20] != pytest.approx(losses(runs["without"])[20], rel=1e-4)
+    assert losses(runs["single"])[20] != pytest.approx(losses(runs["without"])[20], rel=1e-4)
     # Evaluation of the checkpoint knows of no dropout.
-    assert lmforge_here(["evaluate", str(runs["alone"].path), "--rows", "5", "--output", "json"]) == 0
+    assert lmforge_here(["evaluate", str(runs["single"].path), "--rows", "5", "--output", "json"]) == 0
     expected = json.loads(capsys.readouterr().out)["loss"]
-    assert losses(runs["alone"], "val/loss")[20] == pytest.approx(expected, rel=TOLERANCE)
+    assert losses(runs["single"], "val/loss")[20] == pytest.approx(expected, rel=TOLERANCE)

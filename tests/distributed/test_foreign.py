@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as lmforge_here
 from lmforge.data.shards import TokenFolder
-from lmforge.infer.opening import open_model
-from lmforge.model.export import export_folder
+from lmforge.generate.model_loading import load_model
+from lmforge.interop.export import export_folder
 from lmforge.runs import Run
 from tests.distributed.conftest import losses, run_cases, weights
 from tests.model.foreign import theirs_of
@@ -18,7 +18,7 @@ KINDS = ("gpt_neox", "mixtral")
 STEPS = 4
 # fp32 sums in another order, as for the strategies of our own models; of weights, to the largest of their tensor.
 TOLERANCE = 1e-6
-FULL = ["--parallel.recompute", "full"]
+FULL = ["--parallel.activation_checkpointing", "full"]
 # Command lines by the names of their runs; the first of each kind by this process alone, the others by two ranks.
 SPREADS: dict[str, list[str]] = {
     "gpt_neox alone": [],
@@ -26,7 +26,7 @@ SPREADS: dict[str, list[str]] = {
     "gpt_neox fsdp2": FULL,
     "mixtral fsdp2": FULL,
     "mixtral fsdp1": ["--parallel.engine", "fsdp1"],
-    "mixtral ddp": ["--parallel.engine", "ddp", "--train.micro_batch_rows", "1"],
+    "mixtral ddp": ["--parallel.engine", "ddp", "--train.micro_batch_size", "1"],
     "mixtral halved": [*FULL, "--train.steps", str(STEPS // 2)],
 }
 
@@ -46,12 +46,12 @@ def folders(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The finished runs by "KIND SPREAD"."""
     place = tmp_path_factory.mktemp("foreign")
-    common = (
-        f"--data.folder {tiny_tokens} --data.length 48 --train.steps {STEPS} --train.global_batch_rows 4 --train.dtype fp32"
-    )
+    common = f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS} --train.global_batch_size 4 --train.dtype fp32"
     common += " --train.compile off --train.device cpu --train.threads 1 --schedule.name constant --schedule.warmup_steps 2"
     # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but for rounding.
-    common += " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.rows 4"
+    common += (
+        " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.sequences 4"
+    )
 
     def line(name: str, *more: str) -> list[str]:
         source = ["--model.source", str(folders[name.split()[0]]), "--model.implementation", "transformers"]
@@ -61,7 +61,7 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
 
     for kind in KINDS:
         assert lmforge_here(["pretrain", *line(f"{kind} alone")]) == 0
-    spread = [line(name) for name in SPREADS if not name.endswith("alone")]
+    spread = [line(name) for name in SPREADS if not name.endswith("single")]
     run_cases(2, [*spread, line("mixtral halved", "--train.steps", str(STEPS))], place)
     return {name: Run(place / name) for name in SPREADS}
 
@@ -79,7 +79,7 @@ def test_losses_and_weights_are_those_of_one_process(runs: dict[str, Run], name:
 
 def test_a_run_that_was_stopped_and_continued_is_bit_for_bit_the_one_that_was_not(runs: dict[str, Run]) -> None:
     unbroken, halved = runs["mixtral fsdp2"], runs["mixtral halved"]
-    assert STEPS // 2 in halved.steps()
+    assert STEPS // 2 in halved.checkpoint_steps()
     assert losses(halved) == losses(unbroken)
     assert losses(halved, "val/loss")[STEPS] == losses(unbroken, "val/loss")[STEPS]
     theirs = weights(unbroken)
@@ -98,12 +98,12 @@ def test_a_run_is_opened_evaluated_shown_and_exported_without_being_told_what_it
     runs: dict[str, Run], kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = runs[f"{kind} fsdp2"]
-    opened = open_model(run.path, torch.device("cpu"), torch.float32)
+    opened = load_model(run.path, torch.device("cpu"), torch.float32)
     tokens = torch.randint(0, 96, (2, 17))
     place = torch.arange(17).expand(2, -1)
     with torch.no_grad():
         ours = opened.model.lm_head(opened.model(tokens, place, torch.zeros_like(tokens).int()))
-        export_folder(opened.model, opened.config, tmp_path / "out", tokenizer_folder=opened.origin)
+        export_folder(opened.model, opened.config, tmp_path / "out", tokenizer_folder=opened.path)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     for thing in (run.path, tmp_path / "out"):
@@ -117,7 +117,7 @@ def test_a_run_is_opened_evaluated_shown_and_exported_without_being_told_what_it
 def test_a_run_is_not_continued_by_the_other_implementation_or_another_folder(
     runs: dict[str, Run], folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = str(runs["gpt_neox alone"].recipe)
+    recipe = str(runs["gpt_neox alone"].recipe_path)
     assert lmforge_here(["pretrain", recipe, "--model.source", str(folders["mixtral"]), "--train.steps", "9"]) == 2
     assert "a model of another shape (" in capfd.readouterr().err
     assert lmforge_here(["pretrain", recipe, "--model.implementation", "lmforge", "--train.steps", "9"]) == 2

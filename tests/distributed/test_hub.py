@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.shapes import resolve
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
 from tests.conftest import Command, without_shape
 from tests.data.hub_server import Hub, serving, variables
 
@@ -20,8 +20,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 def hub(tiny_tokens: Path, tmp_path: Path) -> Iterator[Hub]:
     """A hub with org/model, whose tokenizer the tiny tokens were prepared with."""
     tokenizer = tiny_tokens / "tokenizer"
-    config = resolve("nano", SIZES, Tokenizer.open(tokenizer).vocab_size)
-    export_folder(build(config, seed=0), config, tmp_path / "made", tokenizer_folder=tokenizer)
+    config = resolve_model_config("nano", SIZES, Tokenizer.open(tokenizer).vocab_size)
+    export_folder(build_model(config, seed=0), config, tmp_path / "made", tokenizer_folder=tokenizer)
     with serving({"org/model": {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}}) as hub:
         yield hub
 

@@ -53,7 +53,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     lines[2] = []
     for name, (begun, ranks, more) in RESUMED.items():
         shutil.copytree(every[begun].path, every[name].path, ignore=shutil.ignore_patterns(".lock", "metrics.jsonl"))
-        shutil.rmtree(every[name].checkpoint(20))
+        shutil.rmtree(every[name].checkpoint_path(20))
         lines[ranks].append(recipe(folder, name, *more))
     for ranks, cases in lines.items():
         run_cases(ranks, cases, folder)

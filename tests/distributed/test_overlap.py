@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.objectives.chunked import CHUNK_TOKENS
+from lmforge.objectives.cross_entropy import CHUNK_TOKENS
 from tests.conftest import Command
 
 BLOCKS = 3
 LENGTH = 640
 ROWS_A_RANK = 4
-HEAD = "model.lm_head"
+LM_HEAD_WEIGHT = "model.lm_head"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
@@ -57,7 +57,14 @@ def traced(lmforge: Command, file: Path, *words: object) -> Trace:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": BLOCKS}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     shape = [word for name, size in sizes.items() for word in (f"--model.{name}", size)]
-    shape += ["--data.folder", file.parent / "absent", "--data.length", LENGTH, "--train.global_batch_rows", 2 * ROWS_A_RANK]
+    shape += [
+        "--data.folder",
+        file.parent / "absent",
+        "--data.sequence_length",
+        LENGTH,
+        "--train.global_batch_size",
+        2 * ROWS_A_RANK,
+    ]
     shape += ["--launch.processes", 2, "--bench.steps", 1, "--bench.warmup_steps", 1, "--parallel.engine", "fsdp2"]
     done = lmforge("bench", *shape, "--trace", file, *words)
     assert done.returncode == 0, done.stderr
@@ -70,7 +77,7 @@ def traces(lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[i
     """By how many blocks are gathered ahead."""
     folder = tmp_path_factory.mktemp("traces")
     cpu = ["--train.device", "cpu", "--train.dtype", "fp32", "--train.compile", "off"]
-    return {ahead: traced(lmforge, folder / f"{ahead}.json", *cpu, "--parallel.prefetch", ahead) for ahead in (0, 1)}
+    return {ahead: traced(lmforge, folder / f"{ahead}.json", *cpu, "--parallel.prefetch_blocks", ahead) for ahead in (0, 1)}
 
 
 @pytest.mark.parametrize("number", range(BLOCKS - 1))
@@ -106,11 +113,11 @@ def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(tra
     chunks = -(-ROWS_A_RANK * LENGTH // CHUNK_TOKENS)
     assert chunks > 1
     for trace in traces.values():
-        begin, end = trace.forward(HEAD)
+        begin, end = trace.forward(LM_HEAD_WEIGHT)
         assert len(trace.products(begin, end)) == 3 * chunks  # logits, and the gradients of hidden states and weight
-        assert len(trace.begun(f"FSDP::all_gather ({HEAD})")) == 1
+        assert len(trace.begun(f"FSDP::all_gather ({LM_HEAD_WEIGHT})")) == 1
         assert not [time for time in trace.begun("c10d::_allgather_base_") if begin < time < end]
-        assert len(trace.begun(f"FSDP::post_backward_reduce ({HEAD})")) == 1
+        assert len(trace.begun(f"FSDP::post_backward_reduce ({LM_HEAD_WEIGHT})")) == 1
         assert all(len(trace.begun(f"FSDP::all_gather ({block(number)})")) == 2 for number in range(BLOCKS))
 
 
@@ -119,7 +126,7 @@ def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(tra
 @pytest.mark.parametrize("kind", ["AllGather", "ReduceScatter"])
 def test_on_gpus_collectives_run_while_blocks_compute(lmforge: Command, tmp_path: Path, kind: str) -> None:
     large = ["--model.hidden_size", 2048, "--model.intermediate_size", 8192, "--model.num_attention_heads", 16]
-    trace = traced(lmforge, tmp_path / "step.json", *large, "--train.device", "cuda", "--parallel.prefetch", 1)
+    trace = traced(lmforge, tmp_path / "step.json", *large, "--train.device", "cuda", "--parallel.prefetch_blocks", 1)
     kernels = [event for event in trace.events if event.get("cat") == "kernel"]
     products = [event for event in kernels if re.search(r"gemm|nvjet|cutlass", event["name"])]
     moving = [event for event in kernels if f"_{kind}" in event["name"]]

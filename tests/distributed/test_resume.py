@@ -74,7 +74,7 @@ def reach(run: Run, step: int, process: subprocess.Popen[str]) -> None:
 
 def heard(run: Run) -> set[int]:
     """The process ids of the ranks that publish what they do."""
-    return {json.loads(told)["process"] for file in run.health.glob("rank-?.json") if (told := file.read_text())}
+    return {json.loads(told)["process"] for file in run.health_folder.glob("rank-?.json") if (told := file.read_text())}
 
 
 def how_to_continue(ended: Ended) -> list[str]:
@@ -119,9 +119,9 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
     stopped = started(["pretrain", *recipe(folder, "broken", *SCHEDULE, "--launch.processes", "2")], folder, ask_to_stop)
     assert stopped.status == 128 + signal.SIGTERM, stopped
-    stopped_at = broken.steps()[-1]
+    stopped_at = broken.checkpoint_steps()[-1]
     assert stopped_at < STEPS - 4, "stopped too late for what follows"
-    places = {"alone": (1, []), "ddp on 2": (2, ["--parallel.engine", "ddp"]), "fsdp2 on 3": (3, [])}
+    places = {"single": (1, []), "ddp on 2": (2, ["--parallel.engine", "ddp"]), "fsdp2 on 3": (3, [])}
     for place in places:
         shutil.copytree(broken.path, folder / place, ignore=shutil.ignore_patterns(".lock"))
 
@@ -132,7 +132,7 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
     killed = started(how_to_continue(stopped), folder, kill)
     assert killed.status == -signal.SIGKILL, killed
-    print(f"killed after step {max(losses(broken))}, with checkpoints {broken.steps()}")
+    print(f"killed after step {max(losses(broken))}, with checkpoints {broken.checkpoint_steps()}")
 
     lines: dict[int, list[list[str]]] = {
         1: [],
@@ -150,7 +150,7 @@ def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_go_on(history: 
     said = history.stopped.out.splitlines()[-1]
     assert said.startswith(f"stopped by SIGTERM after step {history.stopped_at}, which is saved; to continue: ")
     assert history.stopped.errors == ""
-    assert max(losses(history.elsewhere["alone"])) == STEPS
+    assert max(losses(history.elsewhere["single"])) == STEPS
 
 
 def test_stopped_killed_and_continued_gives_the_same_bits(history: History) -> None:
@@ -184,7 +184,7 @@ def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the
     assert_identical(run, history.unbroken)
 
 
-@pytest.mark.parametrize("place", ["alone", "ddp on 2", "fsdp2 on 3"])
+@pytest.mark.parametrize("place", ["single", "ddp on 2", "fsdp2 on 3"])
 def test_continued_on_other_ranks_and_strategies_losses_agree(history: History, place: str) -> None:
     ours, theirs = losses(history.elsewhere[place]), losses(history.unbroken)
     assert ours.keys() == theirs.keys()
@@ -218,8 +218,8 @@ def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(recipe:
     ended = started(["pretrain", *recipe(tmp_path, "broken", *SCHEDULE)], tmp_path, interrupt)
     assert ended.status == 128 + number
     assert ended.errors == ""
-    assert broken.steps()[-1] < STEPS
-    assert f"stopped by {number.name} after step {broken.steps()[-1]}, which is saved" in ended.out.splitlines()[-1]
+    assert broken.checkpoint_steps()[-1] < STEPS
+    assert f"stopped by {number.name} after step {broken.checkpoint_steps()[-1]}, which is saved" in ended.out.splitlines()[-1]
     assert lmforge_here(how_to_continue(ended)) == 0
     assert lmforge_here(["pretrain", *recipe(tmp_path, "unbroken", *SCHEDULE)]) == 0
     assert_identical(broken, unbroken)

@@ -14,14 +14,14 @@ LOSS_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 5e-6
 
 SPREADS: dict[str, tuple[int, list[str]]] = {
-    "alone": (1, []),
-    "alone in 4 micro-batches": (1, ["--train.micro_batch_rows", "3"]),
+    "single": (1, []),
+    "alone in 4 micro-batches": (1, ["--train.micro_batch_size", "3"]),
     "fsdp2 on 1": (1, ["--parallel.engine", "fsdp2"]),
-    "fsdp2 on 2 in 3 micro-batches": (2, ["--train.micro_batch_rows", "2"]),
+    "fsdp2 on 2 in 3 micro-batches": (2, ["--train.micro_batch_size", "2"]),
     "fsdp2 on 2 compiled": (2, ["--train.compile", "on"]),
-    "ddp on 2 in 3 micro-batches": (2, ["--parallel.engine", "ddp", "--train.micro_batch_rows", "2"]),
+    "ddp on 2 in 3 micro-batches": (2, ["--parallel.engine", "ddp", "--train.micro_batch_size", "2"]),
     "fsdp2 on 3": (3, []),
-    "fsdp2 on 4": (4, ["--train.micro_batch_rows", "1"]),
+    "fsdp2 on 4": (4, ["--train.micro_batch_size", "1"]),
     "ddp on 4": (4, ["--parallel.engine", "ddp"]),
 }
 TIED = ["--model.tie_word_embeddings", "true"]
@@ -62,9 +62,9 @@ def assert_same(run: Run, reference: Run) -> None:
         assert difference.max() < WEIGHT_TOLERANCE, name
 
 
-@pytest.mark.parametrize("name", [name for name in SPREADS if name != "alone"])
+@pytest.mark.parametrize("name", [name for name in SPREADS if name != "single"])
 def test_losses_and_weights_do_not_depend_on_how_a_run_is_spread(runs: dict[str, Run], name: str) -> None:
-    assert_same(runs[name], runs["alone"])
+    assert_same(runs[name], runs["single"])
 
 
 @pytest.mark.parametrize(
@@ -75,18 +75,18 @@ def test_other_shapes_do_not_depend_on_it_either(runs: dict[str, Run], name: str
 
 
 def test_training_lowers_the_loss(runs: dict[str, Run]) -> None:
-    by_step = losses(runs["alone"])
+    by_step = losses(runs["single"])
     assert by_step[20] < by_step[1] - 0.3
 
 
 def test_other_seeds_and_shapes_are_told_apart(runs: dict[str, Run]) -> None:
     """The comparisons above could not tell anything if every run looked alike."""
-    assert losses(runs["tied alone"])[20] != pytest.approx(losses(runs["alone"])[20], rel=1e-3)
-    assert any(not torch.equal(tensor, weights(runs["alone"], 10)[name]) for name, tensor in weights(runs["alone"]).items())
+    assert losses(runs["tied alone"])[20] != pytest.approx(losses(runs["single"])[20], rel=1e-3)
+    assert any(not torch.equal(tensor, weights(runs["single"], 10)[name]) for name, tensor in weights(runs["single"]).items())
 
 
 def test_a_rank_of_full_shard_keeps_its_share_only(runs: dict[str, Run], tmp_path: Path) -> None:
-    files = sorted(runs["fsdp2 on 4"].checkpoint(20).glob("*.distcp"))
+    files = sorted(runs["fsdp2 on 4"].checkpoint_path(20).glob("*.distcp"))
     sizes = [file.stat().st_size for file in files]
     assert len(files) == 4
     assert max(sizes) < 2 * min(sizes)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lmforge.model.activations import saved_bytes
-from lmforge.train.parity import Case, cases
+from lmforge.bench.parity import ParityCase, strategy_cases
+from lmforge.plan.activations import activation_bytes
 from tests.distributed.conftest import Trials
 from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 
@@ -72,11 +72,13 @@ def test_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_states(
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in cases(4, False) if case.strategy.model_ranks == 1], ids=lambda case: case.name
+    "case", [case for case in strategy_cases(4, False) if case.strategy.model_parallel_size == 1], ids=lambda case: case.name
 )
-def test_each_rank_holds_the_activations_of_its_own_rows_whatever_is_sharded(measured: dict[int, Path], case: Case) -> None:
-    shape, recompute = SHAPES["llama"], case.strategy.recompute
-    predicted = saved_bytes(shape, 4 // case.accumulation, 48, number_bytes=4, recompute=recompute)
+def test_each_rank_holds_the_activations_of_its_own_rows_whatever_is_sharded(
+    measured: dict[int, Path], case: ParityCase
+) -> None:
+    shape, recompute = SHAPES["llama"], case.strategy.activation_checkpointing
+    predicted = activation_bytes(shape, 4 // case.accumulation, 48, dtype_bytes=4, activation_checkpointing=recompute)
     for rank in range(4):
         held = json.loads((measured[4] / f"llama {case.name}-{rank}.json").read_text())
         assert held["activations"] == pytest.approx(predicted, rel=0.02), rank
@@ -156,4 +158,4 @@ def test_within_a_copy_of_the_model_a_step_takes_these_and_no_more(
 
 def test_what_is_compared_can_differ(measured: dict[int, Path]) -> None:
     assert result(measured[2], "llama ddp")["losses"] != result(measured[2], "tied ddp")["losses"]
-    assert replace(cases(2, False)[0], accumulation=2) != cases(2, False)[0]
+    assert replace(strategy_cases(2, False)[0], accumulation=2) != strategy_cases(2, False)[0]

@@ -11,7 +11,7 @@ from tests.distributed.conftest import Recipe, losses, run_cases
 ENGINES = {
     "fsdp2": "",
     "grad-shard": "--parallel.sharding grad-shard",
-    "context": "--parallel.context_ranks 2",
+    "context": "--parallel.context_parallel_degree 2",
     "fsdp1": "--parallel.engine fsdp1",
     "ddp": "--parallel.engine ddp",
 }
@@ -29,7 +29,7 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     few = ["--train.steps", "4", "--validation.every_steps", "2", "--validation.at_start"]
     asked = [*few, "--validation.tasks", str(folder / "chosen.jsonl"), str(folder / "written.jsonl")]
-    run_cases(1, [recipe(folder, "alone", *asked)], folder)
+    run_cases(1, [recipe(folder, "single", *asked)], folder)
     cases = [recipe(folder, name, *asked, *words.split()) for name, words in ENGINES.items()]
     run_cases(2, [recipe(folder, "not asked", *few), *cases], folder)
     return folder
@@ -37,7 +37,7 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_scores_and_losses_are_those_of_a_single_rank(folder: Path, name: str) -> None:
-    alone, shared = Run(folder / "alone"), Run(folder / name)
+    alone, shared = Run(folder / "single"), Run(folder / name)
     for metric in ASKED:
         assert losses(shared, metric) == losses(alone, metric)
         assert losses(shared, metric).keys() == {0, 2, 4}

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lmforge.data.examples import ExampleFolder, example_rows
-from lmforge.data.preferences import encode_answers
+from lmforge.data.chat.examples import ExampleFolder, example_dataset
+from lmforge.data.chat.preferences import encode_completions
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.infer.judging import ModelJudge
-from lmforge.infer.opening import open_model
-from lmforge.model.initial import ADAPTERS
+from lmforge.generate.model_loading import load_model
+from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.runs import Run
+from lmforge.stages.reward_model_scorer import RewardModelScorer
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases
 
@@ -45,9 +45,9 @@ class World:
             "run.folder": self.folder,
             "run.name": name,
             "data.folder": self.folder / "examples",
-            "data.length": 64,
+            "data.sequence_length": 64,
             "train.steps": steps,
-            "train.global_batch_rows": 12,
+            "train.global_batch_size": 12,
             "train.dtype": "fp32",
             "train.compile": "off",
             "train.device": "cpu",
@@ -59,7 +59,7 @@ class World:
             "schedule.name": "constant",
             "log.every_steps": 1,
             "checkpoint.every_steps": 3,
-            "validation.rows": 4,
+            "validation.sequences": 4,
         }
         files = {"sft": "chats.jsonl", "align": "pairs.jsonl"}
         if "--data.files" not in more:
@@ -67,9 +67,22 @@ class World:
         return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
 
     def grpo(self, name: str, *more: object, steps: int = STEPS, reward: str = "rewards.py:short") -> list[str]:
-        about = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_tokens", 12]
-        about += ["--rollout.rewards", self.folder / reward, "--rollout.samples", 4, "--rollout.updates", 2]
-        about += ["--data.held_out", self.folder / "prompts-val.jsonl", "--validation.at_start", "--validation.every_steps", 3]
+        about = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_completion_length", 12]
+        about += [
+            "--rollout.reward_functions",
+            self.folder / reward,
+            "--rollout.num_generations",
+            4,
+            "--rollout.num_iterations",
+            2,
+        ]
+        about += [
+            "--data.validation_files",
+            self.folder / "prompts-val.jsonl",
+            "--validation.at_start",
+            "--validation.every_steps",
+            3,
+        ]
         return self.words("align", name, *about, *more, steps=steps)
 
 
@@ -107,29 +120,29 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(folder)
     chosen = ["--schedule.name", "constant"]
     # Long enough for several answers in a row, each with another one to the same prompt.
-    judging = ["--method", "kto", "--data.files", folder / "judged.jsonl", "--data.length", 192]
+    judging = ["--method", "kto", "--data.files", folder / "judged.jsonl", "--data.sequence_length", 192]
     whole = {"sft": world.words("sft", "sft"), "dpo": world.words("align", "dpo"), "grpo": world.grpo("grpo")}
     whole["reward"] = world.words("align", "reward", "--method", "reward", "--validation.at_start")
     alone = [
         recipe(folder, "base", *chosen),
         *whole.values(),
-        world.words("sft", "sft lora", "--lora.rank", 4, "--lora.dropout", 0.1, "--model.neftune_alpha", 5),
+        world.words("sft", "sft lora", "--lora.rank", 4, "--lora.dropout", 0.1, "--model.neftune_noise_alpha", 5),
         world.words("align", "dpo from lora", source="sft lora"),
-        world.words("align", "dpo computed", "--align.reference", "computed"),
+        world.words("align", "dpo computed", "--align.reference", "precomputed"),
         world.words("align", "dpo lora", "--lora.rank", 4),
         world.words("align", "dpo lora copy", "--lora.rank", 4, "--align.reference", "copy"),
         *(world.words("align", method, "--method", method) for method in ("ipo", "orpo", "simpo")),
         world.words("align", "kto", *judging),
-        *(world.grpo(preset, "--rollout.preset", preset, steps=2) for preset in ("dr_grpo", "gspo", "rloo")),
+        *(world.grpo(preset, "--rollout.loss_type", preset, steps=2) for preset in ("dr_grpo", "gspo", "rloo")),
         # Hardly any answer of so small a model ends, and dapo learns nothing from those that do not.
-        world.grpo("dapo", "--rollout.preset", "dapo", "--rollout.mask_overlong", "false", steps=2),
+        world.grpo("dapo", "--rollout.loss_type", "dapo", "--rollout.mask_truncated_completions", "false", steps=2),
         world.grpo("grpo lora", "--lora.rank", 4, steps=2),
         world.words("align", "reward lora", "--method", "reward", "--lora.rank", 4),
         world.words("align", "reward again", "--method", "reward", source="reward", steps=1),
         world.grpo("grpo judged", reward="reward", steps=2),
-        world.grpo("grpo few at once", "--rollout.rows", 5, steps=2),
-        world.grpo("grpo begun without kl", "--rollout.kl", "none", "--train.steps", 1),
-        world.grpo("grpo begun without kl", "--rollout.kl", "k3", steps=3),
+        world.grpo("grpo few at once", "--rollout.decode_batch_size", 5, steps=2),
+        world.grpo("grpo begun without kl", "--rollout.kl_estimator", "none", "--train.steps", 1),
+        world.grpo("grpo begun without kl", "--rollout.kl_estimator", "k3", steps=3),
     ]
     # Stopped after three steps, which for rollouts is amid a set of answers, and continued.
     for name, words in whole.items():
@@ -143,7 +156,7 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         world.words("align", "dpo ddp", "--parallel.engine", "ddp"),
         world.words("align", "dpo fsdp2"),
         world.words("align", "dpo lora fsdp2", "--lora.rank", 4),
-        world.words("align", "dpo computed fsdp2", "--align.reference", "computed"),
+        world.words("align", "dpo computed fsdp2", "--align.reference", "precomputed"),
         world.words("align", "kto fsdp2", *judging),
         world.words("align", "reward ddp", "--method", "reward", "--parallel.engine", "ddp"),
         world.words("align", "reward fsdp2", "--method", "reward"),
@@ -154,7 +167,7 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    opened = open_model(run.path, torch.device("cpu"), torch.float32, judges=run.path.name.startswith("reward"))
+    opened = load_model(run.path, torch.device("cpu"), torch.float32, reward_model=run.path.name.startswith("reward"))
     return {name: parameter.detach() for name, parameter in opened.model.named_parameters()}
 
 
@@ -224,7 +237,7 @@ def test_evaluation_finds_what_a_tuned_run_itself_measured(world: World, lmforge
         assert done.returncode == 0, done.stderr
         measured[bool(data)] = json.loads(done.stdout)
     assert measured[False]["loss"] == pytest.approx(losses(world.run("sft"), "val/loss")[STEPS], rel=1e-5)
-    assert (measured[False]["split"], measured[True]["split"]) == ("held_out", "all")
+    assert (measured[False]["split"], measured[True]["split"]) == ("validation", "all")
     assert measured[True]["targets"] > 10 * measured[False]["targets"]
 
 
@@ -242,12 +255,12 @@ def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None
     merged = weights_of(world.run("sft lora"))
     changed = set()
     for name, before in base.items():
-        down, up = (stored.adapters.get(name.replace(".weight", each)) for each in ADAPTERS)
+        down, up = (stored.adapters.get(name.replace(".weight", each)) for each in LORA_SUFFIXES)
         if down is None:
             assert torch.equal(merged[name], before), name
         else:
             changed.add(name.split(".")[-2])
-            assert torch.equal(merged[name], before + stored.lora.scale * (up @ down)), name
+            assert torch.equal(merged[name], before + stored.lora.scaling * (up @ down)), name
             assert not torch.equal(merged[name], before), name
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -330,14 +343,14 @@ def test_padding_is_no_token_of_the_tokens_a_second(world: World) -> None:
 def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world: World) -> None:
     for folder in (world.folder / "examples").iterdir():
         opened = ExampleFolder.open(folder)
-        train, held_out = opened.split("train"), opened.split("held_out")
+        train, held_out = opened.split("train"), opened.split("validation")
 
         def contents(examples: object) -> set[bytes]:
             return {b"".join(part.tokens.tobytes() for part in examples.sequences(n)) for n in range(len(examples))}  # type: ignore[attr-defined]
 
         assert len(held_out) >= 1
-        rows = example_rows(opened, "train", length=192, fit=True, shuffle=False)
-        placed = [int(n) for index in range(rows.rows_per_epoch) for n in rows.packing.members(index)]  # type: ignore[attr-defined]
+        rows = example_dataset(opened, "train", sequence_length=192, pack=True, shuffle=False)
+        placed = [int(n) for index in range(rows.sequences_per_epoch) for n in rows.packing.members(index)]  # type: ignore[attr-defined]
         assert sorted(placed) == list(range(len(train)))
         assert not contents(train) & contents(held_out)
 
@@ -364,13 +377,15 @@ def test_an_exported_reward_model_gives_in_transformers_what_it_gives_here(
     assert done.returncode == 0, done.stderr
     prompts = [[{"role": "user", "content": f"Which is first, apple or {each}?"}] for each in THINGS]
     job = {"prompts": prompts, "completions": list(THINGS), "columns": {}}
-    both = [ModelJudge(str(spec), torch.device("cpu"), torch.float32) for spec in (world.folder / "reward", tmp_path / "out")]
-    ours, opened = (judge.call(job, 60.0)[name]["given"] for judge in both for name in judge.needs)
+    both = [
+        RewardModelScorer(str(spec), torch.device("cpu"), torch.float32) for spec in (world.folder / "reward", tmp_path / "out")
+    ]
+    ours, opened = (judge.score(job, 60.0)[name]["given"] for judge in both for name in judge.required_columns)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert theirs.num_labels == 1
     tokenizer = Tokenizer.open(tmp_path / "out")
     with torch.no_grad():
-        rows = [torch.tensor([ids]) for ids in encode_answers(tokenizer, prompts, THINGS)]
+        rows = [torch.tensor([ids]) for ids in encode_completions(tokenizer, prompts, THINGS)]
         expected = [theirs(row).logits.item() for row in rows]
     assert ours == opened
     assert ours == pytest.approx(expected, abs=1e-5)
@@ -384,7 +399,7 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     assert Path(spec).is_relative_to(world.folder / "reward")
     job: dict[str, object] = {name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")}
     job["columns"] = {}
-    [given] = (told["given"] for told in ModelJudge(spec, torch.device("cpu"), torch.float32).call(job, 60.0).values())
+    [given] = (told["given"] for told in RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values())
     assert [record["parts"][spec] for record in records] == pytest.approx(given, abs=1e-5)
     assert [record["reward"] for record in records] == pytest.approx(given, abs=1e-5)
 

@@ -41,7 +41,7 @@ class Going:
         return found
 
     def heartbeat(self, rank: int) -> dict[str, object]:
-        return json.loads((self.run.health / f"rank-{rank}.json").read_text())
+        return json.loads((self.run.health_folder / f"rank-{rank}.json").read_text())
 
 
 @contextmanager
@@ -74,13 +74,13 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_wait
             said
         )
         assert re.search(r"^    sitecustomize.py:\d+ batches: time.sleep\(SLEEP\)", said, re.M), said
-        assert "time.sleep(SLEEP)" in (run.run.log(1, 1).with_suffix(".stack.txt")).read_text()
-        assert "rank 1 is late" in run.run.log(1, 0).read_text()
+        assert "time.sleep(SLEEP)" in (run.run.log_path(1, 1).with_suffix(".stack.txt")).read_text()
+        assert "rank 1 is late" in run.run.log_path(1, 0).read_text()
         run.wait_for(r"^lmforge: going on after \d+ s in reduce \(rank 1 in data had been late\)")
 
 
 def test_a_stopped_rank_is_told_from_a_late_one_and_its_peers_end_when_nobody_goes_on(recipe: Recipe, tmp_path: Path) -> None:
-    with going(recipe, tmp_path, "--watch.give_up_seconds", "8", "--launch.restarts", "0") as run:
+    with going(recipe, tmp_path, "--watch.timeout_seconds", "8", "--launch.max_restarts", "0") as run:
         reach(run.run, 3, run.process)
         stopped = int(str(run.heartbeat(0)["process"]))
         os.kill(stopped, signal.SIGSTOP)

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.infer.opening import open_model
-from lmforge.model import build
-from lmforge.model.export import export_folder
+from lmforge.generate.model_loading import load_model
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
 
 Scripted = Callable[..., LanguageModel]
 
@@ -59,7 +59,7 @@ def scripted() -> Scripted:
             num_attention_heads=1,
             head_dim=2,
         )
-        model = build(config, seed=0)
+        model = build_model(config, seed=0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if not name.endswith("norm.weight"):
@@ -77,7 +77,7 @@ def spelling(byte_tokenizer: Tokenizer, scripted: Scripted) -> Callable[[str], L
     """`spelling(text)`: a model that goes on after each byte of `text` with the next one, and then ends. No byte twice."""
 
     def write(text: str) -> LanguageModel:
-        ids = [*byte_tokenizer.encode(text), byte_tokenizer.separator_id]
+        ids = [*byte_tokenizer.encode(text), byte_tokenizer.eos_token_id]
         assert len(set(ids)) == len(ids) == len(text.encode()) + 1
         return scripted(dict(pairwise(ids)))
 
@@ -87,7 +87,7 @@ def spelling(byte_tokenizer: Tokenizer, scripted: Scripted) -> Callable[[str], L
 @pytest.fixture(scope="session")
 def tiny_model_and_tokenizer(tiny_run: Path) -> tuple[LanguageModel, Tokenizer]:
     """The model that `tiny_run` trained: it writes noise, in bytes and all."""
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
     return opened.model, opened.tokenizer
 
 
@@ -160,7 +160,7 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
     noise writes at random. In plain no one has said how to talk to it."""
     folder = tmp_path_factory.mktemp("models")
     byte_tokenizer.save(folder / "tokenizer")
-    asked, ends = (byte_tokenizer.id_of(token) for token in ("<|assistant|>", "<|end|>"))
+    asked, ends = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))
     assert asked
     assert ends
     hello, ab = byte_tokenizer.encode("Hey <s>"), byte_tokenizer.encode("ab")
@@ -177,8 +177,8 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
     written = {
         "hello": scripted(dict(pairwise([asked, *hello, ends]))),
         "endless": scripted(dict(pairwise([asked, *ab, ab[0]]))),
-        "noise": build(noise, seed=1),
-        "plain": build(noise, seed=2),
+        "noise": build_model(noise, seed=1),
+        "plain": build_model(noise, seed=2),
     }
     for name, model in written.items():
         export_folder(model, model.config, folder / name, tokenizer_folder=folder / "tokenizer")
@@ -191,13 +191,13 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
 def server(serving: Callable[..., Server], models: Path, tiny_run: Path) -> Server:
     """Four models and a run of three checkpoints, 8 rows, and 2 that wait."""
     folders = [models / name for name in ("hello", "endless", "noise", "plain")]
-    limits = {"--rows": 8, "--waiting": 2, "--max_length": 20_000, "--most_open": 4}
+    limits = {"--rows": 8, "--max_queue": 2, "--max_length": 20_000, "--max_models": 4}
     return serving(*folders, tiny_run, *(word for pair in limits.items() for word in pair))
 
 
 @pytest.fixture(scope="session")
 def narrow_server(serving: Callable[..., Server], models: Path) -> Server:
     """A server that asks for the key `sesame`, and takes little: a row, an open model, 9,000 tokens, 20,000 bytes."""
-    limits = {"--rows": 1, "--waiting": 1, "--max_length": 9_000, "--most_open": 1, "--max_body_bytes": 20_000}
+    limits = {"--rows": 1, "--max_queue": 1, "--max_length": 9_000, "--max_models": 1, "--max_body_bytes": 20_000}
     words = [word for pair in limits.items() for word in pair]
     return serving(models / "endless", models / "hello", "--api_key", "sesame", *words)

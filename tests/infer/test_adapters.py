@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake
-from lmforge.infer.opening import open_model
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.shapes import ModelConfig
-from lmforge.train.origin import find_origin
+from lmforge.errors import UserError
+from lmforge.generate.model_loading import load_model
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.stages.pretrained import find_pretrained
 from tests.model.foreign import theirs_of
 
 CPU = torch.device("cpu")
@@ -44,10 +44,16 @@ def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_fa
     else:
         about = {"model_type": request.param} | ({} if request.param == "gpt2" else {"intermediate_size": 48})
         shape = ModelConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **about)
-        export_folder(build(shape, seed=seed), shape, folder / "base", tokenizer_folder=folder / "tokenizer")
+        export_folder(build_model(shape, seed=seed), shape, folder / "base", tokenizer_folder=folder / "tokenizer")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
-    few = {"train.steps": 2, "train.global_batch_rows": 4, "data.length": 48, "optimizer.lr": 0.05, "schedule.warmup_steps": 0}
+    few = {
+        "train.steps": 2,
+        "train.global_batch_size": 4,
+        "data.sequence_length": 48,
+        "optimizer.lr": 0.05,
+        "schedule.warmup_steps": 0,
+    }
     where = {"data.files": folder / "chats.jsonl", "run.folder": folder, "train.device": "cpu", "train.dtype": "fp32"}
     chosen = few | where | {"train.compile": "off", "train.threads": 1}
     if request.param == "bloom":
@@ -60,7 +66,7 @@ def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_fa
 
 
 def weights(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return dict(open_model(path, CPU, dtype).model.named_parameters())
+    return dict(load_model(path, CPU, dtype).model.named_parameters())
 
 
 def test_exported_adapters_make_of_the_base_what_was_trained_in_peft_too(tuned: Tuned) -> None:
@@ -83,8 +89,8 @@ def test_a_folder_of_adapters_opens_as_the_run_does(tuned: Tuned, dtype: torch.d
 def test_a_run_begins_from_a_folder_of_adapters_and_leaves_as_a_whole_model(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = build(open_model(tuned.base, CPU, torch.float32).config, seed=None, device=CPU)
-    find_origin(tuned.adapters).fill(model)
+    model = build_model(load_model(tuned.base, CPU, torch.float32).config, seed=None, device=CPU)
+    find_pretrained(tuned.adapters).load_weights(model)
     for name, value in weights(tuned.run).items():
         assert torch.equal(model.get_parameter(name), value), name
     more = ["--model.source", tuned.adapters, "--run.folder", tmp_path, "--run.name", "on", "--optimizer.lr", 1e-30]
@@ -131,5 +137,5 @@ def test_what_has_no_adapters_or_belongs_to_another_model_is_told_in_a_line(
         (named("of another", str(tiny_run)), "adapters for another model"),
         (named("of none", str(tmp_path / "none")), "none"),
     ):
-        with pytest.raises(Mistake, match=complaint):
-            open_model(folder, CPU, torch.float32)
+        with pytest.raises(UserError, match=complaint):
+            load_model(folder, CPU, torch.float32)

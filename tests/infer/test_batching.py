@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.infer.batching import Answer, Batcher, Ended
-from lmforge.infer.engine import Engine, Request
-from lmforge.infer.sampling import Sampling
+from lmforge.generate.engine import Engine, GenerationRequest
+from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
+from lmforge.serve.batching import ContinuousBatcher, EngineStopped, GenerationStream
 
 
-def request(tokenizer: Tokenizer) -> Request:
-    return Request(tokenizer.encode("H"), 20, Sampling(0.0), 0, frozenset({tokenizer.separator_id}))
+def request(tokenizer: Tokenizer) -> GenerationRequest:
+    return GenerationRequest(tokenizer.encode("H"), 20, SamplingParams(0.0), 0, frozenset({tokenizer.eos_token_id}))
 
 
 def test_a_step_that_fails_is_told_to_those_it_was_for_and_those_who_wait_may_ask_again(
@@ -30,23 +30,23 @@ def test_a_step_that_fails_is_told_to_those_it_was_for_and_those_who_wait_may_as
         raise torch.OutOfMemoryError("no room")
 
     async def talk() -> None:
-        engine = Engine(model, vocab_size=261, rows=1, max_length=50)
-        batcher = Batcher(engine, waiting=2, loop=asyncio.get_running_loop())
-        first = Answer(batcher, byte_tokenizer, [request(byte_tokenizer)], ())
-        assert "".join([piece.text async for piece in first.pieces()]) == "i you"
+        engine = Engine(model, vocab_size=261, max_batch_size=1, max_length=50)
+        batcher = ContinuousBatcher(engine, max_queue=2, loop=asyncio.get_running_loop())
+        first = GenerationStream(batcher, byte_tokenizer, [request(byte_tokenizer)], ())
+        assert "".join([piece.text async for piece in first.deltas()]) == "i you"
         failing = model.lm_head.register_forward_pre_hook(fail)
-        answers = [Answer(batcher, byte_tokenizer, [request(byte_tokenizer)], ()) for _ in range(2)]
+        answers = [GenerationStream(batcher, byte_tokenizer, [request(byte_tokenizer)], ()) for _ in range(2)]
         both_asked.set()
         with pytest.raises(torch.OutOfMemoryError):
-            assert [piece async for piece in answers[0].pieces()] == []
-        with pytest.raises(Ended):
-            assert [piece async for piece in answers[1].pieces()] == []
+            assert [piece async for piece in answers[0].deltas()] == []
+        with pytest.raises(EngineStopped):
+            assert [piece async for piece in answers[1].deltas()] == []
         failing.remove()
         batcher.join()
-        assert batcher.ended
-        assert batcher.counts == (0, 0)
-        with pytest.raises(Ended):
-            Answer(batcher, byte_tokenizer, [request(byte_tokenizer)], ())
+        assert batcher.stopped
+        assert batcher.request_counts == (0, 0)
+        with pytest.raises(EngineStopped):
+            GenerationStream(batcher, byte_tokenizer, [request(byte_tokenizer)], ())
 
     asyncio.run(talk())
     assert "no room" in capfd.readouterr().err

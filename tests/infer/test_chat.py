@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.config_verbs import ChatOptions
-from lmforge.data.templates import ChatTemplate
-from lmforge.errors import Mistake
-from lmforge.infer.chat import Conversation
-from lmforge.infer.opening import open_model
+from lmforge.config.verbs import ChatOptions
+from lmforge.data.chat.templates import ChatTemplate
+from lmforge.errors import UserError
+from lmforge.generate.model_loading import load_model
+from lmforge.verbs.chat import ChatSession
 from tests.conftest import Command
 
 GREEDY = ("--temperature", 0)
@@ -75,26 +75,26 @@ def test_commands_change_the_conversation(lmforge: Command, models: Path, tmp_pa
     ],
 )
 def test_what_cannot_be_done_is_told_in_a_line(models: Path, line: str, complaint: str) -> None:
-    opened = open_model(models / "hello", torch.device("cpu"), torch.float32)
+    opened = load_model(models / "hello", torch.device("cpu"), torch.float32)
     options = ChatOptions(model=models / "hello", max_length=60)
-    talk = Conversation(opened, ChatTemplate.of(opened.tokenizer), options, to_terminal=False)
+    talk = ChatSession(opened, ChatTemplate.from_tokenizer(opened.tokenizer), options, to_terminal=False)
     for _ in range(2):  # it leaves the conversation as it was
-        with pytest.raises(Mistake) as told:
-            talk.hear(line)
+        with pytest.raises(UserError) as told:
+            talk.handle_line(line)
         assert complaint in str(told.value)
         assert "\n" not in str(told.value)
 
 
 def test_a_retry_that_fails_leaves_the_answer_there_was(models: Path, tmp_path: Path) -> None:
-    opened = open_model(models / "hello", torch.device("cpu"), torch.float32)
+    opened = load_model(models / "hello", torch.device("cpu"), torch.float32)
     options = ChatOptions(model=models / "hello", max_length=60, temperature=0)
-    talk = Conversation(opened, ChatTemplate.of(opened.tokenizer), options, to_terminal=False)
-    talk.hear("Hi")
-    talk.hear(f"/system {'x' * 80}")
-    with pytest.raises(Mistake, match="there is room for 60"):
-        talk.hear("/retry")
-    talk.hear("/system")
-    talk.hear(f"/save {tmp_path}/said.jsonl")
+    talk = ChatSession(opened, ChatTemplate.from_tokenizer(opened.tokenizer), options, to_terminal=False)
+    talk.handle_line("Hi")
+    talk.handle_line(f"/system {'x' * 80}")
+    with pytest.raises(UserError, match="there is room for 60"):
+        talk.handle_line("/retry")
+    talk.handle_line("/system")
+    talk.handle_line(f"/save {tmp_path}/said.jsonl")
     assert json.loads((tmp_path / "said.jsonl").read_text())["messages"] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hey <s>"},

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import Mistake, RunFailed
-from lmforge.infer.engine import Completion, Engine, Request, Token, decode, generate
-from lmforge.infer.sampling import Sampling
-from lmforge.model import build
-from lmforge.model.export import export_folder
+from lmforge.errors import RunFailed, UserError
+from lmforge.generate.engine import Completion, Engine, GeneratedToken, GenerationRequest, decode, generate
+from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
 from tests.infer.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, built, drawn_config
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 24,
@@ -56,19 +56,19 @@ def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
 
 
 def decoded(
-    model: LanguageModel, prompts: list[list[int]], max_tokens: int, sampling: Sampling, seed: int = 0
+    model: LanguageModel, prompts: list[list[int]], max_tokens: int, sampling: SamplingParams, seed: int = 0
 ) -> list[list[int]]:
     steps = decode(model, prompts, vocab_size=97, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_ids=frozenset({0}))
     written: list[list[int]] = [[] for _ in prompts]
     for token in chain.from_iterable(steps):
-        written[token.request].append(token.id)
+        written[token.request_id].append(token.token_id)
     return written
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_reading_everything_again(shape: str) -> None:
     seed = fresh_seed()
-    model = build(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     prompts = random_prompts(seed, [1, 7, 12, 3])
     for prompt, written in zip(prompts, decoded(model, prompts, 20, GREEDY), strict=True):
         assert len(written) == 20 or written[-1] == 0
@@ -84,29 +84,29 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_reading_everything_a
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_row_writes_does_not_depend_on_its_neighbours(shape: str) -> None:
     seed = fresh_seed()
-    model = build(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     mine, *others = random_prompts(seed, [5, 1, 9, 5])
     together = [
-        decoded(model, [others[0], mine, others[1]], 15, Sampling(1.0), seed),
-        decoded(model, [others[2], mine], 15, Sampling(1.0), seed),
-        decoded(model, [others[1], mine, others[0], others[2]], 15, Sampling(1.0), seed),
+        decoded(model, [others[0], mine, others[1]], 15, SamplingParams(1.0), seed),
+        decoded(model, [others[2], mine], 15, SamplingParams(1.0), seed),
+        decoded(model, [others[1], mine, others[0], others[2]], 15, SamplingParams(1.0), seed),
     ]
     assert together[0][1] == together[1][1] == together[2][1]
     assert together[0][0] != together[1][0]  # the neighbours do differ
 
 
 def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
-    model = build(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
-    first = decoded(model, [[5, 6]] * 3, 20, Sampling(1.0), seed=3)
-    assert decoded(model, [[5, 6]] * 3, 20, Sampling(1.0), seed=3) == first
-    assert decoded(model, [[5, 6]] * 3, 20, Sampling(1.0), seed=4) != first
+    model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
+    first = decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3)
+    assert decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3) == first
+    assert decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=4) != first
     assert len({tuple(row) for row in first}) == 3
 
 
 def test_an_ended_row_gives_no_more_tokens_while_others_go_on(scripted: Scripted) -> None:
     model = scripted({10: 11, 11: 0, 20: 21, 21: 22, 22: 23, 23: 0})
     steps = decode(model, [[10], [20]], vocab_size=261, max_tokens=99, sampling=GREEDY, seed=0, stop_ids=frozenset({0}))
-    told = [{token.request: token.id for token in step} for step in steps]
+    told = [{token.request_id: token.token_id for token in step} for step in steps]
     assert told == [{0: 11, 1: 21}, {0: 0, 1: 22}, {1: 23}, {1: 0}]
 
 
@@ -116,14 +116,14 @@ def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_
     model = scripted({start: 262}, vocab_size=264)
     with torch.no_grad():
         model.lm_head.weight[start + 1, start] = 0.5
-    assert generate(model, byte_tokenizer, ["a"], max_tokens=3, sampling=GREEDY, seed=0)[0].tokens == [start + 1] * 3
-    hot = generate(model, byte_tokenizer, ["a"] * 20, max_tokens=10, sampling=Sampling(50.0), seed=fresh_seed())
-    assert all(token < 261 for completion in hot for token in completion.tokens)
+    assert generate(model, byte_tokenizer, ["a"], max_tokens=3, sampling=GREEDY, seed=0)[0].token_ids == [start + 1] * 3
+    hot = generate(model, byte_tokenizer, ["a"] * 20, max_tokens=10, sampling=SamplingParams(50.0), seed=fresh_seed())
+    assert all(token < 261 for completion in hot for token in completion.token_ids)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
-def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: Sampling) -> None:
-    model = build(ModelConfig(**SIZES, intermediate_size=40), seed=1)
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0)])
+def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: SamplingParams) -> None:
+    model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
     with torch.no_grad():
         model.lm_head.weight[7, 3] = torch.nan
     with pytest.raises(RunFailed, match="the model's logits are NaN or infinite after 4 tokens"):
@@ -136,9 +136,9 @@ def test_an_empty_list_of_ids_is_no_prompt(scripted: Scripted) -> None:
 
 
 def test_more_tokens_than_learned_positions_are_a_mistake() -> None:
-    model = build(ModelConfig(**SIZES, **SHAPES["gpt2"]), seed=0)
+    model = build_model(ModelConfig(**SIZES, **SHAPES["gpt2"]), seed=0)
     assert len(decoded(model, [[5] * 30, [7]], 10, GREEDY)[0]) <= 10
-    with pytest.raises(Mistake, match="reads at most 40 tokens, not 41"):
+    with pytest.raises(UserError, match="reads at most 40 tokens, not 41"):
         decoded(model, [[5] * 30, [7]], 11, GREEDY)
 
 
@@ -159,14 +159,14 @@ class Told:
 
 def test_end_of_text_ends_a_row_and_is_no_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     [completion] = generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)
-    ids = [*byte_tokenizer.encode("ey"), byte_tokenizer.separator_id]
+    ids = [*byte_tokenizer.encode("ey"), byte_tokenizer.eos_token_id]
     assert completion == Completion(ids, "ey", "stop", completion.logprobs)
     assert len(completion.logprobs) == 3
 
 
 def test_a_row_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     completions = generate(spelling("abcdefgh"), byte_tokenizer, ["a", "f"], max_tokens=4, sampling=GREEDY, seed=0)
-    assert [(row.text, row.reason) for row in completions] == [("bcde", "length"), ("gh", "stop")]
+    assert [(row.text, row.finish_reason) for row in completions] == [("bcde", "length"), ("gh", "stop")]
 
 
 def test_pieces_come_token_by_token_to_their_row(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
@@ -197,9 +197,9 @@ def test_a_character_that_never_became_whole_is_marked_at_the_end(
 
 def test_a_character_cut_off_by_the_end_of_text_is_marked_too(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     start, first, _ = byte_tokenizer.encode("aé")
-    model = scripted({start: first, first: byte_tokenizer.separator_id})
+    model = scripted({start: first, first: byte_tokenizer.eos_token_id})
     [completion] = generate(model, byte_tokenizer, ["a"], max_tokens=9, sampling=GREEDY, seed=0)
-    assert (completion.text, completion.reason) == ("\ufffd", "stop")
+    assert (completion.text, completion.finish_reason) == ("\ufffd", "stop")
 
 
 def until_a_stop(text: str, stops: list[str]) -> str | None:
@@ -223,12 +223,14 @@ def test_a_stop_text_ends_a_row_and_no_part_of_it_is_ever_told(
     # Some stop texts occur, some only begin to.
     stops = data.draw(st.lists(starts | starts.map(lambda stop: stop + "!"), max_size=3))
     ids = byte_tokenizer.encode(text)
-    model = scripted(dict(zip(ids, [*ids[1:], byte_tokenizer.separator_id], strict=True)))
+    model = scripted(dict(zip(ids, [*ids[1:], byte_tokenizer.eos_token_id], strict=True)))
     told = Told(1)
-    [completion] = generate(model, byte_tokenizer, [text[0]], max_tokens=50, sampling=GREEDY, seed=0, stop=stops, on_text=told)
+    [completion] = generate(
+        model, byte_tokenizer, [text[0]], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops, on_text=told
+    )
     cut = until_a_stop(text[1:], stops)
     assert completion.text == (text[1:] if cut is None else cut)
-    assert completion.reason == "stop"
+    assert completion.finish_reason == "stop"
     assert "".join(told.pieces[0]) == completion.text
 
 
@@ -236,21 +238,23 @@ def test_a_row_that_a_stop_text_ended_is_written_no_further(scripted: Scripted, 
     a, b, c = byte_tokenizer.encode("abc")
     model, rows = scripted({a: b, b: c, c: a}), list[int]()
     model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    told = generate(model, byte_tokenizer, ["a", "c"], max_tokens=6, sampling=GREEDY, seed=0, stop=["ab"])
+    told = generate(model, byte_tokenizer, ["a", "c"], max_tokens=6, sampling=GREEDY, seed=0, stop_strings=["ab"])
     assert [each.text for each in told] == ["bc", ""]
     assert rows == [2, 2, 1, 1]
 
 
 def test_of_stop_texts_that_are_complete_at_once_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for stops in (["cd", "d"], ["d", "cd"]):
-        [completion] = generate(spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop=stops)
+        [completion] = generate(
+            spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops
+        )
         assert completion.text == "b"
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_stop_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     told = Told(1)
     model = spelling("abcdefghij")
-    generate(model, byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop=["cdX", "ghij"], on_text=told)
+    generate(model, byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=["cdX", "ghij"], on_text=told)
     assert told.pieces == [["b", "cde", "f"]]
 
 
@@ -264,7 +268,7 @@ def test_a_stop_text_that_is_half_written_at_the_end_is_text(spelling: Spelling,
             max_tokens=max_tokens,
             sampling=GREEDY,
             seed=0,
-            stop=["cdefg"],
+            stop_strings=["cdefg"],
             on_text=told,
         )
         assert completion.text == expected
@@ -277,10 +281,10 @@ def test_an_empty_prompt_begins_with_the_token_that_begins_or_else_ends_a_text(
     byte_tokenizer.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "bos_token": "<|user|>"}')
     with_bos = Tokenizer.open(tmp_path)
-    bos = with_bos.bos_id
+    bos = with_bos.bos_token_id
     assert bos is not None
     a, b = byte_tokenizer.encode("ab")
-    model = scripted({bos: a, byte_tokenizer.separator_id: b})
+    model = scripted({bos: a, byte_tokenizer.eos_token_id: b})
     assert generate(model, with_bos, [""], max_tokens=2, sampling=GREEDY, seed=0)[0].text == "aa"
     assert generate(model, byte_tokenizer, [""], max_tokens=2, sampling=GREEDY, seed=0)[0].text == "bb"
 
@@ -290,13 +294,20 @@ def test_sampled_text_streams_to_exactly_what_is_returned(tiny_model_and_tokeniz
     prompts = ["The king", "", "é 漢", "First Citizen:\n"]
     told = Told(4)
     completions = generate(
-        model, tokenizer, prompts, max_tokens=60, sampling=Sampling(1.2), seed=fresh_seed(), stop=["\n\n", " a"], on_text=told
+        model,
+        tokenizer,
+        prompts,
+        max_tokens=60,
+        sampling=SamplingParams(1.2),
+        seed=fresh_seed(),
+        stop_strings=["\n\n", " a"],
+        on_text=told,
     )
     for row, completion in enumerate(completions):
         assert "".join(told.pieces[row]) == completion.text
         assert "\n\n" not in completion.text
         assert " a" not in completion.text
-        assert completion.reason == "stop" or len(completion.tokens) == 60
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 60
 
 
 def own_logprobs(model: LanguageModel, prompt: list[int], written: list[int]) -> torch.Tensor:
@@ -307,119 +318,132 @@ def own_logprobs(model: LanguageModel, prompt: list[int], written: list[int]) ->
         return model.lm_head(hidden)[0, len(prompt) - 1 :].log_softmax(-1)
 
 
-def requests_of(seed: int, count: int) -> list[Request]:
+def requests_of(seed: int, count: int) -> list[GenerationRequest]:
     """Unlike in everything."""
     draw = random.Random(seed)
-    ways = [Sampling(), GREEDY, Sampling(0.7, top_k=9), Sampling(1.3, top_p=0.9)]
+    ways = [SamplingParams(), GREEDY, SamplingParams(0.7, top_k=9), SamplingParams(1.3, top_p=0.9)]
     return [
-        Request(prompt, draw.randrange(1, 20), draw.choice(ways), draw.randrange(2**40), frozenset({0, 1}), draw.randrange(4))
+        GenerationRequest(
+            prompt, draw.randrange(1, 20), draw.choice(ways), draw.randrange(2**40), frozenset({0, 1}), draw.randrange(4)
+        )
         for prompt in random_prompts(seed, [draw.randrange(1, 20) for _ in range(count)])
     ]
 
 
-def served(model: LanguageModel, requests: list[Request], rows: int, draw: random.Random) -> list[list[Token]]:
+def served(
+    model: LanguageModel, requests: list[GenerationRequest], rows: int, draw: random.Random
+) -> list[list[GeneratedToken]]:
     """What is written for each request, where they come in any order and at any step, into as many slots."""
-    engine = Engine(model, vocab_size=97, rows=rows, max_length=40)
+    engine = Engine(model, vocab_size=97, max_batch_size=rows, max_length=40)
     coming = draw.sample(range(len(requests)), len(requests))
     numbers: dict[int, int] = {}
-    written: list[list[Token]] = [[] for _ in requests]
-    while coming or engine.running:
-        while coming and engine.free and draw.random() < 0.5:
+    written: list[list[GeneratedToken]] = [[] for _ in requests]
+    while coming or engine.num_unfinished:
+        while coming and engine.num_free_slots and draw.random() < 0.5:
             next_one = coming.pop()
-            numbers[engine.add(requests[next_one])] = next_one
-        assert engine.free + engine.running == rows
+            numbers[engine.add_request(requests[next_one])] = next_one
+        assert engine.num_free_slots + engine.num_unfinished == rows
         for token in engine.step():
-            written[numbers[token.request]].append(token)
+            written[numbers[token.request_id]].append(token)
     return written
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_request_writes_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
     seed = fresh_seed()
-    model, requests, draw = build(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed), requests_of(seed, 10), random.Random(seed)
+    model, requests, draw = (
+        build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed),
+        requests_of(seed, 10),
+        random.Random(seed),
+    )
     alone = served(model, requests, 1, draw)
     for rows in (3, 10):
         for one, among in zip(alone, served(model, requests, rows, draw), strict=True):
-            assert [(token.id, token.last) for token in one] == [(token.id, token.last) for token in among]
+            assert [(token.token_id, token.finish_reason) for token in one] == [
+                (token.token_id, token.finish_reason) for token in among
+            ]
             # The same sums, in products of another size.
             assert [token.logprob for token in one] == pytest.approx([token.logprob for token in among], abs=1e-4)
     for request, tokens in zip(requests, alone, strict=True):
-        ended = tokens[-1].id in request.stop_ids
-        assert [token.last for token in tokens] == [None] * (len(tokens) - 1) + ["stop" if ended else "length"]
+        ended = tokens[-1].token_id in request.stop_token_ids
+        assert [token.finish_reason for token in tokens] == [None] * (len(tokens) - 1) + ["stop" if ended else "length"]
         assert ended or len(tokens) == request.max_tokens
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
     seed = fresh_seed()
-    model = build(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     for temperature in (1.0, 0.0, 0.5):
         requests = [
-            Request(prompt, 12, Sampling(temperature), seed, frozenset(), 3) for prompt in random_prompts(seed, [1, 9, 20])
+            GenerationRequest(prompt, 12, SamplingParams(temperature), seed, frozenset(), 3)
+            for prompt in random_prompts(seed, [1, 9, 20])
         ]
         for request, tokens in zip(requests, served(model, requests, 3, random.Random(seed)), strict=True):
-            own = own_logprobs(model, list(request.prompt), [token.id for token in tokens])
+            own = own_logprobs(model, list(request.prompt_ids), [token.token_id for token in tokens])
             expected = (own / (temperature or 1.0)).log_softmax(-1)
             for row, token in zip(expected, tokens, strict=True):
                 # fp32 sums in another order.
-                assert token.logprob == pytest.approx(float(row[token.id]), abs=2e-4)
-                assert [logprob for _, logprob in token.top] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
-                assert [float(row[id]) for id, _ in token.top] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
+                assert token.logprob == pytest.approx(float(row[token.token_id]), abs=2e-4)
+                assert [logprob for _, logprob in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
+                assert [float(row[id]) for id, _ in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
 
 
 def test_of_a_narrowed_distribution_only_tokens_that_can_be_drawn_are_told() -> None:
-    model = build(ModelConfig(**SIZES, intermediate_size=40), seed=1)
-    [[token]] = served(model, [Request([5], 1, Sampling(1.0, top_k=2), 1, frozenset(), 5)], 1, random.Random(0))
-    assert len(token.top) == 2
-    assert sum(math.exp(logprob) for _, logprob in token.top) == pytest.approx(1)
+    model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
+    [[token]] = served(model, [GenerationRequest([5], 1, SamplingParams(1.0, top_k=2), 1, frozenset(), 5)], 1, random.Random(0))
+    assert len(token.top_logprobs) == 2
+    assert sum(math.exp(logprob) for _, logprob in token.top_logprobs) == pytest.approx(1)
 
 
 def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_would() -> None:
     seed = fresh_seed()
-    model, requests = build(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
+    model, requests = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
     requests = [replace(request, max_tokens=12, stop_ids=frozenset()) for request in requests]
     alone = served(model, requests, 1, random.Random(seed))
-    engine = Engine(model, vocab_size=97, rows=4, max_length=40)
-    numbers = [engine.add(request) for request in requests[:3]]
+    engine = Engine(model, vocab_size=97, max_batch_size=4, max_length=40)
+    numbers = [engine.add_request(request) for request in requests[:3]]
     first = engine.step()
     engine.cancel(numbers[1])
     engine.cancel(numbers[1])
-    late = engine.add(requests[3])
-    never = engine.add(requests[1])
+    late = engine.add_request(requests[3])
+    never = engine.add_request(requests[1])
     engine.cancel(never)
-    assert (engine.running, engine.free) == (3, 1)
+    assert (engine.num_unfinished, engine.num_free_slots) == (3, 1)
     told = [*first]
-    while engine.running:
+    while engine.num_unfinished:
         told += engine.step()
-    written = {number: [token.id for token in told if token.request == number] for number in (*numbers, late, never)}
-    ids = [[token.id for token in tokens] for tokens in alone]
+    written = {number: [token.token_id for token in told if token.request_id == number] for number in (*numbers, late, never)}
+    ids = [[token.token_id for token in tokens] for tokens in alone]
     assert written == {numbers[0]: ids[0], numbers[1]: ids[1][:1], numbers[2]: ids[2], late: ids[3], never: []}
     assert engine.step() == []
 
 
 def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
-    engine = Engine(build(ModelConfig(**SIZES, intermediate_size=40), seed=1), vocab_size=97, rows=1, max_length=10)
+    engine = Engine(
+        build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1), vocab_size=97, max_batch_size=1, max_length=10
+    )
     with pytest.raises(ValueError, match="an empty prompt"):
-        engine.add(Request([], 5, GREEDY, 0, frozenset()))
-    with pytest.raises(Mistake, match="6 tokens of prompt and 5 new ones are 11, and there is room for 10"):
-        engine.add(Request([1] * 6, 5, GREEDY, 0, frozenset()))
-    engine.add(Request([1] * 5, 5, GREEDY, 0, frozenset()))
-    with pytest.raises(Mistake, match="all 1 slots are taken"):
-        engine.add(Request([1], 1, GREEDY, 0, frozenset()))
+        engine.add_request(GenerationRequest([], 5, GREEDY, 0, frozenset()))
+    with pytest.raises(UserError, match="6 tokens of prompt and 5 new ones are 11, and there is room for 10"):
+        engine.add_request(GenerationRequest([1] * 6, 5, GREEDY, 0, frozenset()))
+    engine.add_request(GenerationRequest([1] * 5, 5, GREEDY, 0, frozenset()))
+    with pytest.raises(UserError, match="all 1 slots are taken"):
+        engine.add_request(GenerationRequest([1], 1, GREEDY, 0, frozenset()))
     for _ in range(5):
-        assert engine.running == 1
+        assert engine.num_unfinished == 1
         engine.step()
-    assert engine.free == 1
+    assert engine.num_free_slots == 1
 
 
 def test_each_of_several_samples_has_a_seed_of_its_own() -> None:
-    model = build(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
-    about: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": Sampling(), "stop_ids": frozenset()}
+    model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
+    about: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": SamplingParams(), "stop_ids": frozenset()}
 
     def written(prompts: list[list[int]], n: int, seed: int) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in range(n * len(prompts))]
         for token in chain.from_iterable(decode(model, prompts, n=n, seed=seed, **about)):
-            rows[token.request].append(token.id)
+            rows[token.request_id].append(token.token_id)
         return rows
 
     rows = written([[5, 6], [7], [5, 6]], 3, seed=4)
@@ -429,7 +453,9 @@ def test_each_of_several_samples_has_a_seed_of_its_own() -> None:
 
 
 def test_several_completions_of_a_prompt_follow_each_other(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
-    completions = generate(spelling("abcd"), byte_tokenizer, ["a", "c"], n=2, max_tokens=9, sampling=GREEDY, seed=0)
+    completions = generate(
+        spelling("abcd"), byte_tokenizer, ["a", "c"], num_completions=2, max_tokens=9, sampling=GREEDY, seed=0
+    )
     assert [completion.text for completion in completions] == ["bcd", "bcd", "d", "d"]
     assert [len(completion.logprobs) for completion in completions] == [4, 4, 2, 2]
 
@@ -448,10 +474,12 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     about: dict[str, Any] = {"vocab_size": config.vocab_size, "sampling": GREEDY, "seed": 0, "stop_ids": frozenset()}
     written: list[list[int]] = [[] for _ in prompts]
     for token in chain.from_iterable(decode(model, prompts, max_tokens=20, **about)):
-        written[token.request].append(token.id)
+        written[token.request_id].append(token.token_id)
     for prompt, ours in zip(prompts, written, strict=True):
         ids, about = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **about)[0, len(prompt) :].tolist()
+        found = theirs.generate(ids, create_attention_mask=torch.ones_like(ids), max_new_tokens=20, **about)[
+            0, len(prompt) :
+        ].tolist()
         parted = next((at for at, pair in enumerate(zip(ours, found, strict=True)) if pair[0] != pair[1]), None)
         if parted is not None:  # at a tie: another order of summing may choose either, and what follows is another text
             own = own_logprobs(model, prompt, found[: parted + 1])[-1]

@@ -6,39 +6,39 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.cluster.environment import Place
-from lmforge.cluster.ranks import Ranks
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
 from lmforge.data.batch import Batch
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
+from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.infer.evaluate import Score, evaluate, scorer
+from lmforge.evaluate.perplexity import ScoreFn, evaluate_loss, make_score_fn
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import score_text
 
 CPU = torch.device("cpu")
-ALONE = Ranks(Place(), CPU, None)
+ALONE = DistributedContext(RankInfo(), CPU, None)
 
 
 @pytest.fixture(scope="module")
-def score(tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]) -> Score:
+def score(tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]) -> ScoreFn:
     model, tokenizer = tiny_model_and_tokenizer
-    return scorer(model, torch.from_numpy(tokenizer.token_bytes()))
+    return make_score_fn(model, torch.from_numpy(tokenizer.token_byte_lengths()))
 
 
 @pytest.fixture(scope="module")
-def stream(tiny_tokens: Path) -> Stream:
-    return Stream(TokenFolder.open(tiny_tokens), split="held_out", length=250, shuffle=False)
+def stream(tiny_tokens: Path) -> TokenDataset:
+    return TokenDataset(TokenFolder.open(tiny_tokens), split="validation", sequence_length=250, shuffle=False)
 
 
 def sums(
-    tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], stream: Stream, rows: int
+    tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], stream: TokenDataset, rows: int
 ) -> tuple[float, float, float, float]:
     model, tokenizer = tiny_model_and_tokenizer
     whole = score_text(
         model,
-        Batch.of([stream.row(number * stream.rows_per_epoch // rows) for number in range(rows)]),
-        torch.from_numpy(tokenizer.token_bytes()),
+        Batch.from_sequences([stream.sequence(number * stream.sequences_per_epoch // rows) for number in range(rows)]),
+        torch.from_numpy(tokenizer.token_byte_lengths()),
     )
     nats, targets, text_nats, text_bytes = whole.tolist()
     return nats, targets, text_nats, text_bytes
@@ -46,17 +46,22 @@ def sums(
 
 @pytest.mark.parametrize(("rows", "batch_rows"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)])
 def test_rows_are_scored_once_each_however_they_are_batched(
-    score: Score,
-    stream: Stream,
+    score: ScoreFn,
+    stream: TokenDataset,
     tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer],
     rows: int | None,
     batch_rows: int,
 ) -> None:
     told: list[tuple[int, int]] = []
-    measured = evaluate(
-        score, stream, ALONE, rows=rows, batch_rows=batch_rows, on_rows=lambda done, total: told.append((done, total))
+    measured = evaluate_loss(
+        score,
+        stream,
+        ALONE,
+        num_sequences=rows,
+        batch_size=batch_rows,
+        on_progress=lambda done, total: told.append((done, total)),
     )
-    total = min(rows or stream.rows_per_epoch, stream.rows_per_epoch)
+    total = min(rows or stream.sequences_per_epoch, stream.sequences_per_epoch)
     nats, targets, text_nats, text_bytes = sums(tiny_model_and_tokenizer, stream, total)
     assert measured["targets"] == targets
     assert measured["bytes"] == text_bytes
@@ -69,10 +74,10 @@ def test_rows_are_scored_once_each_however_they_are_batched(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_passes(
-    stream: Stream, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], ranks: int
+    stream: TokenDataset, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], ranks: int
 ) -> None:
     model, tokenizer = tiny_model_and_tokenizer
-    sizes = torch.from_numpy(tokenizer.token_bytes())
+    sizes = torch.from_numpy(tokenizer.token_byte_lengths())
     rows, passes, shares = 11, [], []
     for rank in range(ranks):
         scored: list[torch.Tensor] = []
@@ -82,13 +87,15 @@ def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_pas
             return scored[-1]
 
         # Without process groups a rank keeps its own sums, which are added up here.
-        evaluate(score, stream, Ranks(Place(rank, ranks, rank, ranks), CPU, None), rows=rows, batch_rows=2)
+        evaluate_loss(
+            score, stream, DistributedContext(RankInfo(rank, ranks, rank, ranks), CPU, None), num_sequences=rows, batch_size=2
+        )
         passes.append(len(scored))
         shares.append(torch.stack(scored).sum(0))
     assert len(set(passes)) == 1
     assert torch.stack(shares).sum(0).tolist() == pytest.approx(sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6)
 
 
-def test_nothing_to_score_is_zero_and_not_a_division_by_it(stream: Stream) -> None:
-    measured = evaluate(lambda batch: torch.zeros(4, dtype=torch.float64), stream, ALONE, rows=2, batch_rows=2)
+def test_nothing_to_score_is_zero_and_not_a_division_by_it(stream: TokenDataset) -> None:
+    measured = evaluate_loss(lambda batch: torch.zeros(4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
     assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "targets": 0.0, "bytes": 0.0}

@@ -16,7 +16,7 @@ from lmforge.cli import run as command
 from lmforge.data.batch import Batch
 from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.infer.opening import open_model
+from lmforge.generate.model_loading import load_model
 from lmforge.model.layers import LanguageModel
 from tests.conftest import Command
 from tests.model.foreign import theirs_of
@@ -35,13 +35,13 @@ def test_an_export_has_the_logits_tokens_and_ends_of_the_run_in_transformers(
     tokens = torch.tensor([ids])
     batch = Batch(tokens, tokens, torch.arange(len(ids))[None], torch.zeros_like(tokens, dtype=torch.int32))
     with torch.no_grad():
-        expected = ours.lm_head(ours(batch.tokens, batch.positions, batch.documents))
+        expected = ours.lm_head(ours(batch.tokens, batch.positions, batch.document_ids))
         torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-4, rtol=0)
     end = theirs.generation_config.eos_token_id
-    assert end == words.eos_token_id == tokenizer.separator_id
+    assert end == words.eos_token_id == tokenizer.eos_token_id
     # And back: the folder opens here too, and ends texts where the run does.
-    opened = open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
-    assert opened.ends == {end}
+    opened = load_model(tmp_path / "out", torch.device("cpu"), torch.float32)
+    assert opened.stop_token_ids == {end}
     for name, tensor in opened.model.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
 
@@ -91,11 +91,11 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
             sizes["--model.num_key_value_heads"] = sizes["--model.num_attention_heads"]
         options |= {**sizes, "--model.model_type": family}
     options |= {"--data.folder": str(tmp_path / "tokens"), "--train.steps": "1", "--schedule.warmup_steps": "0"}
-    options |= {"--run.folder": str(tmp_path), "--run.name": "run", "--validation.rows": "1"}
+    options |= {"--run.folder": str(tmp_path), "--run.name": "run", "--validation.sequences": "1"}
     assert command(["pretrain", *(word for pair in options.items() for word in pair)]) == 0
     assert command(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
 
-    ours = open_model(tmp_path / "run", torch.device("cpu"), torch.float32).model
+    ours = load_model(tmp_path / "run", torch.device("cpu"), torch.float32).model
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.randint(0, theirs.config.vocab_size, (2, 23))
     places, documents = torch.arange(23).expand(2, 23), torch.zeros(2, 23, dtype=torch.int32)
@@ -106,7 +106,7 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
 
     theirs.save_pretrained(tmp_path / "theirs")
     words.save_pretrained(tmp_path / "theirs")
-    back = open_model(tmp_path / "theirs", torch.device("cpu"), torch.float32).model
+    back = load_model(tmp_path / "theirs", torch.device("cpu"), torch.float32).model
     assert back.state_dict().keys() == ours.state_dict().keys()
     for name, tensor in back.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
@@ -116,14 +116,23 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(tmp_path: Pat
     """Matrices of 8 MiB at most, of which there are many."""
     shape = ["--model.hidden_size", "512", "--model.intermediate_size", "4096", "--model.num_hidden_layers", "9"]
     heads = ["--model.num_attention_heads", "8", "--model.num_key_value_heads", "8"]
-    few = ["--train.steps", "1", "--train.global_batch_rows", "1", "--data.length", "16", "--validation.rows", "1"]
+    few = [
+        "--train.steps",
+        "1",
+        "--train.global_batch_size",
+        "1",
+        "--data.sequence_length",
+        "16",
+        "--validation.sequences",
+        "1",
+    ]
     where = ["--data.folder", tiny_tokens, "--run.folder", tmp_path, "--run.name", "a", "--train.dtype", "fp32"]
     words = [*shape, *heads, *few, *where, "--schedule.warmup_steps", "0", "--train.device", "cpu", "--train.compile", "off"]
     assert lmforge("pretrain", *words).returncode == 0
     program = (
         "import resource, sys\n"
         "from lmforge.cli import run\n"
-        "import lmforge.infer.export, torch\n"
+        "import lmforge.verbs.export, torch\n"
         "lmforge_only = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "assert run(['export', sys.argv[1], sys.argv[2]]) == 0\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - lmforge_only)\n"

@@ -17,10 +17,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from lmforge.cli import run as command
-from lmforge.cluster.ranks import Ranks
-from lmforge.errors import Mistake
-from lmforge.infer.harness import HarnessModel, run_harness
-from lmforge.infer.opening import open_model
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.errors import UserError
+from lmforge.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
+from lmforge.generate.model_loading import load_model
 from tests.conftest import Command
 from tests.infer.test_tasks import ALONE, on_ranks
 
@@ -94,8 +94,8 @@ def test_scores_are_those_of_the_exported_model(
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
     )
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
-    mine = run_harness(opened, names, ALONE, folder=folder, few_shot=few_shot, batch_rows=3)
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+    mine = run_lm_eval(opened, names, ALONE, include_path=folder, num_fewshot=few_shot, batch_size=3)
     for name in names:
         expected = numbers(theirs["results"][name])
         assert expected
@@ -108,7 +108,7 @@ def test_scores_are_those_of_the_exported_model(
 def test_answers_to_single_requests_are_those_of_the_exported_model(tiny_run: Path, tmp_path: Path, lmforge: Command) -> None:
     assert lmforge("export", tiny_run, tmp_path / "exported").returncode == 0
     theirs = HFLM(pretrained=str(tmp_path / "exported"), dtype="float32", device="cpu", batch_size=2)
-    mine = HarnessModel(open_model(tiny_run, torch.device("cpu"), torch.float32), ALONE, batch_rows=2)
+    mine = LMEvalModel(load_model(tiny_run, torch.device("cpu"), torch.float32), ALONE, batch_size=2)
     assert (mine.max_length, mine.eot_token_id, mine.prefix_token_id) == (
         theirs.max_length,
         theirs.eot_token_id,
@@ -139,41 +139,52 @@ def test_answers_to_single_requests_are_those_of_the_exported_model(tiny_run: Pa
 def test_the_verb_asks_the_harness_and_names_a_task_that_is_none(
     folder: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate", str(tiny_run), "--harness_folder", str(folder), "--device", "cpu", "--limit", "2", "--output", "json"]
-    assert command([*words, "--harness", "choosing"]) == 0
+    words = [
+        "evaluate",
+        str(tiny_run),
+        "--lm_eval_include_path",
+        str(folder),
+        "--device",
+        "cpu",
+        "--limit",
+        "2",
+        "--output",
+        "json",
+    ]
+    assert command([*words, "--lm_eval", "choosing"]) == 0
     [result] = json.loads(capfd.readouterr().out)
     assert result["task"] == "choosing"
     assert 0 <= result["metrics"]["acc,none"] <= 1
-    assert command([*words, "--harness", "choosing", "no_such_task"]) == 2
+    assert command([*words, "--lm_eval", "choosing", "no_such_task"]) == 2
     assert "no_such_task: no such task" in capfd.readouterr().err
 
 
 def test_several_processes_print_once_what_one_finds(folder: Path, tiny_run: Path, lmforge: Command) -> None:
-    words = ["evaluate", tiny_run, "--harness_folder", folder, "--device", "cpu", "--batch_rows", 2, "--processes", 2]
-    shared = lmforge(*words, "--harness", *TASKS, "--output", "json")
+    words = ["evaluate", tiny_run, "--lm_eval_include_path", folder, "--device", "cpu", "--batch_size", 2, "--processes", 2]
+    shared = lmforge(*words, "--lm_eval", *TASKS, "--output", "json")
     assert shared.returncode == 0, shared.stderr
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
-    alone = run_harness(opened, list(TASKS), ALONE, folder=folder, batch_rows=2)
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+    alone = run_lm_eval(opened, list(TASKS), ALONE, include_path=folder, batch_size=2)
     found = {result["task"]: result["metrics"] for result in json.loads(shared.stdout)}
     assert found.keys() == alone.keys()
     for name, metrics in alone.items():
         # Other thread counts, other sums.
         assert numbers(found[name]) == pytest.approx(numbers(metrics), rel=1e-5)
     assert shared.stderr.count("[Task: writing] metric bleu is defined, but aggregation is not") == 1
-    refused = lmforge(*words, "--harness", "choosing", "no_such_task")
+    refused = lmforge(*words, "--lm_eval", "choosing", "no_such_task")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.count("no_such_task: no such task") == 1
 
 
 def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(tiny_run: Path) -> None:
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
     drawn = {"until": [], "max_gen_toks": 5, "do_sample": True, "temperature": 1.5}
     written = [Instance("generate_until", {}, (text, drawn), number) for number, text in enumerate(["The", "O", "The", "My"])]
     pairs = [Instance("loglikelihood", {}, ("The", after), number) for number, after in enumerate([" king", " a", " o"])]
     texts = [Instance("loglikelihood_rolling", {}, (text,), number) for number, text in enumerate(["The king", "O"])]
 
-    def answers(ranks: Ranks) -> list[Any]:
-        model = HarnessModel(opened, ranks, batch_rows=1)
+    def answers(ranks: DistributedContext) -> list[Any]:
+        model = LMEvalModel(opened, ranks, batch_size=1)
         return [model.generate_until(written), model.loglikelihood(pairs), model.loglikelihood_rolling(texts)]
 
     alone = answers(ALONE)
@@ -183,12 +194,12 @@ def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(t
 
 
 def test_ranks_that_are_asked_other_things_are_told(tiny_run: Path) -> None:
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
 
-    def problem(ranks: Ranks) -> str:
-        request = Instance("loglikelihood", {}, ("The", f" king {ranks.place.rank}"), 0)
-        with pytest.raises(Mistake) as raised:
-            HarnessModel(opened, ranks, batch_rows=1).loglikelihood([request])
+    def problem(ranks: DistributedContext) -> str:
+        request = Instance("loglikelihood", {}, ("The", f" king {ranks.rank_info.rank}"), 0)
+        with pytest.raises(UserError) as raised:
+            LMEvalModel(opened, ranks, batch_size=1).loglikelihood([request])
         return str(raised.value)
 
     [one, other] = on_ranks(2, problem)
@@ -201,7 +212,7 @@ def test_a_task_that_cannot_be_loaded_is_told_in_one_line(
 ) -> None:
     text = (folder / "choosing.yaml").read_text().replace("choosing", "missing")
     (tmp_path / "missing.yaml").write_text(text)
-    words = ["evaluate", str(tiny_run), "--harness_folder", str(tmp_path), "--device", "cpu", "--harness", "missing"]
+    words = ["evaluate", str(tiny_run), "--lm_eval_include_path", str(tmp_path), "--device", "cpu", "--lm_eval", "missing"]
     assert command(words) == 2
     assert "lm-evaluation-harness cannot load its task (" in capfd.readouterr().err
 
@@ -221,7 +232,7 @@ def test_a_task_that_one_rank_cannot_load_ends_all_of_them_with_its_reason(
     (tmp_path / "here.yaml").write_text(
         (folder / "choosing.yaml").read_text().replace("task: choosing", "task: here") + "process_docs: !function here.docs\n"
     )
-    words = ["evaluate", tiny_run, "--harness_folder", tmp_path, "--device", "cpu", "--harness", "here", "--processes", 2]
+    words = ["evaluate", tiny_run, "--lm_eval_include_path", tmp_path, "--device", "cpu", "--lm_eval", "here", "--processes", 2]
     failed = lmforge(*words)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.count("lmforge: lm-evaluation-harness cannot load its task ('not here')") == 1

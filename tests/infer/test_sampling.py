@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmforge.infer.sampling import Sampling, choose, distribution, uniforms
+from lmforge.generate.sampling import SamplingParams, draw_uniforms, sample_tokens, sampling_probs
 
 # Apart enough that fp32 tells them apart.
 logits_of_one_row = st.lists(st.integers(-2000, 2000).map(lambda number: number / 100), min_size=1, max_size=12, unique=True)
@@ -21,7 +21,7 @@ def fresh_generator() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def plainly(logits: list[float], sampling: Sampling) -> list[float]:
+def plainly(logits: list[float], sampling: SamplingParams) -> list[float]:
     """Temperature, then the k likeliest, then the fewest likeliest that hold the share p; what stays is made to sum to 1."""
     weights = {token: math.exp((logit - max(logits)) / sampling.temperature) for token, logit in enumerate(logits)}
     order = sorted(weights, key=lambda token: -weights[token])
@@ -46,20 +46,20 @@ def plainly(logits: list[float], sampling: Sampling) -> list[float]:
 )
 def test_probabilities_are_those_of_the_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
     # A rim of the nucleus that falls on a token may be rounded to either side.
-    likeliest_first = sorted(plainly(logits, Sampling(temperature, top_k)), reverse=True)
+    likeliest_first = sorted(plainly(logits, SamplingParams(temperature, top_k)), reverse=True)
     assume(top_p == 1 or all(abs(rim - top_p) > 1e-4 for rim in accumulate(likeliest_first)))
-    sampling = Sampling(temperature, top_k, top_p)
-    ours = distribution(torch.tensor([logits]), sampling)[0].tolist()
+    sampling = SamplingParams(temperature, top_k, top_p)
+    ours = sampling_probs(torch.tensor([logits]), sampling)[0].tolist()
     assert ours == pytest.approx(plainly(logits, sampling), rel=1e-4, abs=1e-7)
 
 
-def drawn(logits: torch.Tensor, sampling: Sampling, seed: int = 0) -> torch.Tensor:
-    return choose(logits, sampling, uniforms(seed, len(logits)))[0]
+def drawn(logits: torch.Tensor, sampling: SamplingParams, seed: int = 0) -> torch.Tensor:
+    return sample_tokens(logits, sampling, draw_uniforms(seed, len(logits)))[0]
 
 
 def test_without_temperature_the_likeliest_token_is_chosen_and_told_by_the_models_own_distribution() -> None:
     logits = torch.randn(50, 30, generator=fresh_generator())
-    tokens, probabilities = choose(logits, Sampling(0.0, top_k=5, top_p=0.5), uniforms(0, 50))
+    tokens, probabilities = sample_tokens(logits, SamplingParams(0.0, top_k=5, top_p=0.5), draw_uniforms(0, 50))
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(probabilities, logits.softmax(-1))
 
@@ -67,30 +67,32 @@ def test_without_temperature_the_likeliest_token_is_chosen_and_told_by_the_model
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(1.0, top_k=1),
-        Sampling(1.0, top_p=1e-9),
-        Sampling(1.0, top_p=1e-60),
-        Sampling(1e-50),
-        Sampling(2e-38),
-        Sampling(1e-30),
-        Sampling(1e-4),
+        SamplingParams(1.0, top_k=1),
+        SamplingParams(1.0, top_p=1e-9),
+        SamplingParams(1.0, top_p=1e-60),
+        SamplingParams(1e-50),
+        SamplingParams(2e-38),
+        SamplingParams(1e-30),
+        SamplingParams(1e-4),
     ],
 )
-def test_every_way_of_narrowing_ends_in_the_likeliest_token(sampling: Sampling) -> None:
+def test_every_way_of_narrowing_ends_in_the_likeliest_token(sampling: SamplingParams) -> None:
     generator = fresh_generator()
     logits = 5 * torch.randn(40, 30, generator=generator)
-    tokens, probabilities = choose(logits, sampling, uniforms(generator.initial_seed(), 40))
+    tokens, probabilities = sample_tokens(logits, sampling, draw_uniforms(generator.initial_seed(), 40))
     assert torch.equal(tokens, logits.argmax(-1))
     assert probabilities.isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [5, 128, 300])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.5, top_k=3, top_p=0.5)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(0.5, top_k=3, top_p=0.5)])
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
-def test_what_is_no_distribution_is_told_by_the_probability_of_the_token(sampling: Sampling, vocab: int, number: float) -> None:
+def test_what_is_no_distribution_is_told_by_the_probability_of_the_token(
+    sampling: SamplingParams, vocab: int, number: float
+) -> None:
     logits = torch.randn(6, vocab, generator=fresh_generator())
     logits[3] = number
-    tokens, probabilities = choose(logits, sampling, uniforms(0, 6))
+    tokens, probabilities = sample_tokens(logits, sampling, draw_uniforms(0, 6))
     found = probabilities.gather(1, tokens[:, None])[:, 0]
     assert found.isnan().tolist() == [False, False, False, True, False, False]
 
@@ -98,9 +100,16 @@ def test_what_is_no_distribution_is_told_by_the_probability_of_the_token(samplin
 @pytest.mark.parametrize("vocab", [12, 128, 300])
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(0.6), Sampling(1.7), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(1.2, top_k=6, top_p=0.8)],
+    [
+        SamplingParams(),
+        SamplingParams(0.6),
+        SamplingParams(1.7),
+        SamplingParams(top_k=4),
+        SamplingParams(top_p=0.7),
+        SamplingParams(1.2, top_k=6, top_p=0.8),
+    ],
 )
-def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: Sampling, vocab: int) -> None:
+def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: SamplingParams, vocab: int) -> None:
     generator, draws = fresh_generator(), 4000
     logits = 2 * torch.randn(1, vocab, generator=generator)
     probabilities = torch.tensor(plainly(logits[0].tolist(), sampling))
@@ -115,8 +124,8 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: Sampling,
 def test_a_number_draws_the_token_at_which_the_sum_passes_it() -> None:
     generator = fresh_generator()
     logits = 4 * torch.randn(200, 1000, generator=generator)
-    drawing = uniforms(generator.initial_seed(), 200)
-    tokens, probabilities = choose(logits, Sampling(), drawing)
+    drawing = draw_uniforms(generator.initial_seed(), 200)
+    tokens, probabilities = sample_tokens(logits, SamplingParams(), drawing)
     after = probabilities.double().cumsum(-1)
     before = (after - probabilities).gather(1, tokens[:, None])[:, 0]
     after = after.gather(1, tokens[:, None])[:, 0]
@@ -127,34 +136,34 @@ def test_a_number_draws_the_token_at_which_the_sum_passes_it() -> None:
 def test_the_least_and_the_largest_number_draw_a_token_that_can_be_drawn(number: float) -> None:
     logits = 3 * torch.randn(300, 700, generator=fresh_generator())
     logits[:, :100] = logits[:, -150:] = -torch.inf
-    tokens, probabilities = choose(logits, Sampling(), torch.full((300,), number, dtype=torch.float64))
+    tokens, probabilities = sample_tokens(logits, SamplingParams(), torch.full((300,), number, dtype=torch.float64))
     assert (probabilities.gather(1, tokens[:, None]) > 0).all()
 
 
 def test_numbers_are_even_and_those_of_neighbouring_seeds_have_nothing_in_common() -> None:
     seed = fresh_generator().initial_seed()
-    rows = torch.stack([uniforms(seed + row, 2000) for row in range(8)])
+    rows = torch.stack([draw_uniforms(seed + row, 2000) for row in range(8)])
     assert ((rows >= 0) & (rows < 1)).all()
-    assert torch.equal(uniforms(seed, 10), rows[0, :10])
+    assert torch.equal(draw_uniforms(seed, 10), rows[0, :10])
     # Six standard deviations of a mean of 2,000, and of a correlation.
     assert ((rows.mean(-1) - 0.5).abs() < 6 * (12 * 2000) ** -0.5).all()
     assert ((torch.corrcoef(rows) - torch.eye(8)).abs() < 6 * 2000**-0.5).all()
 
 
 def test_tokens_that_tie_with_the_kth_stay() -> None:
-    probabilities = distribution(torch.tensor([[1.0, 3.0, 1.0, 0.0]]), Sampling(top_k=2))[0]
+    probabilities = sampling_probs(torch.tensor([[1.0, 3.0, 1.0, 0.0]]), SamplingParams(top_k=2))[0]
     assert (probabilities > 0).tolist() == [True, True, True, False]
 
 
 def test_a_row_draws_from_its_own_number_only() -> None:
     generator = fresh_generator()
-    logits, drawing = torch.randn(8, 20, generator=generator), uniforms(generator.initial_seed(), 8)
-    together, _ = choose(logits, Sampling(), drawing)
+    logits, drawing = torch.randn(8, 20, generator=generator), draw_uniforms(generator.initial_seed(), 8)
+    together, _ = sample_tokens(logits, SamplingParams(), drawing)
     for row in range(8):
-        assert choose(logits[row : row + 1], Sampling(), drawing[row : row + 1])[0] == together[row]
+        assert sample_tokens(logits[row : row + 1], SamplingParams(), drawing[row : row + 1])[0] == together[row]
 
 
 def test_masked_logits_are_never_drawn() -> None:
     logits = torch.full((500, 8), -torch.inf)
     logits[:, 3] = 0.0
-    assert (drawn(logits, Sampling(2.0), fresh_generator().initial_seed()) == 3).all()
+    assert (drawn(logits, SamplingParams(2.0), fresh_generator().initial_seed()) == 3).all()

@@ -23,13 +23,13 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.data.templates import ChatTemplate
+from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.infer.engine import Engine, Request
-from lmforge.infer.opening import open_model
-from lmforge.infer.sampling import Sampling
-from lmforge.infer.shelf import Shelf
+from lmforge.generate.engine import Engine, GenerationRequest
+from lmforge.generate.model_loading import load_model
+from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
+from lmforge.serve.model_registry import ModelRegistry
 from tests.infer.conftest import Server
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -159,10 +159,10 @@ def test_samples_are_streamed_side_by_side(server: Server) -> None:
 
 
 def test_log_probabilities_are_those_that_the_engine_tells(server: Server, models: Path) -> None:
-    opened = open_model(models / "noise", torch.device("cpu"), torch.float32)
-    template = ChatTemplate.of(opened.tokenizer)
-    engine = Engine(opened.model, vocab_size=261, rows=1, max_length=100)
-    engine.add(Request(template.prompt(HI), 6, Sampling(0.0), 0, template.ends, 2))
+    opened = load_model(models / "noise", torch.device("cpu"), torch.float32)
+    template = ChatTemplate.from_tokenizer(opened.tokenizer)
+    engine = Engine(opened.model, vocab_size=261, max_batch_size=1, max_length=100)
+    engine.add_request(GenerationRequest(template.encode_prompt(HI), 6, SamplingParams(0.0), 0, template.stop_ids, 2))
     expected = [token for _ in range(6) for token in engine.step()]
     answer = server.client().chat.completions.create(
         model="noise", messages=HI, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
@@ -171,9 +171,11 @@ def test_log_probabilities_are_those_that_the_engine_tells(server: Server, model
     assert logprobs
     assert logprobs.content
     for told, token in zip(logprobs.content, expected, strict=True):
-        assert bytes(told.bytes or []) == opened.tokenizer.piece(token.id)
+        assert bytes(told.bytes or []) == opened.tokenizer.id_to_bytes(token.token_id)
         assert math.isclose(told.logprob, token.logprob, abs_tol=1e-5)  # other matrix shapes, so other last bits
-        assert [bytes(other.bytes or []) for other in told.top_logprobs] == [opened.tokenizer.piece(id) for id, _ in token.top]
+        assert [bytes(other.bytes or []) for other in told.top_logprobs] == [
+            opened.tokenizer.id_to_bytes(id) for id, _ in token.top_logprobs
+        ]
 
 
 def test_log_probabilities_of_a_completion_name_where_each_token_stands(server: Server) -> None:
@@ -204,7 +206,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_in_it(server: Server, stream: bo
 
 def test_the_models_are_listed_with_the_checkpoints_of_a_run(server: Server, tiny_run: Path) -> None:
     names = [model.id for model in server.client().models.list()]
-    steps = [f"tiny/{Run(tiny_run).checkpoint(step).name}" for step in (6, 4, 2)]
+    steps = [f"tiny/{Run(tiny_run).checkpoint_path(step).name}" for step in (6, 4, 2)]
     assert names == ["hello", "endless", "noise", "plain", "tiny", *steps]
     assert server.client().models.retrieve(steps[0]).id == steps[0]
     assert refusal(server.ask("/v1/models/none"))[0] == 404
@@ -213,7 +215,9 @@ def test_the_models_are_listed_with_the_checkpoints_of_a_run(server: Server, tin
 def test_a_checkpoint_is_opened_when_it_is_asked_for_and_others_are_given_up(server: Server, tiny_run: Path) -> None:
     create = server.client().completions.create
     asked: dict[str, Any] = {"prompt": "The king", "temperature": 0, "max_tokens": 12}
-    texts = {step: create(model=f"tiny/{Run(tiny_run).checkpoint(step).name}", **asked).choices[0].text for step in (2, 4, 6)}
+    texts = {
+        step: create(model=f"tiny/{Run(tiny_run).checkpoint_path(step).name}", **asked).choices[0].text for step in (2, 4, 6)
+    }
     assert create(model="tiny", **asked).choices[0].text == texts[6]
     assert len(set(texts.values())) > 1
     assert create(model="hello", **asked).choices[0].text  # given up meanwhile, and opened again
@@ -400,11 +404,11 @@ def test_a_server_that_is_interrupted_while_a_model_opens_ends(models: Path, tmp
 def test_a_checkpoint_that_goes_while_models_are_listed_is_left_out(models: Path, tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    limits: dict[str, Any] = {"rows": 1, "waiting": 0, "max_length": None, "most_open": 1, "say": print}
-    shelf = Shelf([run, models / "hello"], device=torch.device("cpu"), dtype=torch.float32, **limits)
-    first, *others = [offer.name for offer in shelf.offers()]
+    limits: dict[str, Any] = {"rows": 1, "waiting": 0, "max_length": None, "max_models": 1, "say": print}
+    shelf = ModelRegistry([run, models / "hello"], device=torch.device("cpu"), dtype=torch.float32, **limits)
+    first, *others = [offer.name for offer in shelf.list_models()]
     assert (first, others[-1]) == ("run", "hello")
-    place, enough = Run(run).checkpoint(99), threading.Event()
+    place, enough = Run(run).checkpoint_path(99), threading.Event()
 
     def come_and_go() -> None:
         while not enough.is_set():
@@ -414,7 +418,7 @@ def test_a_checkpoint_that_goes_while_models_are_listed_is_left_out(models: Path
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        seen = [{offer.name for offer in shelf.offers()} - {f"run/{place.name}"} for _ in range(1500)]
+        seen = [{offer.name for offer in shelf.list_models()} - {f"run/{place.name}"} for _ in range(1500)]
     finally:
         enough.set()
         thread.join()

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.cluster.environment import Place
-from lmforge.cluster.ranks import Ranks
-from lmforge.config_verbs import EvaluateOptions
-from lmforge.errors import Mistake
-from lmforge.infer.engine import generate
-from lmforge.infer.likelihood import Readable
-from lmforge.infer.opening import Opened, open_model
-from lmforge.infer.sampling import Sampling
-from lmforge.infer.tasks import check_task, load_tasks, run_task
-from lmforge.options import parse
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.options import parse_options
+from lmforge.config.verbs import EvaluateOptions
+from lmforge.errors import UserError
+from lmforge.evaluate.likelihood import ModelWithTokenizer
+from lmforge.evaluate.tasks import check_task, load_task, run_task
+from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import LoadedModel, load_model
+from lmforge.generate.sampling import SamplingParams
 from tests.conftest import Command
 
 CPU = torch.device("cpu")
-ALONE = Ranks(Place(), CPU, None)
+ALONE = DistributedContext(RankInfo(), CPU, None)
 CHOICES = [
     {"question": "Who speaks?", "choices": ["the king", "a very long answer that nobody would give", "x"], "answer": 0},
     {"prompt": "First Citizen:\n", "choices": ["Before we proceed", "zzzz qqqq"], "answer": "Before we proceed"},
@@ -39,8 +39,8 @@ WRITTEN = [
 
 
 @pytest.fixture(scope="module")
-def opened(tiny_run: Path) -> Readable:
-    return open_model(tiny_run, CPU, torch.float32)
+def opened(tiny_run: Path) -> ModelWithTokenizer:
+    return load_model(tiny_run, CPU, torch.float32)
 
 
 def task_file(folder: Path, lines: list[dict[str, Any]], name: str = "task") -> Path:
@@ -49,7 +49,7 @@ def task_file(folder: Path, lines: list[dict[str, Any]], name: str = "task") -> 
     return path
 
 
-def log_probability(opened: Readable, before: list[int], after: list[int]) -> float:
+def log_probability(opened: ModelWithTokenizer, before: list[int], after: list[int]) -> float:
     """Of tokens after others, from the logits of one row without padding."""
     tokens = torch.tensor([[*before, *after]])
     positions = torch.arange(tokens.shape[1])[None]
@@ -59,8 +59,8 @@ def log_probability(opened: Readable, before: list[int], after: list[int]) -> fl
     return sum(float(logs[len(before) + place - 1, token]) for place, token in enumerate(after))
 
 
-def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened: Readable, tmp_path: Path) -> None:
-    result = run_task(load_tasks(task_file(tmp_path, CHOICES)), opened, ALONE, batch_rows=3)
+def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+    result = run_task(load_task(task_file(tmp_path, CHOICES)), opened, ALONE, batch_size=3)
     encode, right = opened.tokenizer.encode, [0, 0, 1, 1]
     prompts = ["Question: Who speaks?\nAnswer:", "First Citizen:\n", "What is", ""]
     plain, normalised = [], []
@@ -69,7 +69,7 @@ def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened:
         logs = []
         for choice in line["choices"]:
             joined = f"{prompt}{choice}" if prompt in ("", "First Citizen:\n") else f"{prompt} {choice}"
-            before = encode(kept) or [opened.tokenizer.separator_id]
+            before = encode(kept) or [opened.tokenizer.eos_token_id]
             logs.append(log_probability(opened, before, encode(joined)[len(encode(kept)) :]))
         # fp32, and rows padded to the longest of a batch.
         assert result["answered"][number]["log_probabilities"] == pytest.approx(logs, rel=1e-5)
@@ -82,20 +82,20 @@ def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened:
     assert [told["right"] for told in result["answered"]] == right
 
 
-def test_written_answers_are_compared_as_texts_and_by_pattern(opened: Readable, tmp_path: Path) -> None:
+def test_written_answers_are_compared_as_texts_and_by_pattern(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     [first] = generate(
         opened.model,
         opened.tokenizer,
         ["The king"],
         max_tokens=9,
-        sampling=Sampling(0.0),
+        sampling=SamplingParams(0.0),
         seed=0,
-        stop=["\n"],
-        opening=opened.opening,
-        ends=opened.ends,
+        stop_strings=["\n"],
+        prefix_ids=opened.prefix_ids,
+        stop_token_ids=opened.stop_token_ids,
     )
     lines = [{"prompt": "The king", "answers": ["never", f"  {first.text} "]}, *WRITTEN]
-    result = run_task(load_tasks(task_file(tmp_path, lines)), opened, ALONE, max_tokens=9)
+    result = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, max_tokens=9)
     told = result["answered"]
     assert told[0]["text"] == told[1]["text"] == first.text
     assert told[0]["scores"] == {"exact_match": True, "contains": True}
@@ -108,20 +108,20 @@ def test_written_answers_are_compared_as_texts_and_by_pattern(opened: Readable, 
     assert result["questions"] == 4
 
 
-def test_examples_are_the_first_others_with_their_answers(opened: Readable, tmp_path: Path) -> None:
-    task = load_tasks(task_file(tmp_path, CHOICES))
+def test_examples_are_the_first_others_with_their_answers(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+    task = load_task(task_file(tmp_path, CHOICES))
     shown = ["Question: Who speaks?\nAnswer: the king\n\n", "First Citizen:\nBefore we proceed\n\n", "What is the matter\n\n"]
     by_hand = [
         {"prompt": "".join(shown[1:]) + "Question: Who speaks?\nAnswer:", "choices": CHOICES[0]["choices"], "answer": 0},
         {"prompt": shown[0] + shown[1] + "", "choices": CHOICES[3]["choices"], "answer": 1},
     ]
-    expected = run_task(load_tasks(task_file(tmp_path, by_hand, "by_hand")), opened, ALONE)["answered"]
-    found = run_task(task, opened, ALONE, few_shot=2)["answered"]
+    expected = run_task(load_task(task_file(tmp_path, by_hand, "by_hand")), opened, ALONE)["answered"]
+    found = run_task(task, opened, ALONE, num_fewshot=2)["answered"]
     for mine, theirs in ((found[0], expected[0]), (found[3], expected[1])):
         assert mine["log_probabilities"] == pytest.approx(theirs["log_probabilities"], rel=1e-5)
     # From another file, whose questions are none of these: all from the first.
-    other = load_tasks(task_file(tmp_path, CHOICES, "other"))
-    [last] = run_task(task, opened, ALONE, few_shot=2, examples=other, limit=4)["answered"][3:]
+    other = load_task(task_file(tmp_path, CHOICES, "other"))
+    [last] = run_task(task, opened, ALONE, num_fewshot=2, fewshot_task=other, limit=4)["answered"][3:]
     assert last["log_probabilities"] == pytest.approx(expected[1]["log_probabilities"], rel=1e-5)
     assert len(run_task(task, opened, ALONE, limit=2)["answered"]) == 2
 
@@ -130,16 +130,16 @@ def on_ranks(count: int, work: Any) -> list[Any]:
     """What `work(ranks)` gives on each of `count` ranks: real ones would take a process each."""
     gate, brought, results = threading.Barrier(count), [None] * count, [None] * count
 
-    class Thread(Ranks):
+    class Thread(DistributedContext):
         def gather(self, value: Any) -> list[Any]:
-            brought[self.place.rank] = value
+            brought[self.rank_info.rank] = value
             gate.wait()
             everyone = list(brought)
             gate.wait()  # or the next value may come before a slow one has looked
             return everyone
 
     def one(rank: int) -> None:
-        results[rank] = work(Thread(Place(rank, count, rank, count), CPU, None))
+        results[rank] = work(Thread(RankInfo(rank, count, rank, count), CPU, None))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -151,95 +151,97 @@ def on_ranks(count: int, work: Any) -> list[Any]:
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN], ids=["choices", "written"])
 def test_any_number_of_ranks_gives_the_same_to_the_last_bit(
-    opened: Readable, tmp_path: Path, lines: list[dict[str, Any]]
+    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
-    task = load_tasks(task_file(tmp_path, lines))
-    alone = run_task(task, opened, ALONE, batch_rows=2, max_tokens=6)
+    task = load_task(task_file(tmp_path, lines))
+    alone = run_task(task, opened, ALONE, batch_size=2, max_tokens=6)
     for count in (2, 5):
-        for result in on_ranks(count, lambda ranks: run_task(task, opened, ranks, batch_rows=2, max_tokens=6)):
+        for result in on_ranks(count, lambda ranks: run_task(task, opened, ranks, batch_size=2, max_tokens=6)):
             assert result == alone
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN], ids=["choices", "written"])
-def test_each_batch_of_a_rank_is_heard_of(opened: Readable, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
-    task = load_tasks(task_file(tmp_path, lines))
+def test_each_batch_of_a_rank_is_heard_of(opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    task = load_task(task_file(tmp_path, lines))
     rows = sum(len(line.get("choices", [0])) for line in lines)
 
-    def batches(ranks: Ranks) -> int:
+    def batches(ranks: DistributedContext) -> int:
         heard: list[int] = []
-        run_task(task, opened, ranks, batch_rows=1, max_tokens=6, on_batch=lambda: heard.append(0))
+        run_task(task, opened, ranks, batch_size=1, max_tokens=6, on_batch=lambda: heard.append(0))
         return len(heard)
 
     assert on_ranks(2, batches) == [-(-rows // 2), rows // 2]
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN[:2]], ids=["choices", "written"])
-def test_what_fits_is_found_before_there_is_a_model(opened: Readable, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+def test_what_fits_is_found_before_there_is_a_model(
+    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
     """As many tokens as the longest prompt and answer take are enough, and give the scores of more; one less is refused."""
-    task = load_tasks(task_file(tmp_path, lines))
+    task = load_task(task_file(tmp_path, lines))
     config, about = opened.config, {"few_shot": 1, "max_tokens": 6}
-    longest = check_task(task, opened.tokenizer, config, opened.opening, **about)
+    longest = check_task(task, opened.tokenizer, config, opened.prefix_ids, **about)
     enough = replace(config, max_position_embeddings=longest)
-    assert check_task(task, opened.tokenizer, enough, opened.opening, **about) == longest
+    assert check_task(task, opened.tokenizer, enough, opened.prefix_ids, **about) == longest
     scores = run_task(task, opened, ALONE, **about)
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, LoadedModel)
     assert run_task(task, replace(opened, config=enough), ALONE, **about) == scores
     fewer = replace(config, max_position_embeddings=longest - 1)
-    with pytest.raises(Mistake, match=rf"line \d: prompt and answer take {longest} tokens, .* reads at most {longest - 1};"):
-        check_task(task, opened.tokenizer, fewer, opened.opening, **about)
+    with pytest.raises(UserError, match=rf"line \d: prompt and answer take {longest} tokens, .* reads at most {longest - 1};"):
+        check_task(task, opened.tokenizer, fewer, opened.prefix_ids, **about)
 
 
-def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: Readable, tmp_path: Path) -> None:
+def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     longest = opened.config.max_position_embeddings
     line = {"prompt": "word " * longest, "choices": ["a", "b b b"], "answer": 0}
-    [told] = run_task(load_tasks(task_file(tmp_path, [line])), opened, ALONE)["answered"]
+    [told] = run_task(load_task(task_file(tmp_path, [line])), opened, ALONE)["answered"]
     assert all(log < 0 for log in told["log_probabilities"])
     [told] = run_task(
-        load_tasks(task_file(tmp_path, [{"prompt": "word " * longest, "answer": "b"}])), opened, ALONE, max_tokens=3
+        load_task(task_file(tmp_path, [{"prompt": "word " * longest, "answer": "b"}])), opened, ALONE, max_tokens=3
     )["answered"]
     assert told["text"]
 
 
-def test_a_context_that_is_cut_is_not_cut_into_tokens_anew(opened: Readable, tmp_path: Path) -> None:
+def test_a_context_that_is_cut_is_not_cut_into_tokens_anew(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     """Half of a character, at which the cut may fall, is three when it is decoded and encoded again."""
     longest, character = opened.config.max_position_embeddings, "\N{CJK UNIFIED IDEOGRAPH-6F22}"
     assert len(opened.tokenizer.encode(character)) == 3
     lines = [{"prompt": "a" * shift + character * longest, "answer": "b"} for shift in range(3)]
-    answered = run_task(load_tasks(task_file(tmp_path, lines)), opened, ALONE, max_tokens=3)["answered"]
+    answered = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, max_tokens=3)["answered"]
     for told, line in zip(answered, lines, strict=True):
         ids = opened.tokenizer.encode(line["prompt"])[-(longest - 3) :]
-        about: dict[str, Any] = {"sampling": Sampling(0.0), "seed": 0, "stop": ["\n"], "ends": opened.ends}
-        [alone] = generate(opened.model, opened.tokenizer, [ids], max_tokens=3, opening=opened.opening, **about)
+        about: dict[str, Any] = {"sampling": SamplingParams(0.0), "seed": 0, "stop": ["\n"], "ends": opened.stop_token_ids}
+        [alone] = generate(opened.model, opened.tokenizer, [ids], max_tokens=3, prefix_ids=opened.prefix_ids, **about)
         assert told["text"] == alone.text
 
 
-def test_a_choice_longer_than_the_model_reads_is_a_mistake(opened: Readable, tmp_path: Path) -> None:
+def test_a_choice_longer_than_the_model_reads_is_a_mistake(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     line = {"prompt": "a", "choices": ["b", "word " * opened.config.max_position_embeddings], "answer": 0}
-    with pytest.raises(Mistake, match=r"a choice has \d+ tokens, and the model reads at most \d+ in a row"):
-        run_task(load_tasks(task_file(tmp_path, [line])), opened, ALONE)
+    with pytest.raises(UserError, match=r"a choice has \d+ tokens, and the model reads at most \d+ in a row"):
+        run_task(load_task(task_file(tmp_path, [line])), opened, ALONE)
 
 
 def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": text, "answer": "b"}, ensure_ascii=False) + "\r\n")
-    assert [item.prompt for item in load_tasks(tmp_path / "a.jsonl").items] == [text]
+    assert [item.prompt for item in load_task(tmp_path / "a.jsonl").questions] == [text]
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["--tasks", "a.jsonl", "--rows", "3"], "--rows: of the loss on documents"),
-        (["--harness", "a", "--data", "b"], "--data: of the loss on documents"),
-        (["--limit", "3"], "--limit: only with --tasks or --harness"),
-        (["--harness", "a", "--stop", "b"], "--stop: only with --tasks"),
-        (["--answers", "a.jsonl"], "--answers: only with --tasks, and not with --harness"),
-        (["--tasks", "a", "--harness", "b", "--answers", "c"], "--answers: only with --tasks, and not with --harness"),
-        (["--tasks", "a", "--harness_folder", "b"], "--harness_folder: only with --harness"),
+        (["--lm_eval", "a", "--data", "b"], "--data: of the loss on documents"),
+        (["--limit", "3"], "--limit: only with --tasks or --lm_eval"),
+        (["--lm_eval", "a", "--stop", "b"], "--stop: only with --tasks"),
+        (["--answers", "a.jsonl"], "--answers: only with --tasks, and not with --lm_eval"),
+        (["--tasks", "a", "--lm_eval", "b", "--answers", "c"], "--answers: only with --tasks, and not with --lm_eval"),
+        (["--tasks", "a", "--lm_eval_include_path", "b"], "--lm_eval_include_path: only with --lm_eval"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words: list[str], complaint: str) -> None:
-    with pytest.raises(Mistake, match=complaint):
-        parse(EvaluateOptions, ["runs/none", *words])
+    with pytest.raises(UserError, match=complaint):
+        parse_options(EvaluateOptions, ["runs/none", *words])
 
 
 @pytest.mark.parametrize(
@@ -263,27 +265,27 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
 def test_a_bad_line_is_told_with_its_number(line: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
-    with pytest.raises(Mistake, match=rf"bad\.jsonl: .*{re.escape(told)}"):
-        load_tasks(path)
+    with pytest.raises(UserError, match=rf"bad\.jsonl: .*{re.escape(told)}"):
+        load_task(path)
 
 
-def test_files_without_questions_and_examples_that_cannot_be_shown_are_told(opened: Readable, tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="cannot be read"):
-        load_tasks(tmp_path / "none.jsonl")
-    with pytest.raises(Mistake, match="holds no questions"):
-        load_tasks(task_file(tmp_path, []))
-    task = load_tasks(task_file(tmp_path, WRITTEN))
-    with pytest.raises(Mistake, match="has 2 questions to show as examples, and 3 were asked for"):
-        run_task(task, opened, ALONE, few_shot=3)
-    with pytest.raises(Mistake, match="line 3: an example needs an answer"):
-        run_task(task, opened, ALONE, few_shot=2)
+def test_files_without_questions_and_examples_that_cannot_be_shown_are_told(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        load_task(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="holds no questions"):
+        load_task(task_file(tmp_path, []))
+    task = load_task(task_file(tmp_path, WRITTEN))
+    with pytest.raises(UserError, match="has 2 questions to show as examples, and 3 were asked for"):
+        run_task(task, opened, ALONE, num_fewshot=3)
+    with pytest.raises(UserError, match="line 3: an example needs an answer"):
+        run_task(task, opened, ALONE, num_fewshot=2)
 
 
 def test_several_processes_print_once_what_one_finds(lmforge: Command, tiny_run: Path, tmp_path: Path) -> None:
     files = [task_file(tmp_path, CHOICES, "chosen"), task_file(tmp_path, WRITTEN, "written")]
     words = ["evaluate", tiny_run, "--tasks", *files, "--max_tokens", 5, "--device", "cpu", "--output", "json"]
-    alone = lmforge(*words, "--answers", tmp_path / "a.jsonl", "--batch_rows", 2)
-    shared = lmforge(*words, "--answers", tmp_path / "b.jsonl", "--batch_rows", 2, "--processes", 2)
+    alone = lmforge(*words, "--answers", tmp_path / "a.jsonl", "--batch_size", 2)
+    shared = lmforge(*words, "--answers", tmp_path / "b.jsonl", "--batch_size", 2, "--processes", 2)
     assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
     assert json.loads(shared.stdout) == json.loads(alone.stdout)
     # Other thread counts, other sums.

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.infer.engine import generate
-from lmforge.infer.opening import open_model
-from lmforge.infer.sampling import Sampling
+from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import load_model
+from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
@@ -39,7 +39,7 @@ def test_a_prompt_is_printed_with_what_follows_it(
 ) -> None:
     told, _ = run(capsys, "generate", tiny_run, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
     model, tokenizer = tiny_model_and_tokenizer
-    [completion] = generate(model, tokenizer, ["The king"], max_tokens=12, sampling=Sampling(0.0), seed=0)
+    [completion] = generate(model, tokenizer, ["The king"], max_tokens=12, sampling=SamplingParams(0.0), seed=0)
     assert told == f"The king{completion.text}\n"
 
 
@@ -64,7 +64,7 @@ def test_several_prompts_are_each_told_with_their_own_text(capsys: Capture, tiny
 def test_a_checkpoint_is_named_as_well_as_its_run(capsys: Capture, tiny_run: Path) -> None:
     options = ("The", "--max_tokens", 20, "--temperature", 0)
     of_run = run(capsys, "generate", tiny_run, *options)
-    assert run(capsys, "generate", Run(tiny_run).checkpoint(6), *options) == of_run
+    assert run(capsys, "generate", Run(tiny_run).checkpoint_path(6), *options) == of_run
 
 
 def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path) -> None:
@@ -80,8 +80,8 @@ def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run
     last = Run(tiny_run).read_metrics()[-1]
     assert measured["loss"] == pytest.approx(last["val/loss"], rel=1e-6)
     assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=1e-6)
-    assert measured["model"] == str(Run(tiny_run).checkpoint(6))
-    assert (measured["data"], measured["split"], measured["length"]) == (str(tiny_tokens), "held_out", 48)
+    assert measured["model"] == str(Run(tiny_run).checkpoint_path(6))
+    assert (measured["data"], measured["split"], measured["length"]) == (str(tiny_tokens), "validation", 48)
 
 
 def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run:
     (tmp_path / "folder").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "folder" / f"{number}.txt").write_text(text)
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
-    prepared = [tmp_path / "lines.jsonl", tmp_path / "shards", "--tokenizer", opened.origin, "--held_out", "0.3"]
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+    prepared = [tmp_path / "lines.jsonl", tmp_path / "shards", "--tokenizer", opened.path, "--validation_ratio", "0.3"]
     assert command(["prepare", *map(str, prepared)]) == 0
     capsys.readouterr()
 
@@ -102,7 +102,7 @@ def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run:
         return found
 
     lines, folder = measured("--data", tmp_path / "lines.jsonl"), measured("--data", tmp_path / "folder")
-    parts = [measured("--data", tmp_path / "shards", "--split", split) for split in ("train", "held_out")]
+    parts = [measured("--data", tmp_path / "shards", "--split", split) for split in ("train", "validation")]
     for name in ("targets", "bytes"):
         assert lines[name] == folder[name] == sum(part[name] for part in parts)
     nats = sum(part["loss"] * part["targets"] for part in parts)
@@ -112,7 +112,7 @@ def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run:
 
 
 def test_processes_share_an_evaluation_and_print_it_once(lmforge: Command, tiny_run: Path) -> None:
-    words = ("evaluate", tiny_run, "--rows", 7, "--batch_rows", 2, "--device", "cpu", "--output", "json")
+    words = ("evaluate", tiny_run, "--rows", 7, "--batch_size", 2, "--device", "cpu", "--output", "json")
     alone, shared = lmforge(*words), lmforge(*words, "--processes", 2)
     assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
     one, other = json.loads(alone.stdout), json.loads(shared.stdout)
@@ -137,7 +137,7 @@ def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
     torch.manual_seed(seed)
     byte_tokenizer.save(tmp_path)
     dressed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    begin = byte_tokenizer.id_of("<|system|>")
+    begin = byte_tokenizer.token_to_id("<|system|>")
     dressed.post_processor = processors.TemplateProcessing("<|system|> $A", special_tokens=[("<|system|>", begin)])
     dressed.save(str(tmp_path / "tokenizer.json"))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -150,10 +150,10 @@ def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
         # Whatever it would write fourth is from now on the second of the tokens that end a text.
         ends = [1, int(free[prompt["input_ids"].shape[1] + 3])]
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    opened = open_model(tmp_path, torch.device("cpu"), torch.float32)
-    assert set(ends) <= opened.ends
+    opened = load_model(tmp_path, torch.device("cpu"), torch.float32)
+    assert set(ends) <= opened.stop_token_ids
     # A text ends too where the tokenizer sets texts apart, whatever the model's configuration names.
-    stops = opened.ends | {byte_tokenizer.separator_id}
+    stops = opened.stop_token_ids | {byte_tokenizer.eos_token_id}
     expected = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=sorted(stops))[0]
     written = expected[prompt["input_ids"].shape[1] :].tolist()
     text = byte_tokenizer.decode([token for token in written if token not in stops])

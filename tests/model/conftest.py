@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lmforge.model import build
-from lmforge.model.shapes import ModelConfig
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
@@ -115,4 +115,4 @@ def logits(model: nn.Module, rows: Rows) -> torch.Tensor:
 def built(config: ModelConfig, seed: int = 0) -> nn.Module:
     """A model of this shape with weights that all matter."""
     print(config)
-    return shaken(build(config, seed=seed))
+    return shaken(build_model(config, seed=seed))

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lmforge.model import build
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig, model_config_from_json, resolve_model_config
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig, from_hugging_face, resolve
-from lmforge.model.weights import load_folder
 from tests.model.conftest import shaken
 
 # Widths are multiples of four: the kernel that multiplies experts wants rows of whole 16 bytes.
@@ -53,12 +53,12 @@ def theirs_of(kind: str, **fields: Any) -> Any:
 
 def described(kind: str, **fields: Any) -> ModelConfig:
     """The shape of a family as a folder would tell it."""
-    return from_hugging_face({**SIZES, **FAMILIES[kind], **fields, "model_type": kind}, "here", "transformers")
+    return model_config_from_json({**SIZES, **FAMILIES[kind], **fields, "model_type": kind}, "here", "transformers")
 
 
 def wrapped(folder: Path) -> LanguageModel:
     """The model of a folder as transformers computes it, in our hands."""
-    model = build(resolve(folder, {}, implementation="transformers"), seed=None)
+    model = build_model(resolve_model_config(folder, {}, implementation="transformers"), seed=None)
     load_folder(folder, model)
     return model
 

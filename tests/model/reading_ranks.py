@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lmforge.cli import leave
-from lmforge.model import build
-from lmforge.model.shapes import resolve
-from lmforge.model.weights import load_folder
+from lmforge.cli import exit_process
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
 
 
 def figure(file: str, name: str) -> int:
@@ -28,12 +28,12 @@ dist.init_process_group("gloo")
 shards, out = int(sys.argv[1]), Path(sys.argv[2])
 mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
 for folder in map(Path, sys.argv[3:]):
-    model = build(resolve(folder, {}), seed=None, device="meta")
+    model = build_model(resolve_model_config(folder, {}), seed=None, device="meta")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    model.tie()
+    model.tie_weights()
     dist.barrier()
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
@@ -42,10 +42,10 @@ for folder in map(Path, sys.argv[3:]):
     read, held = figure("io", "rchar") - read, figure("status", "VmHWM") - held
     own = sum(parameter.to_local().nbytes for parameter in model.parameters())
 
-    whole = build(resolve(folder, {}), seed=None)
+    whole = build_model(resolve_model_config(folder, {}), seed=None)
     load_folder(folder, whole)
     for name, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
     (out / f"{folder.name}-{dist.get_rank()}.json").write_text(json.dumps({"read": read, "held": held * 1024, "own": own}))
 dist.destroy_process_group()
-leave(0)
+exit_process(0)

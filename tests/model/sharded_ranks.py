@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lmforge.model import build
-from lmforge.model.initial import initialise
-from lmforge.model.shapes import resolve
-from lmforge.model.weights import load_folder
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
+from lmforge.model.init_weights import init_weights
 
 
 def assert_same(sharded: nn.Module, whole: nn.Module) -> None:
@@ -21,16 +21,16 @@ def assert_same(sharded: nn.Module, whole: nn.Module) -> None:
 
 dist.init_process_group("gloo")
 for folder in map(Path, sys.argv[1:]):
-    config = resolve(folder, {})
-    model = build(config, seed=None, device="meta")
+    config = resolve_model_config(folder, {})
+    model = build_model(config, seed=None, device="meta")
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     model.to_empty(device="cpu")
-    model.tie()
-    whole = build(config, seed=5)
+    model.tie_weights()
+    whole = build_model(config, seed=5)
 
-    initialise(model, seed=5)
+    init_weights(model, seed=5)
     assert_same(model, whole)
     load_folder(folder, model)
     load_folder(folder, whole)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lmforge.model.attention import attend, attention_mask
+from lmforge.model.attention import attend, create_attention_mask
 from tests.model.conftest import MODEL_TYPES, Rows, built, drawn_config, logits, one_document, packed
 
 
@@ -32,7 +32,7 @@ def test_attention_is_its_definition(window: int | None, draw: random.Random) ->
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 2, -1, -1], [0] * 12, [-1] * 12], dtype=torch.int32)
     q = torch.randn(3, 6, 12, 10, dtype=torch.float64)
     k, v = torch.randn(2, 3, 2, 12, 10, dtype=torch.float64)
-    found = attend(q, k, v, attention_mask(documents, window))
+    found = attend(q, k, v, create_attention_mask(documents, window))
     torch.testing.assert_close(found, plain_attention(q, k, v, documents, window), atol=1e-12, rtol=0)
 
 
@@ -40,8 +40,8 @@ def test_attention_is_its_definition(window: int | None, draw: random.Random) ->
 def test_a_long_row_taken_in_pieces_is_the_same_as_taken_whole(length: int, draw: random.Random) -> None:
     documents = (torch.arange(length) > draw.randrange(length)).int()[None]
     q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
-    mask = attention_mask(documents, draw.choice([None, 40]))
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=True)
+    mask = create_attention_mask(documents, draw.choice([None, 40]))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_mask, enable_gqa=True)
     upstream = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, (q, k, v), upstream)
     pieces = attend(q, k, v, mask)
@@ -100,13 +100,15 @@ def test_a_token_does_not_see_those_after_it(model_type: str, draw: random.Rando
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, draw: random.Random) -> None:
-    from lmforge.model.attention import seen_by
+    from lmforge.model.attention import document_mask_mod
 
     documents = torch.tensor([[0] * 70 + [1] * 50 + [-1] * 20, [-1] * 140], dtype=torch.int32)
     q, k, v = torch.randn(2, 4, 140, 16), torch.randn(2, 2, 140, 16), torch.randn(2, 2, 140, 16)
-    blocks = create_block_mask(seen_by(documents, documents, torch.arange(140), window), 2, None, 140, 140, device="cpu")
+    blocks = create_block_mask(
+        document_mask_mod(documents, documents, torch.arange(140), window), 2, None, 140, 140, device="cpu"
+    )
     found = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
-    torch.testing.assert_close(found, attend(q, k, v, attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, attend(q, k, v, create_attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

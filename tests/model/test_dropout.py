@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.data.noise import token_keys
-from lmforge.data.order import mix
-from lmforge.model import build
-from lmforge.model.dropout import _SITE, _STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_OF_BLOCK, Noise, dropout
-from lmforge.model.shapes import ModelConfig
-from lmforge.parallel.precision import find_compiler
-from lmforge.train.parity import Task
+from lmforge.bench.parity import ParityData
+from lmforge.data.order import splitmix64
+from lmforge.data.token_rng import token_rng_keys
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.dropout import _COUNTER_STEP, _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.parallel.precision import missing_for_compile
 from tests.distributed.shapes import SHAPES
 
 # Of a standard normal, further out than this is one in 2 × 10⁹.
@@ -31,7 +31,7 @@ def fresh_seed() -> int:
 
 
 def keys_of(seed: int, rows: int = 8, length: int = 64, first: int = 0) -> Tensor:
-    return torch.from_numpy(token_keys(seed, first, first + rows, length))
+    return torch.from_numpy(token_rng_keys(seed, first, first + rows, length))
 
 
 def dropped(keys: Tensor, rate: float, width: int = 64, site: int = 0) -> Tensor:
@@ -84,14 +84,16 @@ def test_patterns_of_neighbouring_features_are_equally_frequent() -> None:
 
 def test_no_two_places_of_a_token_share_a_draw() -> None:
     """Counters of 8,192 features at NEFTune's site, 1,000 others, and those of 8 adapters in 120 blocks: no two alike."""
-    of_adapters = (1 + SITES_OF_BLOCK * np.arange(120)) + ADAPTER_SITE * np.arange(1, 9)[:, None]
+    of_adapters = (1 + SITES_PER_BLOCK * np.arange(120)) + ADAPTER_SITE * np.arange(1, 9)[:, None]
     places = np.concatenate([[NEFTUNE_SITE], np.arange(1000), of_adapters.flatten()])
     sites, steps = places.astype(np.int64).view(np.uint64)[:, None], np.arange(2048, dtype=np.uint64)
-    counters = sites * np.uint64(_SITE) + steps * np.uint64(_STEP)
+    counters = sites * np.uint64(_SITE_STEP) + steps * np.uint64(_COUNTER_STEP)
     assert len(np.unique(counters)) == counters.size
     keys = keys_of(fresh_seed())
-    noises = [Noise(0.5, keys).of_block(block) for block in range(3)]
-    masks = [dropped(keys, 0.5)] + [dropped(each.keys, 0.5, site=site) for each in noises for site in range(SITES_OF_BLOCK)]
+    noises = [TokenRng(0.5, keys).for_block(block) for block in range(3)]
+    masks = [dropped(keys, 0.5)] + [
+        dropped(each.rng_keys, 0.5, site=site) for each in noises for site in range(SITES_PER_BLOCK)
+    ]
     assert len({mask.numpy().tobytes() for mask in masks}) == 7
 
 
@@ -101,8 +103,8 @@ def test_a_mask_is_what_integers_say_whatever_computes_them() -> None:
     assert keys.tolist() == [GOLDEN_KEYS]
     assert "".join(str(int(bit)) for bit in dropped(keys, 0.5, 16, 1).flatten()) == GOLDEN_MASK
     keys, width, rate = keys_of(fresh_seed()), 37, 0.3
-    counters = keys.numpy().view(np.uint64)[..., None] + np.uint64(5 * _SITE % 2**64)
-    numbers = mix(counters + np.arange(10, dtype=np.uint64) * np.uint64(_STEP))
+    counters = keys.numpy().view(np.uint64)[..., None] + np.uint64(5 * _SITE_STEP % 2**64)
+    numbers = splitmix64(counters + np.arange(10, dtype=np.uint64) * np.uint64(_COUNTER_STEP))
     draws = np.ascontiguousarray(numbers).astype("<u8").view("<i2")[..., :width]
     assert np.array_equal(draws < round(rate * 2**16) - 2**15, dropped(keys, rate, width, 5).numpy())
 
@@ -125,7 +127,7 @@ def test_none_is_none() -> None:
     assert dropout(x, 0.0, keys_of(0, 2, 3), 0) is x
 
 
-@pytest.mark.skipif(find_compiler(torch.device("cpu")) is not None, reason="torch.compile lacks what it needs here")
+@pytest.mark.skipif(missing_for_compile(torch.device("cpu")) is not None, reason="torch.compile lacks what it needs here")
 def test_compiled_it_has_the_same_bits() -> None:
     seed = fresh_seed()
     compiled = torch.compile(dropout, dynamic=False)
@@ -149,21 +151,21 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["gpt2"]], ids=["llama", "gpt2"])
 def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -> None:
-    model = build(shape, seed=0)
-    batch = Task(rows=2, length=48, seed=fresh_seed() % 1000).batch(0, shape.vocab_size)
-    plain = batch.tokens, batch.positions, batch.documents
+    model = build_model(shape, seed=0)
+    batch = ParityData(sequences=2, sequence_length=48, seed=fresh_seed() % 1000).batch(0, shape.vocab_size)
+    plain = batch.tokens, batch.positions, batch.document_ids
 
     def ran(keys: Tensor | None) -> tuple[Tensor, list[str]]:
         with Operators() as operators:
             return model(*plain, keys=keys), operators.names
 
     without, operators = ran(None)
-    unused, same = ran(batch.keys)
+    unused, same = ran(batch.rng_keys)
     assert torch.equal(unused, without)
     assert same == operators  # no operator more where there is no dropout
     model.dropout = 0.2
     assert torch.equal(ran(None)[0], without)
-    drawn, more = ran(batch.keys)
+    drawn, more = ran(batch.rng_keys)
     assert not torch.equal(drawn, without)
     # Of the embedding, and twice in a block.
     assert sum("masked_fill" in name for name in more) == 1 + 2 * shape.num_hidden_layers
@@ -171,9 +173,9 @@ def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -
 
 def test_nothing_is_drawn_from_the_generators_of_torch() -> None:
     """So a checkpoint needs no random state: what is random is a function of seeds and numbers."""
-    model = build(SHAPES["llama"], seed=0)
+    model = build_model(SHAPES["llama"], seed=0)
     model.dropout = 0.2
-    batch = Task(rows=2, length=48).batch(0, 100)
+    batch = ParityData(sequences=2, sequence_length=48).batch(0, 100)
     before = torch.get_rng_state()
-    model(batch.tokens, batch.positions, batch.documents, keys=batch.keys).sum().backward()
+    model(batch.tokens, batch.positions, batch.document_ids, keys=batch.rng_keys).sum().backward()
     assert torch.equal(torch.get_rng_state(), before)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.model import build
-from lmforge.model.flops import flops_per_token, parameters, peak_flops, training_bytes, weight_bytes
-from lmforge.model.shapes import PRESETS, preset
+from lmforge.model import build_model
+from lmforge.model.config import PRESETS, get_preset
+from lmforge.model.flops import adamw_state_bytes, flops_per_token, parameter_count, peak_flops, weight_bytes
 from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 
 
@@ -16,20 +16,20 @@ from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random) -> None:
     for _ in range(5):
         config = drawn_config(model_type, draw)
-        model = build(config, seed=None, device="meta")
-        found = parameters(config)
+        model = build_model(config, seed=None, device="meta")
+        found = parameter_count(config)
         assert found.total == sum(parameter.numel() for parameter in model.parameters())
         assert found.input_embedding == sum(module.weight.numel() for module in model.embeddings)
         head = 0 if not config.tie_word_embeddings else model.lm_head.weight.numel()
-        assert found.multiplied == found.total - found.input_embedding + head
+        assert found.active_matmul == found.total - found.input_embedding + head
         assert weight_bytes(config, 2) == 2 * found.total
-        assert training_bytes(config) == 12 * found.total
+        assert adamw_state_bytes(config) == 12 * found.total
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw)
-    model = build(config, seed=None, device="meta")
+    model = build_model(config, seed=None, device="meta")
     length = 40
     rows = one_document(2, length, config.vocab_size)
     with FlopCounterMode(display=False) as counted:
@@ -50,7 +50,7 @@ def test_published_sizes() -> None:
         "gpt2-124m": 0.1244,
     }
     for name, size in billions.items():
-        assert parameters(preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
+        assert parameter_count(get_preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
     assert set(billions) < set(PRESETS)
 
 

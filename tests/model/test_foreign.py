@@ -12,16 +12,16 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lmforge.errors import Mistake
-from lmforge.infer.engine import Engine, Request, decode
-from lmforge.infer.sampling import Sampling
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.flops import parameters
-from lmforge.model.foreign import ForeignModel, repeated_blocks
-from lmforge.model.shapes import resolve
-from lmforge.model.weights import load_folder
-from lmforge.parallel.recompute import recompute
+from lmforge.errors import UserError
+from lmforge.generate.engine import Engine, GenerationRequest, decode
+from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.export import export_folder
+from lmforge.interop.transformers_model import TransformersModel, find_block_list
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
+from lmforge.model.flops import parameter_count
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
 from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
 
@@ -79,9 +79,9 @@ def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: st
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> None:
     theirs = {name: value for name, value in theirs_of(kind).named_buffers() if value.is_floating_point()}
-    meta = build(described(kind), seed=None, device="meta")
+    meta = build_model(described(kind), seed=None, device="meta")
     meta.to_empty(device="cpu")
-    for model in (meta, meta.to(torch.bfloat16), build(described(kind), seed=None)):
+    for model in (meta, meta.to(torch.bfloat16), build_model(described(kind), seed=None)):
         ours = dict(model.named_buffers())
         assert theirs.keys() <= ours.keys()
         for name, value in theirs.items():
@@ -91,7 +91,7 @@ def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> No
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral"])
 def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: str) -> None:
     shape = described(kind)
-    one, again, other = (build(shape, seed=seed) for seed in (7, 7, 8))
+    one, again, other = (build_model(shape, seed=seed) for seed in (7, 7, 8))
     theirs = dict(AutoModelForCausalLM.from_config(one.base.config, dtype=torch.float32).named_parameters())
     differing = 0
     for name, value in one.named_parameters():
@@ -108,10 +108,10 @@ def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: 
 def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, draw: random.Random, tmp_path: Path) -> None:
     theirs, ours = saved(kind, tmp_path)
     prompts = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)]
-    steps = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=Sampling(0.0), seed=0, stop_ids=frozenset())
+    steps = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=SamplingParams(0.0), seed=0, stop_ids=frozenset())
     written = list(steps)
     for number, prompt in enumerate(prompts):
-        for token in (token.id for step in written for token in step if token.request == number):
+        for token in (token.token_id for step in written for token in step if token.request_id == number):
             with torch.no_grad():
                 assert int(theirs(torch.tensor([prompt])).logits[0, -1].argmax()) == token
             prompt = [*prompt, token]
@@ -121,19 +121,19 @@ def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, dra
 def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.Random, tmp_path: Path) -> None:
     _, ours = saved(kind, tmp_path)
     requests = [
-        Request([draw.randrange(96) for _ in range(draw.randrange(1, 12))], draw.randrange(1, 9), way, 5, frozenset())
-        for way in [Sampling(0.0), Sampling()] * 4
+        GenerationRequest([draw.randrange(96) for _ in range(draw.randrange(1, 12))], draw.randrange(1, 9), way, 5, frozenset())
+        for way in [SamplingParams(0.0), SamplingParams()] * 4
     ]
 
     def written(rows: int) -> list[list[int]]:
-        engine, coming, numbers = Engine(ours, vocab_size=96, rows=rows, max_length=24), [*range(8)], dict[int, int]()
+        engine, coming, numbers = Engine(ours, vocab_size=96, max_batch_size=rows, max_length=24), [*range(8)], dict[int, int]()
         found: list[list[int]] = [[] for _ in requests]
-        while coming or engine.running:
-            while coming and engine.free and draw.random() < 0.6:
+        while coming or engine.num_unfinished:
+            while coming and engine.num_free_slots and draw.random() < 0.6:
                 next_one = coming.pop(draw.randrange(len(coming)))
-                numbers[engine.add(requests[next_one])] = next_one
+                numbers[engine.add_request(requests[next_one])] = next_one
             for token in engine.step():
-                found[numbers[token.request]].append(token.id)
+                found[numbers[token.request_id]].append(token.token_id)
         return found
 
     assert written(3) == written(1)
@@ -142,12 +142,12 @@ def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.
 def test_a_llama_folder_gives_the_same_either_way(draw: random.Random, tmp_path: Path) -> None:
     config = drawn_config("llama", draw)
     export_folder(built(config), config, tmp_path / "llama")
-    ours = build(resolve(tmp_path / "llama", {}), seed=None)
+    ours = build_model(resolve_model_config(tmp_path / "llama", {}), seed=None)
     load_folder(tmp_path / "llama", ours)
     theirs = wrapped(tmp_path / "llama")
-    assert isinstance(theirs, ForeignModel)
+    assert isinstance(theirs, TransformersModel)
     assert dict(theirs.named_parameters()).keys() == dict(ours.named_parameters()).keys()
-    assert parameters(theirs.config) == parameters(config)
+    assert parameter_count(theirs.config) == parameter_count(config)
     rows = packed([[9, 1, 22], [11, 11, 10]], config.vocab_size)
     torch.testing.assert_close(logits(theirs, rows), logits(ours, rows), atol=1e-4, rtol=1e-4)  # as in test_parity.py
 
@@ -177,7 +177,7 @@ def test_recomputation_runs_every_block_twice_and_leaves_gradients_as_they_are(t
         next(block.children()).register_forward_hook(count)
     usual = gradients()
     assert runs == 3
-    recompute(ours, "full")
+    apply_activation_checkpointing(ours, "full")
     for again, before in zip(gradients(), usual, strict=True):
         assert torch.equal(again, before)
         assert before.any()
@@ -186,18 +186,18 @@ def test_recomputation_runs_every_block_twice_and_leaves_gradients_as_they_are(t
 
 def test_experts_count_as_far_as_a_token_goes_to_them(tmp_path: Path) -> None:
     theirs, ours = saved("mixtral", tmp_path)
-    counted = parameters(ours.config)
+    counted = parameter_count(ours.config)
     sizes = {name: parameter.numel() for name, parameter in theirs.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     assert counted.total == sum(sizes.values())
-    assert counted.multiplied == counted.total - counted.input_embedding - experts * 4 // 6
+    assert counted.active_matmul == counted.total - counted.input_embedding - experts * 4 // 6
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_wrapped_is_refused_in_words(kind: str, tmp_path: Path) -> None:
     theirs_of(kind, is_decoder=True, num_local_experts=2, state_size=4).config.save_pretrained(tmp_path)
-    with pytest.raises(Mistake, match=REFUSED[kind]) as refusal:
-        resolve(tmp_path, {}, implementation="transformers")
+    with pytest.raises(UserError, match=REFUSED[kind]) as refusal:
+        resolve_model_config(tmp_path, {}, implementation="transformers")
     assert "\n" not in str(refusal.value)
 
 
@@ -206,7 +206,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "num_local_experts": 7}))
-    with pytest.raises(Mistake, match=r"experts.* is \[6, .* and should be \[7, .*use the config.json that belongs"):
+    with pytest.raises(UserError, match=r"experts.* is \[6, .* and should be \[7, .*use the config.json that belongs"):
         wrapped(tmp_path)
 
 
@@ -214,8 +214,8 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')\n")
     of_its_own = {"model_type": "odd", "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(of_its_own))
-    with pytest.raises(Mistake, match="its code comes with the folder, and such code is not run"):
-        resolve(tmp_path, {}, implementation="transformers")
+    with pytest.raises(UserError, match="its code comes with the folder, and such code is not run"):
+        resolve_model_config(tmp_path, {}, implementation="transformers")
 
 
 def test_lmforge_is_imported_without_transformers_and_says_so_where_it_is_needed(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ class Absent(MetaPathFinder):
         if name == "transformers":
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-import lmforge.train.stages, lmforge.infer.verbs, lmforge.show
+import lmforge.stages.run, lmforge.verbs.evaluate, lmforge.verbs.show
 from lmforge.cli import run
 sys.exit(run(["show", {str(tmp_path)!r}]))
 """
@@ -250,4 +250,4 @@ def test_a_block_is_found_in_the_longest_list_that_is_in_no_other() -> None:
     base.few = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     base.inner = nn.Module()
     base.inner.layers = nn.ModuleList(Block() for _ in range(4))
-    assert repeated_blocks(base) == "inner.layers"
+    assert find_block_list(base) == "inner.layers"

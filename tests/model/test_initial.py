@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from lmforge.model import build
+from lmforge.model import build_model
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
 
 def parameters(config, seed: int) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
-    return {name: parameter.detach() for name, parameter in build(config, seed=seed).named_parameters()}
+    return {name: parameter.detach() for name, parameter in build_model(config, seed=seed).named_parameters()}
 
 
 def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random.Random) -> None:
@@ -19,10 +19,10 @@ def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random
     torch.manual_seed(draw.randrange(1000))
     first = parameters(small, 3)
     torch.manual_seed(draw.randrange(1000))
-    deeper = {**small.to_hugging_face(), "num_hidden_layers": 3, "tie_word_embeddings": False}
-    from lmforge.model.shapes import from_hugging_face
+    deeper = {**small.to_config_json(), "num_hidden_layers": 3, "tie_word_embeddings": False}
+    from lmforge.model.config import model_config_from_json
 
-    second = parameters(from_hugging_face(deeper, "here"), 3)
+    second = parameters(model_config_from_json(deeper, "here"), 3)
     for name, value in first.items():
         if not name.endswith(("o_proj.weight", "down_proj.weight")):  # their scale is the depth's
             assert torch.equal(value, second[name]), name
@@ -55,4 +55,4 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
 
 def test_a_model_has_no_buffers(draw: random.Random) -> None:
     for model_type in MODEL_TYPES:
-        assert list(build(drawn_config(model_type, draw), seed=None, device="meta").buffers()) == []
+        assert list(build_model(drawn_config(model_type, draw), seed=None, device="meta").buffers()) == []

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run
 from lmforge.data.tokenizer import train_tokenizer
-from lmforge.infer.opening import open_model
-from lmforge.model import build
-from lmforge.model.shapes import resolve
-from lmforge.model.weights import load_folder
+from lmforge.generate.model_loading import load_model
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
 from tests.model.conftest import logits, one_document
 
 VOCABULARY, WIDTH, HEADS, GROUPS, INNER, LAYERS, THETA, EPSILON = 61, 24, 4, 2, 40, 3, 5000.0, 1e-5
-HEAD = WIDTH // HEADS
+LM_HEAD_WEIGHT = WIDTH // HEADS
 State = dict[str, Tensor]
 
 
@@ -41,8 +41,8 @@ def torchtitan_state() -> State:
     for layer in range(LAYERS):
         shapes = {
             "attention.wq": (WIDTH, WIDTH),
-            "attention.wk": (GROUPS * HEAD, WIDTH),
-            "attention.wv": (GROUPS * HEAD, WIDTH),
+            "attention.wk": (GROUPS * LM_HEAD_WEIGHT, WIDTH),
+            "attention.wv": (GROUPS * LM_HEAD_WEIGHT, WIDTH),
             "attention.wo": (WIDTH, WIDTH),
             "feed_forward.w1": (INNER, WIDTH),
             "feed_forward.w2": (WIDTH, INNER),
@@ -60,7 +60,7 @@ def norm(x: Tensor, by: Tensor) -> Tensor:
 
 def turned(x: Tensor) -> Tensor:
     """x [rows, heads, length, head]: two neighbouring channels are a complex number that turns with position."""
-    rates = THETA ** (-torch.arange(0, HEAD, 2) / HEAD)
+    rates = THETA ** (-torch.arange(0, LM_HEAD_WEIGHT, 2) / LM_HEAD_WEIGHT)
     angles = torch.outer(torch.arange(x.shape[2]), rates)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
@@ -77,7 +77,9 @@ def llama_logits(state: State, tokens: Tensor) -> Tensor:
             return linear(x, state[f"layers.{layer}.{name}.weight"], state.get(f"layers.{layer}.{name}.bias"))
 
         y = norm(x, of("attention_norm"))
-        q, k, v = (through(f"attention.{name}", y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in ("wq", "wk", "wv"))
+        q, k, v = (
+            through(f"attention.{name}", y).unflatten(-1, (-1, LM_HEAD_WEIGHT)).transpose(1, 2) for name in ("wq", "wk", "wv")
+        )
         y = scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
         x = x + through("attention.wo", y.transpose(1, 2).flatten(2))
         y = norm(x, of("ffn_norm"))
@@ -138,9 +140,11 @@ def nanogpt_logits(state: State, tokens: Tensor, approximate: str) -> Tensor:
     x = embedding(tokens, state["transformer.wte.weight"]) + state["transformer.wpe.weight"][: tokens.shape[1]]
     for layer in range(LAYERS):
         block = f"transformer.h.{layer}"
-        y = through(f"{block}.attn.c_attn", normed(f"{block}.ln_1", x)).unflatten(-1, (3, HEADS, HEAD))
+        y = through(f"{block}.attn.c_attn", normed(f"{block}.ln_1", x)).unflatten(-1, (3, HEADS, LM_HEAD_WEIGHT))
         q, k, v = (y[:, :, each].transpose(1, 2) for each in range(3))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(HEAD)).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1) > 0, -1e30)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(LM_HEAD_WEIGHT)).masked_fill(
+            torch.ones(q.shape[2], q.shape[2]).triu(1) > 0, -1e30
+        )
         x = x + through(f"{block}.attn.c_proj", (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         y = gelu(through(f"{block}.mlp.c_fc", normed(f"{block}.ln_2", x)), approximate=approximate)
         x = x + through(f"{block}.mlp.c_proj", y)
@@ -151,7 +155,7 @@ def assert_computes(folder: Path, tokens: Tensor, expected: Tensor) -> None:
     """Here and in transformers, to rounding."""
     rows = one_document(*tokens.shape, VOCABULARY)
     rows.tokens = tokens
-    model = build(resolve(folder, {}), seed=None)
+    model = build_model(resolve_model_config(folder, {}), seed=None)
     load_folder(folder, model)
     torch.testing.assert_close(logits(model, rows), expected, atol=2e-5, rtol=1e-5)
     with torch.no_grad():
@@ -213,7 +217,7 @@ def test_fms_with_a_tied_head_and_biases_computes_as_before(draw: random.Random,
         theirs[f"{block}.ff_sub_layer.w2.bias"] = of("feed_forward.w2")
     torch.save({"model_state": theirs}, tmp_path / "a.pth")
     assert run(["import", str(tmp_path / "a.pth"), str(tmp_path / "out"), *TOLD]) == 0
-    config = resolve(tmp_path / "out", {})
+    config = resolve_model_config(tmp_path / "out", {})
     assert config.tie_word_embeddings
     assert config.attention_bias
     assert config.mlp_bias
@@ -241,19 +245,27 @@ def test_an_import_takes_shape_from_a_like_model_and_a_tokenizer_and_a_dtype(dra
     assert run(["import", str(tmp_path / "a"), str(tmp_path / "first"), *TOLD, "--max_position_embeddings", "77"]) == 0
     tokenizer = train_tokenizer(["a text"] * 9, 400)
     tokenizer.save(tmp_path / "tokenizer")
-    words = ["import", str(tmp_path / "a"), str(tmp_path / "second"), "--like", str(tmp_path / "first")]
+    words = ["import", str(tmp_path / "a"), str(tmp_path / "second"), "--config_from", str(tmp_path / "first")]
     assert run([*words, "--tokenizer", str(tmp_path / "tokenizer")]) == 2  # larger than the model's vocabulary
     state = torchtitan_state()
     for name in ("tok_embeddings.weight", "output.weight"):
         state[name] = weight(400, WIDTH)
     saved_by_torchtitan(state, tmp_path / "b")
-    words = ["import", str(tmp_path / "b"), str(tmp_path / "third"), "--like", str(tmp_path / "first"), "--dtype", "bf16"]
+    words = [
+        "import",
+        str(tmp_path / "b"),
+        str(tmp_path / "third"),
+        "--config_from",
+        str(tmp_path / "first"),
+        "--dtype",
+        "bf16",
+    ]
     assert run([*words, "--tokenizer", str(tmp_path / "tokenizer" / "tokenizer.json")]) == 0
-    opened = open_model(tmp_path / "third", torch.device("cpu"), torch.float32)
+    opened = load_model(tmp_path / "third", torch.device("cpu"), torch.float32)
     assert opened.config.max_position_embeddings == 77
     assert opened.config.rope_theta == THETA
     assert opened.tokenizer.hash == tokenizer.hash
-    assert opened.ends == {tokenizer.separator_id}
+    assert opened.stop_token_ids == {tokenizer.eos_token_id}
     assert torch.equal(opened.model.state_dict()["model.norm.weight"], state["norm.weight"].bfloat16().float())
 
 
@@ -278,7 +290,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
         assert not Path("hacked").exists()
         return said
 
-    assert "does not tell num_attention_heads; give --num_attention_heads, or --like" in refused("good")
+    assert "does not tell num_attention_heads; give --num_attention_heads, or --config_from" in refused("good")
     assert "does not tell rope_theta" in refused("good", "--num_attention_heads", "4")
     assert "are not 5 heads" in refused("good", "--num_attention_heads", "5", "--rope_theta", "1")
     assert "not of layout fms: has no " in refused("good", "--layout", "fms", *TOLD)

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lmforge.config import GroupOptions, OptimizerOptions
+from lmforge.bench.parity import ParityData
+from lmforge.config.run import GroupOptions, OptimizerOptions
 from lmforge.data.batch import Batch
-from lmforge.errors import Mistake
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.initial import initialise, initialise_adapters
+from lmforge.errors import UserError
+from lmforge.interop.export import export_folder
+from lmforge.interop.peft_folder import load_peft_folder, save_peft_folder
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import resolve_model_config
+from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapted, adapter_tensors, adapters_off, add_lora, fill, merge
-from lmforge.model.peft_folder import load_peft, save_peft
-from lmforge.model.shapes import resolve
-from lmforge.model.weights import load_folder
-from lmforge.objectives.language import NextToken
-from lmforge.parallel.apply import Strategy
-from lmforge.parallel.fits import check_adapters
-from lmforge.parallel.recompute import recompute
-from lmforge.train.optim import build_optimizer, state_by_name
-from lmforge.train.parity import Task
+from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters, fill, lora_layers, merge
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.parallel.parallelize import ParallelStrategy
+from lmforge.parallel.validate import check_lora
+from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 from tests.distributed.shapes import SHAPES
 from tests.model.conftest import drawn_config
 
@@ -41,20 +41,20 @@ MERGED = 1e-6
 def with_adapters(model: LanguageModel, config: LoraConfig, seed: int) -> LanguageModel:
     """`model` with adapters as they are after some training: B is no longer zero."""
     add_lora(model, config)
-    initialise_adapters(model, seed)
-    for name, parameter in adapter_tensors(model).items():
+    init_adapters(model, seed)
+    for name, parameter in adapter_parameters(model).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     return model
 
 
 def logits(model: LanguageModel, batch: Batch, keys: Tensor | None = None) -> Tensor:
-    return model.lm_head(model(batch.tokens, batch.positions, batch.documents, keys=keys))
+    return model.lm_head(model(batch.tokens, batch.positions, batch.document_ids, keys=keys))
 
 
 def gradients(model: LanguageModel, batch: Batch) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
-    NextToken().loss(model, batch)[0].backward()
+    NextTokenObjective().loss(model, batch)[0].backward()
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
@@ -74,8 +74,8 @@ def one_document(rows: int, length: int, vocabulary: int) -> Batch:
     ("kind", "config"),
     [
         ("llama", LoraConfig(4, 8.0)),
-        ("qwen3", LoraConfig(3, 7.5, targets=("q_proj", "down_proj"), rslora=True)),
-        ("qwen2", LoraConfig(2, 2, targets=(r".*layers\.0\..*(gate|up)_proj", "v_proj"))),
+        ("qwen3", LoraConfig(3, 7.5, target_modules=("q_proj", "down_proj"), use_rslora=True)),
+        ("qwen2", LoraConfig(2, 2, target_modules=(r".*layers\.0\..*(gate|up)_proj", "v_proj"))),
         ("gpt2", LoraConfig(5, 16.0)),
     ],
 )
@@ -83,23 +83,23 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     kind: str, config: LoraConfig, draw: random.Random, tmp_path: Path
 ) -> None:
     shape = drawn_config(kind, draw, num_hidden_layers=2)
-    model = build(shape, seed=draw.randrange(1000))
+    model = build_model(shape, seed=draw.randrange(1000))
     export_folder(model, shape, tmp_path / "base")
     with_adapters(model, config, seed=7)
-    save_peft(tmp_path / "adapters", adapter_tensors(model), config, str(tmp_path / "base"))
+    save_peft_folder(tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base"))
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
     batch = one_document(3, 17, shape.vocab_size)
     # PEFT finds the same layers, or it would have none of their tensors.
-    assert sum(p.requires_grad for p in theirs.parameters()) == len(adapter_tensors(model))
+    assert sum(p.requires_grad for p in theirs.parameters()) == len(adapter_parameters(model))
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
 
     scored = theirs(batch.tokens).logits.flatten(0, 1)
-    torch.nn.functional.cross_entropy(scored, batch.targets.flatten(), reduction="sum").backward()
+    torch.nn.functional.cross_entropy(scored, batch.labels.flatten(), reduction="sum").backward()
     of_theirs = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None}
     mine = gradients(model, batch)
-    assert len(of_theirs) == len(mine) == len(adapter_tensors(model))
+    assert len(of_theirs) == len(mine) == len(adapter_parameters(model))
     for name, gradient in mine.items():
         assert_close(gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")])
 
@@ -115,7 +115,7 @@ def test_forward_gradients_and_merge_are_those_of_peft(
 @pytest.mark.parametrize("kind", ["mistral", "gpt2"])
 def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_path: Path) -> None:
     shape = drawn_config(kind, draw, num_hidden_layers=3)
-    export_folder(build(shape, seed=1), shape, tmp_path / "base")
+    export_folder(build_model(shape, seed=1), shape, tmp_path / "base")
     narrowed = {"layers_to_transform": [0, 2]} if kind == "mistral" else {}
     target = ["q_proj", "o_proj"] if kind == "mistral" else "all-linear"
     options = peft.LoraConfig(r=6, lora_alpha=9, target_modules=target, use_rslora=True, lora_dropout=0.25, **narrowed)
@@ -125,61 +125,61 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path / "adapters")
 
-    config, tensors = load_peft(tmp_path / "adapters")
-    assert (config.rank, config.alpha, config.dropout, config.rslora) == (6, 9, 0.25, True)
-    model = build(shape, seed=None)
+    config, tensors = load_peft_folder(tmp_path / "adapters")
+    assert (config.rank, config.alpha, config.dropout, config.use_rslora) == (6, 9, 0.25, True)
+    model = build_model(shape, seed=None)
     load_folder(tmp_path / "base", model)
     add_lora(model, config)
     fill(model, tensors, "adapters")
     batch = one_document(2, 11, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
-    assert len(list(adapted(model))) == (4 if kind == "mistral" else 12)
+    assert len(list(lora_layers(model))) == (4 if kind == "mistral" else 12)
 
 
 def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> None:
     shape = SHAPES["llama"]
-    ours = build(shape, seed=2)
+    ours = build_model(shape, seed=2)
     export_folder(ours, shape, tmp_path / "base")
-    wrapped_shape = resolve(tmp_path / "base", {}, implementation="transformers")
-    wrapped = build(wrapped_shape, seed=None)
+    wrapped_shape = resolve_model_config(tmp_path / "base", {}, implementation="transformers")
+    wrapped = build_model(wrapped_shape, seed=None)
     with_adapters(wrapped, LoraConfig(4, 8.0), seed=3)
     load_folder(tmp_path / "base", wrapped)
     add_lora(ours, LoraConfig(4, 8.0))
-    fill(ours, adapter_tensors(wrapped), "wrapped")
+    fill(ours, adapter_parameters(wrapped), "wrapped")
     batch = one_document(2, 15, shape.vocab_size)
     assert_close(logits(wrapped, batch), logits(ours, batch))
     merge(wrapped)
     export_folder(wrapped, wrapped_shape, tmp_path / "merged")
-    merged = build(shape, seed=None)
+    merged = build_model(shape, seed=None)
     load_folder(tmp_path / "merged", merged)
     assert_close(logits(merged, batch), logits(ours, batch))
-    with pytest.raises(Mistake, match=r"lora\.dropout"):
-        add_lora(build(wrapped_shape, seed=None), LoraConfig(4, 8.0, dropout=0.1))
+    with pytest.raises(UserError, match=r"lora\.dropout"):
+        add_lora(build_model(wrapped_shape, seed=None), LoraConfig(4, 8.0, dropout=0.1))
 
 
-@pytest.mark.parametrize("strategy", [Strategy(tensor_ranks=2), Strategy(pipeline_ranks=2)])
-def test_what_would_split_adapters_is_refused_in_a_line(strategy: Strategy) -> None:
-    check_adapters(Strategy(context_ranks=2), float8=False)
-    with pytest.raises(Mistake, match="adapters"):
-        check_adapters(strategy, float8=False)
-    with pytest.raises(Mistake, match="float8"):
-        check_adapters(Strategy(), float8=True)
+@pytest.mark.parametrize("strategy", [ParallelStrategy(tensor_parallel_degree=2), ParallelStrategy(pipeline_parallel_degree=2)])
+def test_what_would_split_adapters_is_refused_in_a_line(strategy: ParallelStrategy) -> None:
+    check_lora(ParallelStrategy(context_parallel_degree=2), float8=False)
+    with pytest.raises(UserError, match="adapters"):
+        check_lora(strategy, float8=False)
+    with pytest.raises(UserError, match="float8"):
+        check_lora(ParallelStrategy(), float8=True)
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("k_proj", "up_proj")])
 def test_a_folder_of_adapters_comes_back_as_it_was(targets: tuple[str, ...], tmp_path: Path) -> None:
-    config = LoraConfig(3, 4.5, targets=targets, dropout=0.125)
-    model = with_adapters(build(SHAPES["llama"], seed=0), config, seed=1)
-    save_peft(tmp_path / "a", adapter_tensors(model), config, "base")
-    again, tensors = load_peft(tmp_path / "a")
-    other = build(SHAPES["llama"], seed=0)
+    config = LoraConfig(3, 4.5, target_modules=targets, dropout=0.125)
+    model = with_adapters(build_model(SHAPES["llama"], seed=0), config, seed=1)
+    save_peft_folder(tmp_path / "a", adapter_parameters(model), config, "base")
+    again, tensors = load_peft_folder(tmp_path / "a")
+    other = build_model(SHAPES["llama"], seed=0)
     add_lora(other, again)
     fill(other, tensors, "a")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name))
-    with pytest.raises(Mistake, match="exists already"):
-        save_peft(tmp_path / "a", tensors, config, "base")
-    save_peft(tmp_path / "a", tensors, config, "base", overwrite=True)
+    with pytest.raises(UserError, match="exists already"):
+        save_peft_folder(tmp_path / "a", tensors, config, "base")
+    save_peft_folder(tmp_path / "a", tensors, config, "base", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
@@ -199,32 +199,32 @@ REFUSED = {
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_is_not_computed_here_is_refused_by_its_name(named: str, tmp_path: Path) -> None:
     config = LoraConfig(2, 4)
-    model = with_adapters(build(SHAPES["llama"], seed=0), config, seed=1)
-    save_peft(tmp_path / "a", adapter_tensors(model), config, "base")
+    model = with_adapters(build_model(SHAPES["llama"], seed=0), config, seed=1)
+    save_peft_folder(tmp_path / "a", adapter_parameters(model), config, "base")
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | REFUSED[named]))
-    with pytest.raises(Mistake, match=rf"adapter_config.json: .*{named}"):
-        load_peft(tmp_path / "a")
+    with pytest.raises(UserError, match=rf"adapter_config.json: .*{named}"):
+        load_peft_folder(tmp_path / "a")
 
 
 def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match="no such file"):
-        load_peft(tmp_path)
+    with pytest.raises(UserError, match="no such file"):
+        load_peft_folder(tmp_path)
     config = LoraConfig(2, 4)
-    model = with_adapters(build(SHAPES["llama"], seed=0), config, seed=1)
-    tensors = dict(adapter_tensors(model))
+    model = with_adapters(build_model(SHAPES["llama"], seed=0), config, seed=1)
+    tensors = dict(adapter_parameters(model))
     name = next(iter(tensors))
-    with pytest.raises(Mistake, match=rf"here: .*{name} is missing there"):
+    with pytest.raises(UserError, match=rf"here: .*{name} is missing there"):
         fill(model, {key: value for key, value in tensors.items() if key != name}, "here")
-    with pytest.raises(Mistake, match=rf"here: .*{name} is \[2, 3\] there"):
+    with pytest.raises(UserError, match=rf"here: .*{name} is \[2, 3\] there"):
         fill(model, tensors | {name: torch.zeros(2, 3)}, "here")
-    save_peft(tmp_path / "a", tensors | {"model.norm.weight": torch.zeros(3)}, config, "base")
-    with pytest.raises(Mistake, match=r"norm\.weight: not an adapter"):
-        load_peft(tmp_path / "a")
+    save_peft_folder(tmp_path / "a", tensors | {"model.norm.weight": torch.zeros(3)}, config, "base")
+    with pytest.raises(UserError, match=r"norm\.weight: not an adapter"):
+        load_peft_folder(tmp_path / "a")
     weights = tmp_path / "a" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
-    with pytest.raises(Mistake, match="damaged"):
-        load_peft(tmp_path / "a")
+    with pytest.raises(UserError, match="damaged"):
+        load_peft_folder(tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -232,48 +232,48 @@ def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path)
     [(("q_prj",), "is called q_prj; there are: down_proj"), (("lm_head",), "lm_head"), (("(",), "neither"), ((), "no layer")],
 )
 def test_a_target_that_is_no_layer_is_refused(targets: tuple[str, ...], told: str) -> None:
-    with pytest.raises(Mistake, match=told):
-        add_lora(build(SHAPES["llama"], seed=0), LoraConfig(2, 4, targets=targets))
+    with pytest.raises(UserError, match=told):
+        add_lora(build_model(SHAPES["llama"], seed=0), LoraConfig(2, 4, target_modules=targets))
 
 
 @pytest.mark.parametrize("numbers", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}])
 def test_numbers_that_cannot_be_are_refused(numbers: dict[str, Any]) -> None:
-    with pytest.raises(Mistake, match="lora"):
+    with pytest.raises(UserError, match="lora"):
         LoraConfig(**{"rank": 2, "alpha": 4.0, **numbers})
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_first_values_depend_on_name_and_seed_alone_and_change_nothing(kind: str) -> None:
     shape = SHAPES[kind]
-    batch = Task(2).batch(0, shape.vocab_size)
-    model, narrow = (build(shape, seed=5) for _ in range(2))
+    batch = ParityData(2).batch(0, shape.vocab_size)
+    model, narrow = (build_model(shape, seed=5) for _ in range(2))
     plain = logits(model, batch)
     add_lora(model, LoraConfig(4, 8.0))
-    add_lora(narrow, LoraConfig(4, 99.0, targets=("c_attn" if kind == "gpt2" else "v_proj",)))
-    initialise_adapters(model, 11)
-    initialise_adapters(narrow, 11)
+    add_lora(narrow, LoraConfig(4, 99.0, target_modules=("c_attn" if kind == "gpt2" else "v_proj",)))
+    init_adapters(model, 11)
+    init_adapters(narrow, 11)
     assert torch.equal(logits(model, batch), plain)
-    for name, parameter in adapter_tensors(narrow).items():
+    for name, parameter in adapter_parameters(narrow).items():
         assert torch.equal(parameter, model.get_parameter(name))
-    tensors = adapter_tensors(model)
+    tensors = adapter_parameters(model)
     first = [parameter for name, parameter in tensors.items() if "lora_A" in name]
     for parameter in first:
         assert 0.9 < float(parameter.abs().max()) * math.sqrt(parameter.shape[1]) <= 1
     assert not torch.equal(first[0], first[1])
     # On the meta device, and filled with everything else.
-    from_meta = build(shape, seed=None, device="meta")
+    from_meta = build_model(shape, seed=None, device="meta")
     add_lora(from_meta, LoraConfig(4, 8.0))
     from_meta.to_empty(device="cpu")
-    from_meta.tie()
-    initialise(from_meta, 11)
+    from_meta.tie_weights()
+    init_weights(from_meta, 11)
     for name, parameter in tensors.items():
         assert torch.equal(parameter, from_meta.get_parameter(name))
 
 
 def test_names_of_the_weights_stay_and_only_adapters_are_trained() -> None:
-    model, plain = (build(SHAPES["split tied"], seed=5) for _ in range(2))
-    add_lora(model, LoraConfig(4, 8.0, targets=("q_proj", "mlp.down_proj")))
-    initialise_adapters(model, 0)
+    model, plain = (build_model(SHAPES["split tied"], seed=5) for _ in range(2))
+    add_lora(model, LoraConfig(4, 8.0, target_modules=("q_proj", "mlp.down_proj")))
+    init_adapters(model, 0)
     names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
     assert names == [name for name, _ in plain.named_parameters()]
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -284,18 +284,18 @@ def test_names_of_the_weights_stay_and_only_adapters_are_trained() -> None:
         for which in "AB"
     }
     optimizer = build_optimizer(model, OptimizerOptions())
-    assert state_by_name(model, optimizer).keys() == trained
-    with pytest.raises(Mistake, match="no tensor has embed"):
+    assert named_optimizer_state(model, optimizer).keys() == trained
+    with pytest.raises(UserError, match="no tensor has embed"):
         build_optimizer(model, OptimizerOptions(groups=(GroupOptions(pattern="embed", lr_ratio=0.5),)))
 
 
 def test_with_adapters_off_the_model_is_what_it_was() -> None:
     shape = SHAPES["gpt2"]
-    batch = Task(3).batch(1, shape.vocab_size)
-    plain = logits(build(shape, seed=5), batch)
-    model = with_adapters(build(shape, seed=5), LoraConfig(4, 8.0), seed=0)
+    batch = ParityData(3).batch(1, shape.vocab_size)
+    plain = logits(build_model(shape, seed=5), batch)
+    model = with_adapters(build_model(shape, seed=5), LoraConfig(4, 8.0), seed=0)
     after = logits(model, batch)
-    with torch.no_grad(), adapters_off(model):
+    with torch.no_grad(), disable_adapters(model):
         assert torch.equal(logits(model, batch), plain)
     assert torch.equal(logits(model, batch), after)
     assert not torch.allclose(after, plain, atol=0.1)
@@ -304,13 +304,13 @@ def test_with_adapters_off_the_model_is_what_it_was() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_dropout_of_adapters_is_the_same_for_any_split_and_when_computed_again(kind: str) -> None:
     shape = SHAPES[kind]
-    batch = Task(4, length=33).batch(0, shape.vocab_size)
+    batch = ParityData(4, sequence_length=33).batch(0, shape.vocab_size)
     config = LoraConfig(4, 8.0, dropout=0.3)
-    model = with_adapters(build(shape, seed=5), config, seed=0)
+    model = with_adapters(build_model(shape, seed=5), config, seed=0)
     whole = gradients(model, batch)
-    assert not torch.equal(logits(model, batch), logits(model, batch, batch.keys))
+    assert not torch.equal(logits(model, batch), logits(model, batch, batch.rng_keys))
     halves = [gradients(model, batch[rows]) for rows in (slice(0, 1), slice(1, 4))]
-    recompute(model, "full")
+    apply_activation_checkpointing(model, "full")
     again = gradients(model, batch)
     for name, gradient in whole.items():
         assert torch.equal(again[name], gradient)
@@ -320,20 +320,20 @@ def test_dropout_of_adapters_is_the_same_for_any_split_and_when_computed_again(k
 def test_dropout_of_adapters_zeroes_what_goes_into_them_and_nothing_else() -> None:
     """With B A the identity, what an adapted layer adds is its input after dropout."""
     shape = SHAPES["llama"]
-    model = build(shape, seed=5)
+    model = build_model(shape, seed=5)
     width, rate = shape.hidden_size, 0.25
-    add_lora(model, LoraConfig(width, float(width), targets=("q_proj", "o_proj"), dropout=rate))
-    batch = Task(8).batch(0, shape.vocab_size)
-    noise = model.noise(batch.keys, batch.documents)
+    add_lora(model, LoraConfig(width, float(width), target_modules=("q_proj", "o_proj"), dropout=rate))
+    batch = ParityData(8).batch(0, shape.vocab_size)
+    noise = model.make_token_rng(batch.rng_keys, batch.document_ids)
     assert noise is not None
     masks = []
-    for number, (_, layer) in enumerate(adapted(model)):
+    for number, (_, layer) in enumerate(lora_layers(model)):
         torch.nn.init.eye_(layer.lora_A.weight)
         torch.nn.init.eye_(layer.lora_B.weight)
         x = torch.rand(*batch.tokens.shape, width) + 1
         with torch.no_grad():
             plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
-            added = layer(x, noise.of_block(number // 2)) - plain
+            added = layer(x, noise.for_block(number // 2)) - plain
         kept = added.abs() > 1e-3
         # Sums of some forty numbers around 1: they leave what is subtracted to about 1e-5.
         assert torch.allclose(added[kept], (x / (1 - rate))[kept], atol=1e-4)

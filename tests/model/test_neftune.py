@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from lmforge.data.batch import Batch
-from lmforge.data.noise import token_keys
-from lmforge.errors import Mistake
-from lmforge.model import build
+from lmforge.data.token_rng import token_rng_keys
+from lmforge.errors import UserError
+from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.apply import Strategy
-from lmforge.parallel.fits import check_neftune
+from lmforge.parallel.parallelize import ParallelStrategy
+from lmforge.parallel.validate import check_neftune
 from tests.distributed.shapes import SHAPES
 
 ALPHA = 5.0
 
 
 def model_with_noise(kind: str) -> LanguageModel:
-    model = build(SHAPES[kind], seed=3)
-    model.neftune_alpha = ALPHA
+    model = build_model(SHAPES[kind], seed=3)
+    model.neftune_noise_alpha = ALPHA
     return model
 
 
@@ -37,7 +37,7 @@ def row(lengths: list[int], padding: int, keys: Tensor) -> Batch:
 
 def embedded(model: LanguageModel, batch: Batch, keys: Tensor | None) -> Tensor:
     with torch.no_grad():
-        return model.embed(batch.tokens, batch.positions, model.noise(keys, batch.documents))
+        return model.embed(batch.tokens, batch.positions, model.make_token_rng(keys, batch.document_ids))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -46,7 +46,7 @@ def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_wid
     print(f"seed {seed}")
     model = model_with_noise(kind)
     width, lengths = model.config.hidden_size, [7, 20, 1]
-    keys = torch.from_numpy(token_keys(seed, 0, 200, 48))
+    keys = torch.from_numpy(token_rng_keys(seed, 0, 200, 48))
     batch = Batch.cat([row(lengths, 20, keys[number : number + 1]) for number in range(200)])
     noise = embedded(model, batch, keys) - embedded(model, batch, None)
     start = 0
@@ -65,26 +65,26 @@ def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_wid
 
 def test_a_document_gets_the_same_noise_alone_packed_and_padded() -> None:
     model = model_with_noise("llama")
-    keys = torch.from_numpy(token_keys(secrets.randbits(60), 0, 1, 48))
+    keys = torch.from_numpy(token_rng_keys(secrets.randbits(60), 0, 1, 48))
     packed = row([9, 20, 5], 14, keys)
     whole = embedded(model, packed, keys)
     for start, length in ((0, 9), (9, 20), (29, 5)):
         part = packed.map(lambda tensor, cut=slice(start, start + length): tensor[:, cut])
-        alone = Batch(part.tokens, part.targets, part.positions, torch.zeros_like(part.documents))
+        alone = Batch(part.tokens, part.labels, part.positions, torch.zeros_like(part.document_ids))
         # The root of the same number, from sums in the same precision.
-        assert torch.allclose(embedded(model, alone, part.keys), whole[:, start : start + length], atol=1e-6)
+        assert torch.allclose(embedded(model, alone, part.rng_keys), whole[:, start : start + length], atol=1e-6)
 
 
 def test_there_is_noise_in_training_only_and_none_without_alpha() -> None:
     model = model_with_noise("gpt2")
-    keys = torch.from_numpy(token_keys(1, 0, 1, 48))
+    keys = torch.from_numpy(token_rng_keys(1, 0, 1, 48))
     batch = row([40], 8, keys)
-    quiet = build(SHAPES["gpt2"], seed=3)
+    quiet = build_model(SHAPES["gpt2"], seed=3)
     assert torch.equal(embedded(model, batch, None), embedded(quiet, batch, keys))
     assert not torch.equal(embedded(model, batch, keys), embedded(quiet, batch, keys))
 
 
 def test_it_is_refused_where_ranks_cut_documents() -> None:
-    check_neftune(Strategy(tensor_ranks=2, pipeline_ranks=2))
-    with pytest.raises(Mistake, match="context_ranks"):
-        check_neftune(Strategy(context_ranks=2))
+    check_neftune(ParallelStrategy(tensor_parallel_degree=2, pipeline_parallel_degree=2))
+    with pytest.raises(UserError, match="context_parallel_degree"):
+        check_neftune(ParallelStrategy(context_parallel_degree=2))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from lmforge.errors import Mistake
-from lmforge.model.shapes import PRESETS, ModelConfig, RopeScaling, from_hugging_face, preset, resolve
+from lmforge.errors import UserError
+from lmforge.model.config import PRESETS, ModelConfig, RopeScaling, get_preset, model_config_from_json, resolve_model_config
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
 LLAMA: dict[str, Any] = {
@@ -33,15 +33,15 @@ def test_a_shape_survives_the_trip_through_its_own_json(model_type: str, draw: r
         tokens["pad_token_id"] = draw.choice([0, 2, 3])
         config = drawn_config(model_type, draw, **tokens)
         for each in (config, dataclasses.replace(config, reward=True)):
-            assert from_hugging_face(json.loads(json.dumps(each.to_hugging_face())), "here") == each
+            assert model_config_from_json(json.loads(json.dumps(each.to_config_json())), "here") == each
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_shape_survives_the_trip_through_transformers(model_type: str, draw: random.Random, tmp_path: Path) -> None:
     for _ in range(5):
         config = drawn_config(model_type, draw)
-        AutoConfig.for_model(**config.to_hugging_face()).save_pretrained(tmp_path)
-        ours = dataclasses.asdict(resolve(tmp_path, {}))
+        AutoConfig.for_model(**config.to_config_json()).save_pretrained(tmp_path)
+        ours = dataclasses.asdict(resolve_model_config(tmp_path, {}))
         # transformers fills in the special tokens of each kind's first model.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             ours[name] = None
@@ -50,7 +50,7 @@ def test_a_shape_survives_the_trip_through_transformers(model_type: str, draw: r
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_the_trip_through_its_own_json(name: str) -> None:
-    assert from_hugging_face(preset(name).to_hugging_face(), "here") == preset(name)
+    assert model_config_from_json(get_preset(name).to_config_json(), "here") == get_preset(name)
 
 
 def test_the_spellings_of_transformers_4_and_5_mean_the_same() -> None:
@@ -58,40 +58,50 @@ def test_the_spellings_of_transformers_4_and_5_mean_the_same() -> None:
     old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}, "torch_dtype": "bfloat16"}
     older = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     new = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}, "dtype": "bfloat16"}
-    assert from_hugging_face(old, "a") == from_hugging_face(new, "b") == from_hugging_face(older, "c")
-    assert from_hugging_face(new, "b").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    assert model_config_from_json(old, "a") == model_config_from_json(new, "b") == model_config_from_json(older, "c")
+    assert model_config_from_json(new, "b").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
 
 
 def test_windows_name_the_layers_that_have_one() -> None:
     qwen = {**LLAMA, "model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 7, "max_window_layers": 3}
-    assert from_hugging_face({**qwen, "use_sliding_window": False}, "here").windows == (None,) * 4
-    assert from_hugging_face({**qwen, "use_sliding_window": True}, "here").windows == (None, None, None, 7)
+    assert model_config_from_json({**qwen, "use_sliding_window": False}, "here").layer_windows == (None,) * 4
+    assert model_config_from_json({**qwen, "use_sliding_window": True}, "here").layer_windows == (None, None, None, 7)
     kinds = ["sliding_attention", "full_attention"] * 2
-    assert from_hugging_face({**qwen, "use_sliding_window": True, "layer_types": kinds}, "here").windows == (7, None, 7, None)
-    assert from_hugging_face({**LLAMA, "model_type": "mistral", "sliding_window": 5}, "here").windows == (5, 5)
+    assert model_config_from_json({**qwen, "use_sliding_window": True, "layer_types": kinds}, "here").layer_windows == (
+        7,
+        None,
+        7,
+        None,
+    )
+    assert model_config_from_json({**LLAMA, "model_type": "mistral", "sliding_window": 5}, "here").layer_windows == (5, 5)
 
 
 def test_an_override_of_the_width_gives_the_heads_a_new_size() -> None:
-    assert resolve("nano", {"hidden_size": 384}).head_dim == 384 // resolve("nano", {}).num_attention_heads
-    assert resolve("qwen3-0.6b", {"hidden_size": 512}).head_dim == 128
+    assert (
+        resolve_model_config("nano", {"hidden_size": 384}).head_dim
+        == 384 // resolve_model_config("nano", {}).num_attention_heads
+    )
+    assert resolve_model_config("qwen3-0.6b", {"hidden_size": 512}).head_dim == 128
 
 
 def test_the_tokenizer_sets_the_vocabulary_of_a_preset_but_not_of_a_folder(tmp_path: Path) -> None:
-    assert resolve("nano", {}, vocab_size=777).vocab_size == 777
-    assert resolve("nano", {"vocab_size": 800}, vocab_size=777).vocab_size == 800
+    assert resolve_model_config("nano", {}, vocab_size=777).vocab_size == 777
+    assert resolve_model_config("nano", {"vocab_size": 800}, vocab_size=777).vocab_size == 800
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert resolve(tmp_path, {}, vocab_size=90).vocab_size == 99
-    with pytest.raises(Mistake, match="vocab_size is 99 and the tokenizer has 100 entries"):
-        resolve(tmp_path, {}, vocab_size=100)
-    with pytest.raises(Mistake, match="vocab_size is 50 and the tokenizer has 100 entries"):
-        resolve("nano", {"vocab_size": 50}, vocab_size=100)
+    assert resolve_model_config(tmp_path, {}, vocab_size=90).vocab_size == 99
+    with pytest.raises(UserError, match="vocab_size is 99 and the tokenizer has 100 entries"):
+        resolve_model_config(tmp_path, {}, vocab_size=100)
+    with pytest.raises(UserError, match="vocab_size is 50 and the tokenizer has 100 entries"):
+        resolve_model_config("nano", {"vocab_size": 50}, vocab_size=100)
 
 
 def test_a_shape_can_be_given_field_by_field() -> None:
     fields = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
-    assert resolve(None, fields, vocab_size=99).head_dim == 8
-    with pytest.raises(Mistake, match=r"^model\.num_attention_heads: missing; give it, or begin from a preset \(nano"):
-        resolve(None, {name: size for name, size in fields.items() if name != "num_attention_heads"}, vocab_size=99)
+    assert resolve_model_config(None, fields, vocab_size=99).head_dim == 8
+    with pytest.raises(UserError, match=r"^model\.num_attention_heads: missing; give it, or begin from a preset \(nano"):
+        resolve_model_config(
+            None, {name: size for name, size in fields.items() if name != "num_attention_heads"}, vocab_size=99
+        )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +130,8 @@ def test_a_shape_can_be_given_field_by_field() -> None:
     ],
 )
 def test_a_config_json_that_cannot_be_computed_is_refused_by_field(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(Mistake) as refused:
-        from_hugging_face({**LLAMA, **change}, "models/x/config.json")
+    with pytest.raises(UserError) as refused:
+        model_config_from_json({**LLAMA, **change}, "models/x/config.json")
     assert str(refused.value).startswith("models/x/config.json: ")
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -129,15 +139,15 @@ def test_a_config_json_that_cannot_be_computed_is_refused_by_field(change: dict[
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
 def test_a_config_json_without_a_size_is_refused(name: str) -> None:
-    with pytest.raises(Mistake, match=f"{name}: missing"):
-        from_hugging_face({key: value for key, value in LLAMA.items() if key != name}, "here")
+    with pytest.raises(UserError, match=f"{name}: missing"):
+        model_config_from_json({key: value for key, value in LLAMA.items() if key != name}, "here")
 
 
 @pytest.mark.parametrize("name", ["scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"])
 def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
-    content = preset("gpt2-124m").to_hugging_face()
-    with pytest.raises(Mistake, match=f"{name}: .* is not supported"):
-        from_hugging_face({**content, name: name != "scale_attn_weights"}, "here")
+    content = get_preset("gpt2-124m").to_config_json()
+    with pytest.raises(UserError, match=f"{name}: .* is not supported"):
+        model_config_from_json({**content, name: name != "scale_attn_weights"}, "here")
 
 
 @pytest.mark.parametrize(
@@ -161,28 +171,28 @@ def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
     ],
 )
 def test_a_recipe_that_asks_for_the_impossible_is_told_why(source: str, change: dict[str, Any], words: str) -> None:
-    with pytest.raises(Mistake) as refused:
-        resolve(source, change)
+    with pytest.raises(UserError) as refused:
+        resolve_model_config(source, change)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"config\.json: no such file"):
-        resolve(tmp_path, {})
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        resolve_model_config(tmp_path, {})
     (tmp_path / "config.json").write_text('{"model_type": "lla')
-    with pytest.raises(Mistake, match=r"config\.json: not valid JSON"):
-        resolve(tmp_path, {})
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        resolve_model_config(tmp_path, {})
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(Mistake, match=r"config\.json: expected an object"):
-        resolve(tmp_path, {})
+    with pytest.raises(UserError, match=r"config\.json: expected an object"):
+        resolve_model_config(tmp_path, {})
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(Mistake, match=r"config\.json: not valid JSON"):
-        resolve(tmp_path, {})
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        resolve_model_config(tmp_path, {})
 
 
 def test_reading_shapes_and_costs_does_not_import_torch() -> None:
-    program = "import sys, lmforge.model.shapes, lmforge.model.flops; sys.exit('torch' in sys.modules)"
+    program = "import sys, lmforge.model.config, lmforge.model.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -194,13 +204,13 @@ def test_a_shape_is_a_value() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_a_preset_becomes_another_family_by_its_model_type(kind: str) -> None:
-    shape = resolve("nano", {"model_type": kind})
+    shape = resolve_model_config("nano", {"model_type": kind})
     assert (shape.model_type, shape.qk_norm) == (kind, kind == "qwen3")
     assert (shape.attention_bias, shape.attention_output_bias) == (kind == "qwen2", False)
-    assert from_hugging_face(shape.to_hugging_face(), "") == shape
+    assert model_config_from_json(shape.to_config_json(), "") == shape
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_attention_bias_is_that_of_every_projection(kind: str) -> None:
-    shape = resolve("nano", {"model_type": kind, "attention_bias": True})
+    shape = resolve_model_config("nano", {"model_type": kind, "attention_bias": True})
     assert (shape.attention_bias, shape.attention_output_bias) == (True, True)

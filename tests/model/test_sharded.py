@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.safetensors_file import BLOCK_BYTES
-from lmforge.model.shapes import ModelConfig
+from lmforge.interop.export import export_folder
+from lmforge.interop.safetensors_file import BLOCK_BYTES
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from tests.model.conftest import built, drawn_config
 from tests.preloaded import on_ranks
 
@@ -21,7 +21,7 @@ def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.R
     folders = [tmp_path / "qwen3", tmp_path / "gpt2"]
     for folder in folders:
         config = drawn_config(folder.name, draw)
-        export_folder(built(config), config, folder, shard_bytes=9000)
+        export_folder(built(config), config, folder, max_shard_bytes=9000)
     on_ranks(3, Path(__file__).with_name("sharded_ranks.py"), tmp_path, *folders)
 
 
@@ -30,9 +30,9 @@ def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model of 34 million parameters, in fp32 (137 MB) and, in several files, in bf16."""
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
     config = ModelConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
-    model, folder = build(config, seed=0), tmp_path_factory.mktemp("large")
+    model, folder = build_model(config, seed=0), tmp_path_factory.mktemp("large")
     export_folder(model, config, folder / "fp32")
-    export_folder(model, config, folder / "bf16", dtype=torch.bfloat16, shard_bytes=20_000_000)
+    export_folder(model, config, folder / "bf16", dtype=torch.bfloat16, max_shard_bytes=20_000_000)
     return [folder / "fp32", folder / "bf16"]
 
 

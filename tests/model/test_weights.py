@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmforge.errors import Mistake
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.safetensors_file import SafetensorsFile
-from lmforge.model.shapes import ModelConfig
-from lmforge.model.weights import load_folder
+from lmforge.errors import UserError
+from lmforge.interop.export import export_folder
+from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from tests.model.conftest import built, drawn_config
 
 
@@ -26,14 +26,14 @@ def saved(config: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def refusal(config: ModelConfig, folder: Path) -> str:
-    with pytest.raises(Mistake) as refused:
-        load_folder(folder, build(config, seed=None))
+    with pytest.raises(UserError) as refused:
+        load_folder(folder, build_model(config, seed=None))
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def loaded(config: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
-    model = build(config, seed=None)
+    model = build_model(config, seed=None)
     load_folder(folder, model)
     assert (model.lm_head.weight is model.embeddings[0].weight) == config.tie_word_embeddings
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -113,7 +113,7 @@ def test_names_and_shapes_that_do_not_fit_are_named(draw: random.Random, tmp_pat
 def test_a_damaged_or_missing_file_is_named(draw: random.Random, tmp_path: Path) -> None:
     config = drawn_config("llama", draw)
     folder = tmp_path / "a"
-    export_folder(built(config), config, folder, shard_bytes=1)
+    export_folder(built(config), config, folder, max_shard_bytes=1)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
 
@@ -142,7 +142,7 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
     first, second = built(config, seed=1), built(config, seed=2)
     export_folder(first, config, tmp_path / "a")
     before = (tmp_path / "a" / "model.safetensors").read_bytes()
-    with pytest.raises(Mistake, match="exists already; choose another folder, or ask to overwrite it"):
+    with pytest.raises(UserError, match="exists already; choose another folder, or ask to overwrite it"):
         export_folder(second, config, tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == before
     export_folder(second, config, tmp_path / "a", overwrite=True)
@@ -151,22 +151,22 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    with pytest.raises(Mistake, match="holds no model, so it is not overwritten"):
+    with pytest.raises(UserError, match="holds no model, so it is not overwritten"):
         export_folder(second, config, tmp_path / "thesis", overwrite=True)
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
 
 def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path) -> None:
     config = drawn_config("llama", draw)
-    with pytest.raises(Mistake, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         export_folder(built(config), config, tmp_path / "a", tokenizer_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     # A file-size limit is how a process of its own meets what a full disk does.
     program = (
         "import resource, signal, sys\n"
         "from lmforge.model import build\n"
-        "from lmforge.model.shapes import resolve\n"
-        "from lmforge.model.export import export_folder\n"
+        "from lmforge.model.config import resolve\n"
+        "from lmforge.interop.export import export_folder\n"
         "config = resolve('nano', {'num_hidden_layers': 1})\n"
         "model = build(config, seed=0)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -174,7 +174,7 @@ def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path
         "export_folder(model, config, sys.argv[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "b"], capture_output=True, text=True, check=False)
-    assert f"Mistake: {tmp_path / 'b'}: could not be written" in done.stderr, done.stderr
+    assert f"UserError: {tmp_path / 'b'}: could not be written" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,7 +208,7 @@ def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, dr
     stored = {"a": torch.randn(draw.randrange(5, 60), width), "b": torch.randn(9, width).bfloat16(), "c": torch.randn(11)}
     save_file(stored, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
-    with file.reading():
+    with file.open_for_reading():
         for _ in range(20):
             wanted = []
             for name, whole in stored.items():

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Extras, Metrics
-from lmforge.model import build
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
-from lmforge.objectives.chunked import IGNORED
+from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.logprobs import token_logprobs
 from tests.objectives import tiny
 
@@ -36,7 +36,7 @@ class Document:
 
 def tiny_model(moved: float = 0.0, seed: int = 0, reward: bool = False) -> LanguageModel:
     """With `reward` the head has the first row of what it has otherwise."""
-    model = build(ModelConfig(**tiny.SHAPE, reward=reward), seed=None)
+    model = build_model(ModelConfig(**tiny.SHAPE, reward=reward), seed=None)
     with torch.no_grad():
         for name, value in tiny.weights(moved, seed).items():
             parameter = model.get_parameter(name)
@@ -58,7 +58,7 @@ def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
     """One row of documents each, completions scored, and at least `padding` tokens of padding behind them."""
     length = padding + max(sum(len(one.prompt + one.completion) for one in row) for row in rows)
     tokens, positions = (torch.zeros(len(rows), length, dtype=torch.int64) for _ in range(2))
-    targets = torch.full((len(rows), length), IGNORED)
+    targets = torch.full((len(rows), length), IGNORE_INDEX)
     documents = torch.full((len(rows), length), -1, dtype=torch.int32)
     for row, chosen in enumerate(rows):
         start = 0
@@ -79,10 +79,10 @@ def with_extras(batch: Batch, **extras: Tensor | Sequence[Sequence[float]]) -> B
     made = {}
     for name, values in extras.items():
         if not isinstance(values, Tensor):
-            spread = torch.zeros(batch.rows, batch.length)
+            spread = torch.zeros(batch.batch_size, batch.sequence_length)
             for row, of_row in enumerate(values):
                 for number, value in enumerate(of_row):
-                    spread[row, batch.documents[row] == number] = value
+                    spread[row, batch.document_ids[row] == number] = value
             values = spread
         made[name] = values
     present = {} if batch.extras is None else batch.extras.tensors
@@ -91,8 +91,8 @@ def with_extras(batch: Batch, **extras: Tensor | Sequence[Sequence[float]]) -> B
 
 @torch.no_grad()
 def logprobs_under(model: LanguageModel, batch: Batch, temperature: float = 1.0) -> Tensor:
-    hidden = model(batch.tokens, batch.positions, batch.documents)
-    return model.lm_head(hidden, partial(token_logprobs, targets=batch.targets, temperature=temperature))
+    hidden = model(batch.tokens, batch.positions, batch.document_ids)
+    return model.lm_head(hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature))
 
 
 def plain(model: LanguageModel, one: Document, temperature: float = 1.0) -> list[Tensor]:
@@ -122,7 +122,7 @@ def drawn(seed: int | None = None) -> tuple[torch.Generator, LanguageModel]:
     seed = secrets.randbelow(2**31) if seed is None else seed
     print(f"seed {seed}")
     config = ModelConfig(**{**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}, initializer_range=0.2)
-    return torch.Generator().manual_seed(seed), build(config, seed=seed)
+    return torch.Generator().manual_seed(seed), build_model(config, seed=seed)
 
 
 def drawn_pairs(generator: torch.Generator, count: int) -> list[tuple[Document, Document]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lmforge.objectives.chunked import CHUNK_TOKENS, IGNORED, cross_entropy_sum, token_losses
+from lmforge.objectives.cross_entropy import CHUNK_TOKENS, IGNORE_INDEX, cross_entropy_sum, token_losses
 
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -24,7 +24,7 @@ def drawn(tokens: int, dtype: torch.dtype, masked: float = 0.3) -> tuple[Tensor,
     hidden = torch.randn(tokens, width, dtype=dtype, generator=generator)
     weight = torch.randn(vocab, width, dtype=dtype, generator=generator)
     targets = torch.randint(0, vocab, (tokens,), generator=generator)
-    return hidden, weight, targets.masked_fill(torch.rand(tokens, generator=generator) < masked, IGNORED)
+    return hidden, weight, targets.masked_fill(torch.rand(tokens, generator=generator) < masked, IGNORE_INDEX)
 
 
 def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ def test_sum_and_gradients_are_those_of_whole_logits(tokens: int, dtype: torch.d
     hidden.requires_grad_()
     weight.requires_grad_()
     ours = cross_entropy_sum(hidden, weight, targets)
-    reference = cross_entropy(hidden @ weight.t(), targets, ignore_index=IGNORED, reduction="sum")
+    reference = cross_entropy(hidden @ weight.t(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     assert ours.shape == ()
     assert ours.dtype == dtype
     torch.testing.assert_close(ours, reference, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -55,14 +55,14 @@ def test_sum_and_gradients_are_those_of_whole_logits(tokens: int, dtype: torch.d
 def test_gradients_pass_gradcheck_through_rows_and_masked_targets() -> None:
     hidden, weight, targets = drawn(12, torch.float64)
     hidden, targets = hidden.view(3, 4, -1).requires_grad_(), targets.view(3, 4)
-    targets[0, 0] = IGNORED
+    targets[0, 0] = IGNORE_INDEX
     assert torch.autograd.gradcheck(lambda h, w: cross_entropy_sum(h, w, targets), (hidden, weight.requires_grad_()))
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK_TOKENS + 5])
 def test_nothing_scored_gives_zero_and_zero_gradients(tokens: int) -> None:
     hidden, weight, _ = drawn(tokens, torch.float32)
-    nothing = torch.full((tokens,), IGNORED)
+    nothing = torch.full((tokens,), IGNORE_INDEX)
     loss = cross_entropy_sum(hidden.requires_grad_(), weight.requires_grad_(), nothing)
     assert loss.item() == 0.0
     for gradient in gradients(loss, hidden, weight):
@@ -80,7 +80,7 @@ def test_it_is_a_sum_so_that_parts_of_a_batch_add_up() -> None:
 
 def test_a_masked_token_has_no_gradient_and_no_influence() -> None:
     hidden, weight, targets = drawn(50, torch.float64)
-    targets[::2] = IGNORED
+    targets[::2] = IGNORE_INDEX
     disturbed = hidden.clone()
     disturbed[::2] += 100
     hidden.requires_grad_()
@@ -92,7 +92,7 @@ def test_a_masked_token_has_no_gradient_and_no_influence() -> None:
 def test_losses_of_tokens_are_those_that_are_summed() -> None:
     hidden, weight, targets = drawn(2 * CHUNK_TOKENS + 10, torch.float64)
     losses = token_losses(hidden.view(2, -1, hidden.shape[1]), weight, targets.view(2, -1))
-    reference = cross_entropy(hidden @ weight.t(), targets, ignore_index=IGNORED, reduction="none")
+    reference = cross_entropy(hidden @ weight.t(), targets, ignore_index=IGNORE_INDEX, reduction="none")
     assert losses.shape == (2, CHUNK_TOKENS + 5)
     torch.testing.assert_close(losses.flatten(), reference, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(losses.sum(), cross_entropy_sum(hidden, weight, targets), rtol=1e-12, atol=0)
@@ -117,7 +117,7 @@ def test_under_autocast_logits_are_bf16_and_the_sum_and_the_weight_gradient_are_
     assert [gradient.dtype for gradient in ours] == [torch.float32, torch.float32]
     rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
     logits = (rounded[0] @ rounded[1].t()).float()
-    reference = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    reference = cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
     # The gradient of the logits is rounded to the 8 bits of bf16 on its way, once more than by autograd.
     for mine, theirs in zip(ours, gradients(reference, *rounded), strict=True):
@@ -128,7 +128,7 @@ def test_the_weight_gradient_of_a_bf16_model_adds_up_in_fp32() -> None:
     """After a chunk that adds 1,024 come forty that add a half each: to a bf16 sum they would add nothing."""
     hidden = torch.ones(41 * CHUNK_TOKENS, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.full((len(hidden),), IGNORED)
+    targets = torch.full((len(hidden),), IGNORE_INDEX)
     targets[:CHUNK_TOKENS] = 0
     targets[CHUNK_TOKENS::CHUNK_TOKENS] = 0
     loss = cross_entropy_sum(hidden, weight, targets)

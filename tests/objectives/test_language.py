@@ -10,12 +10,12 @@ from torch.nn.functional import cross_entropy
 
 from lmforge.data.batch import Batch
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
-from lmforge.model import build
+from lmforge.data.stream import TokenDataset
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
-from lmforge.objectives.chunked import IGNORED
-from lmforge.objectives.language import NextToken, score_text
+from lmforge.objectives.cross_entropy import IGNORE_INDEX
+from lmforge.objectives.language import NextTokenObjective, score_text
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 24,
@@ -33,59 +33,59 @@ def tokens(tiny_tokens: Path) -> TokenFolder:
 
 @pytest.fixture(scope="module")
 def model(tokens: TokenFolder) -> LanguageModel:
-    return build(ModelConfig(vocab_size=tokens.tokenizer.vocab_size, initializer_range=0.3, **SHAPE), seed=1).double()
+    return build_model(ModelConfig(vocab_size=tokens.tokenizer.vocab_size, initializer_range=0.3, **SHAPE), seed=1).double()
 
 
 @pytest.fixture(scope="module")
 def batch(tokens: TokenFolder) -> Batch:
     """Held-out rows with several documents in each, the last of them partly padding."""
-    stream = Stream(tokens, split="held_out", length=200, shuffle=False)
-    batch = Batch.of(stream.rows(stream.rows_per_epoch - 5, stream.rows_per_epoch))
-    assert (batch.documents.amax(1) > 0).any()
-    assert (batch.documents[-1] == -1).any()
+    stream = TokenDataset(tokens, split="validation", sequence_length=200, shuffle=False)
+    batch = Batch.from_sequences(stream.sequences(stream.sequences_per_epoch - 5, stream.sequences_per_epoch))
+    assert (batch.document_ids.amax(1) > 0).any()
+    assert (batch.document_ids[-1] == -1).any()
     return batch
 
 
 def whole_logits(model: LanguageModel, batch: Batch) -> torch.Tensor:
-    return model.lm_head(model(batch.tokens, batch.positions, batch.documents))
+    return model.lm_head(model(batch.tokens, batch.positions, batch.document_ids))
 
 
 def test_the_weight_of_a_batch_is_its_number_of_scored_targets(batch: Batch) -> None:
-    weight = NextToken().weight(batch)
-    assert weight.item() == sum(target != IGNORED for row in batch.targets.tolist() for target in row)
+    weight = NextTokenObjective().num_items(batch)
+    assert weight.item() == sum(target != IGNORE_INDEX for row in batch.labels.tolist() for target in row)
     assert weight.dtype == torch.float32
 
 
 def test_the_loss_is_the_sum_of_cross_entropies_of_the_scored_targets(model: LanguageModel, batch: Batch) -> None:
-    total, metrics = NextToken().loss(model, batch)
+    total, metrics = NextTokenObjective().loss(model, batch)
     logits = whole_logits(model, batch).flatten(0, 1)
-    reference = cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    reference = cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     torch.testing.assert_close(total, reference, rtol=1e-12, atol=0)
     assert torch.equal(metrics["loss"][0], total.detach())
-    assert torch.equal(metrics["loss"][1], NextToken().weight(batch))
+    assert torch.equal(metrics["loss"][1], NextTokenObjective().num_items(batch))
     assert not metrics["loss"][0].requires_grad
 
 
 def test_gradients_of_every_parameter_are_those_of_plain_cross_entropy(model: LanguageModel, batch: Batch) -> None:
-    total, _ = NextToken().loss(model, batch)
+    total, _ = NextTokenObjective().loss(model, batch)
     ours = torch.autograd.grad(total, list(model.parameters()))
     logits = whole_logits(model, batch).flatten(0, 1)
-    reference = cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    reference = cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     for mine, theirs in zip(ours, torch.autograd.grad(reference, list(model.parameters())), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11 * max(1.0, float(theirs.abs().max())))
 
 
 def test_losses_of_parts_of_a_batch_add_up_to_the_whole(model: LanguageModel, batch: Batch) -> None:
-    objective = NextToken()
+    objective = NextTokenObjective()
     whole, _ = objective.loss(model, batch)
     parts = [objective.loss(model, batch[rows])[0] for rows in (slice(0, 1), slice(1, 3), slice(3, 5))]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
-    assert objective.weight(batch) == sum(objective.weight(batch[rows]) for rows in (slice(0, 2), slice(2, 5)))
+    assert objective.num_items(batch) == sum(objective.num_items(batch[rows]) for rows in (slice(0, 2), slice(2, 5)))
 
 
 def test_a_batch_without_targets_is_worth_zero_and_teaches_nothing(model: LanguageModel, batch: Batch) -> None:
-    nothing = Batch(batch.tokens, torch.full_like(batch.targets, IGNORED), batch.positions, batch.documents)
-    total, metrics = NextToken().loss(model, nothing)
+    nothing = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.document_ids)
+    total, metrics = NextTokenObjective().loss(model, nothing)
     assert total.item() == 0.0
     assert [part.item() for part in metrics["loss"]] == [0.0, 0.0]
     for gradient in torch.autograd.grad(total, list(model.parameters())):
@@ -99,17 +99,17 @@ def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
     with torch.no_grad():
         log_probabilities = whole_logits(model, batch).log_softmax(-1)
     nats = targets = text_nats = text_bytes = 0.0
-    for row in range(batch.rows):
-        for place in range(batch.length):
-            target = int(batch.targets[row, place])
-            if target == IGNORED:
+    for row in range(batch.batch_size):
+        for place in range(batch.sequence_length):
+            target = int(batch.labels[row, place])
+            if target == IGNORE_INDEX:
                 continue
             loss = -float(log_probabilities[row, place, target])
             nats, targets = nats + loss, targets + 1
-            if target != tokenizer.separator_id:
+            if target != tokenizer.eos_token_id:
                 # A byte of a character that is split over tokens decodes to U+FFFD alone: count by what it stands for.
-                text_nats, text_bytes = text_nats + loss, text_bytes + int(tokenizer.token_bytes()[target])
-    scored = score_text(model, batch, torch.from_numpy(tokenizer.token_bytes()))
+                text_nats, text_bytes = text_nats + loss, text_bytes + int(tokenizer.token_byte_lengths()[target])
+    scored = score_text(model, batch, torch.from_numpy(tokenizer.token_byte_lengths()))
     assert scored.dtype == torch.float64
     assert scored.tolist() == pytest.approx([nats, targets, text_nats, text_bytes], rel=1e-12)
     assert nats > text_nats > 0
@@ -118,26 +118,26 @@ def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
 def test_the_bytes_that_are_scored_are_those_of_the_text(model: LanguageModel, tokens: TokenFolder) -> None:
     """Every byte of the held-out documents counts once, but for each document's first token, which nothing predicts,
     and the separators, which are no text."""
-    stream = Stream(tokens, split="held_out", length=64, shuffle=False)
-    sizes = torch.from_numpy(tokens.tokenizer.token_bytes())
-    batch = Batch.of(stream.rows(0, stream.rows_per_epoch))
+    stream = TokenDataset(tokens, split="validation", sequence_length=64, shuffle=False)
+    sizes = torch.from_numpy(tokens.tokenizer.token_byte_lengths())
+    batch = Batch.from_sequences(stream.sequences(0, stream.sequences_per_epoch))
     *_, text_bytes = score_text(model, batch, sizes).tolist()
-    split = tokens.split("held_out")
-    ids = split.read(0, split.tokens).tolist()
-    starts = [0, *split.document_starts(0, split.tokens).tolist()]
+    split = tokens.split("validation")
+    ids = split.read(0, split.num_tokens).tolist()
+    starts = [0, *split.document_starts(0, split.num_tokens).tolist()]
     whole_text = len(tokens.tokenizer.decode(ids).encode())
-    assert whole_text == tokens.manifest["text_bytes"]["held_out"]
+    assert whole_text == tokens.manifest["text_bytes"]["validation"]
     assert text_bytes == whole_text - sum(int(sizes[ids[start]]) for start in starts)
 
 
 def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte_of_single_byte_tokens() -> None:
     """Uniform over V tokens of one byte each: log2(V) bits per byte, whatever the text."""
     config = ModelConfig(vocab_size=256, **SHAPE)
-    uniform = build(config, seed=0)
+    uniform = build_model(config, seed=0)
     torch.nn.init.zeros_(uniform.lm_head.weight)
     ids = torch.randint(0, 256, (2, 30))
     targets = ids.roll(-1, 1)
-    targets[:, -1] = IGNORED
+    targets[:, -1] = IGNORE_INDEX
     batch = Batch(ids, targets, torch.arange(30).expand(2, 30), torch.zeros(2, 30, dtype=torch.int32))
     nats, _, text_nats, text_bytes = score_text(uniform, batch, torch.ones(256, dtype=torch.int32)).tolist()
     assert text_bytes == 2 * 29

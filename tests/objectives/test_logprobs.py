@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmforge.objectives.chunked import CHUNK_TOKENS, IGNORED, cross_entropy_sum
+from lmforge.objectives.cross_entropy import CHUNK_TOKENS, IGNORE_INDEX, cross_entropy_sum
 from lmforge.objectives.logprobs import (
+    broadcast_to_tokens,
+    document_label_counts,
     document_sums,
-    document_tokens,
-    of_their_documents,
     token_logprobs,
     token_logprobs_and_entropy,
 )
@@ -26,7 +26,7 @@ TOKENS = [1, CHUNK_TOKENS, CHUNK_TOKENS + 1]
 def whole(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     every = (hidden @ weight.t() / temperature).log_softmax(-1)
     chosen = every.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    scored = targets != IGNORED
+    scored = targets != IGNORE_INDEX
     return torch.where(scored, chosen, 0.0), torch.where(scored, -(every.exp() * every).sum(-1), 0.0)
 
 
@@ -92,14 +92,14 @@ def test_a_frozen_head_gets_no_gradient_and_what_is_below_gets_the_same(of: Call
 def test_gradients_pass_gradcheck_with_masked_targets() -> None:
     hidden, weight, targets = drawn(12, torch.float64)
     hidden, targets = hidden.view(3, 4, -1).requires_grad_(), targets.view(3, 4)
-    targets[0, 0] = IGNORED
+    targets[0, 0] = IGNORE_INDEX
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 1.3), (hidden, weight.requires_grad_()))
 
 
 def test_nothing_scored_gives_zeros_and_zero_gradients() -> None:
     hidden, weight, _ = drawn(30, torch.float32)
     hidden, weight = hidden.view(2, 15, -1).requires_grad_(), weight.requires_grad_()
-    values, entropy = token_logprobs_and_entropy(hidden, weight, torch.full((2, 15), IGNORED))
+    values, entropy = token_logprobs_and_entropy(hidden, weight, torch.full((2, 15), IGNORE_INDEX))
     assert torch.equal(values, torch.zeros(2, 15))
     assert torch.equal(entropy, torch.zeros(2, 15))
     for gradient in torch.autograd.grad(values.exp().sum(), (hidden, weight)):
@@ -129,14 +129,14 @@ def test_sums_over_documents_are_those_of_a_loop_and_go_back_to_their_tokens() -
         documents[row, : len(numbers)] = numbers
     values = torch.randn(3, 30, dtype=torch.float64, generator=generator).requires_grad_()
     targets = torch.randint(0, 9, (3, 30), generator=generator)
-    targets[torch.rand(3, 30, generator=generator) < 0.5] = IGNORED
-    sums, tokens = document_sums(values, documents), document_tokens(targets, documents)
+    targets[torch.rand(3, 30, generator=generator) < 0.5] = IGNORE_INDEX
+    sums, tokens = document_sums(values, documents), document_label_counts(targets, documents)
     for row in range(3):
         for number in range(30):
             here = documents[row] == number
             torch.testing.assert_close(sums[row, number], values[row][here].sum(), rtol=1e-12, atol=1e-12)
-            assert tokens[row, number] == (targets[row][here] != IGNORED).sum()
-            assert (of_their_documents(sums, documents)[row][here] == sums[row, number]).all()
-    assert (of_their_documents(sums, documents)[documents < 0] == 0).all()
+            assert tokens[row, number] == (targets[row][here] != IGNORE_INDEX).sum()
+            assert (broadcast_to_tokens(sums, documents)[row][here] == sums[row, number]).all()
+    assert (broadcast_to_tokens(sums, documents)[documents < 0] == 0).all()
     (back,) = torch.autograd.grad(sums[:, :5].sum(), values)
     assert torch.equal(back, (documents >= 0).double())

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.policy import PRESETS, Policy, Switches, advantages, has_spread, penalised
+from lmforge.objectives.policy import (
+    LOSS_TYPE_PRESETS,
+    PolicyLossConfig,
+    PolicyObjective,
+    compute_advantages,
+    has_nonzero_std,
+    subtract_kl_penalty,
+)
 from tests.objectives import tiny
 from tests.objectives.oracle import (
     Document,
@@ -32,26 +39,37 @@ from tests.objectives.oracle import (
 # What TRL's figures were recorded with; every switch is said.
 ADVANTAGES = [1.2, -0.7, 0.4, -1.5, 0.9, -0.3, 0.0, 0.6]
 IN_TRL = {
-    "grpo token": Switches(aggregate="sequence"),
-    "grpo token kl": Switches(aggregate="sequence", kl="k3", kl_weight=0.04),
-    "grpo token kl corrected": Switches(aggregate="sequence", kl="k3", kl_weight=0.04, kl_corrected=True),
-    "bnpo": Switches(aggregate="token"),
-    "dr_grpo": Switches(aggregate="constant", constant_tokens=16),
-    "dapo": Switches(aggregate="token", clip_high=0.28),
-    "dapo temperature": Switches(aggregate="token", temperature=0.7),
-    "grpo sequence": Switches(ratio="sequence", aggregate="sequence", clip_low=0.05, clip_high=0.06),
-    "rloo": Switches(ratio="product", aggregate="sequence"),
+    "grpo token": PolicyLossConfig(loss_aggregation="sequence"),
+    "grpo token kl": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k3", beta=0.04),
+    "grpo token kl corrected": PolicyLossConfig(
+        loss_aggregation="sequence", kl_estimator="k3", beta=0.04, use_bias_correction_kl=True
+    ),
+    "bnpo": PolicyLossConfig(loss_aggregation="token"),
+    "dr_grpo": PolicyLossConfig(loss_aggregation="constant", max_completion_length=16),
+    "dapo": PolicyLossConfig(loss_aggregation="token", epsilon_high=0.28),
+    "dapo temperature": PolicyLossConfig(loss_aggregation="token", temperature=0.7),
+    "grpo sequence": PolicyLossConfig(
+        importance_sampling_level="sequence", loss_aggregation="sequence", epsilon=0.05, epsilon_high=0.06
+    ),
+    "rloo": PolicyLossConfig(importance_sampling_level="product", loss_aggregation="sequence"),
 }
 # All presets, and what they leave out.
 SWITCHES = {
-    **PRESETS,
-    "dr_grpo": replace(PRESETS["dr_grpo"], constant_tokens=9),
-    "gspo": replace(PRESETS["gspo"], clip_low=0.03, clip_high=0.04),
-    "k2, warm": Switches(aggregate="sequence", kl="k2", kl_weight=0.3, temperature=1.7),
-    "sequence by token": Switches(
-        ratio="sequence", aggregate="token", clip_low=0.05, kl="k3", kl_weight=0.1, kl_corrected=True
+    **LOSS_TYPE_PRESETS,
+    "dr_grpo": replace(LOSS_TYPE_PRESETS["dr_grpo"], constant_tokens=9),
+    "gspo": replace(LOSS_TYPE_PRESETS["gspo"], epsilon=0.03, epsilon_high=0.04),
+    "k2, warm": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k2", beta=0.3, temperature=1.7),
+    "sequence by token": PolicyLossConfig(
+        importance_sampling_level="sequence",
+        loss_aggregation="token",
+        epsilon=0.05,
+        kl_estimator="k3",
+        beta=0.1,
+        use_bias_correction_kl=True,
     ),
-    "product by constant": Switches(ratio="product", aggregate="constant", constant_tokens=3, clip_low=0.1, clip_high=0.1),
+    "product by constant": PolicyLossConfig(
+        importance_sampling_level="product", loss_aggregation="constant", max_completion_length=3, epsilon=0.1, epsilon_high=0.1
+    ),
 }
 
 
@@ -66,19 +84,19 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
         old=logprobs_under(tiny_model(0.004, 2), batch, switches.temperature),
         reference=logprobs_under(tiny_model(0.02, 1), batch, switches.temperature),
     )
-    objective = Policy(switches)
+    objective = PolicyObjective(switches)
 
     def loss(model: LanguageModel) -> tuple[Tensor, Tensor, Metrics]:
         total, metrics = objective.loss(model, batch)
-        return total, objective.weight(batch), metrics
+        return total, objective.num_items(batch), metrics
 
     metrics = {key: float(total / count) for key, (total, count) in assert_as_trl(name, loss).items()}
     theirs = trl()[0][name]
     assert metrics["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
-    if switches.ratio == "token":
+    if switches.importance_sampling_level == "token":
         assert metrics["clip/low"] == pytest.approx(theirs["clip_ratio/low_mean"], rel=1e-5)
         assert metrics["clip/high"] == pytest.approx(theirs["clip_ratio/high_mean"], rel=1e-5)
-    if switches.kl != "none":
+    if switches.kl_estimator != "none":
         assert metrics["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
 
 
@@ -87,17 +105,17 @@ def test_advantages_are_those_of_trl_with_a_reward_missing(name: str) -> None:
     case = trl()[0][f"advantages {name}"]
     baseline, scale = name.split()
     rewards = torch.tensor([math.nan if reward is None else reward for reward in case["rewards"]]).view(2, 4)
-    ours = advantages(rewards, Switches(baseline=baseline, scale=scale))  # type: ignore[arg-type]
+    ours = compute_advantages(rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale))  # type: ignore[arg-type]
     torch.testing.assert_close(ours.flatten(), torch.tensor(case["advantages"]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave-one-out"])
-@pytest.mark.parametrize("scale", ["none", "population", "bessel"])
+@pytest.mark.parametrize("scale", ["none", "group-population", "group"])
 def test_advantages_are_those_of_a_loop_over_samples(baseline: Any, scale: Any) -> None:
     generator, _ = drawn()
     rewards = torch.randn(6, 5, dtype=torch.float64, generator=generator)
     rewards[torch.rand(6, 5, generator=generator) < 0.3] = math.nan
-    ours = advantages(rewards, Switches(baseline=baseline, scale=scale)).tolist()
+    ours = compute_advantages(rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale)).tolist()
     for group, row in zip(rewards.tolist(), ours, strict=True):
         known = [reward for reward in group if not math.isnan(reward)]
         for place, (reward, found) in enumerate(zip(group, row, strict=True)):
@@ -108,52 +126,54 @@ def test_advantages_are_those_of_a_loop_over_samples(baseline: Any, scale: Any) 
             base = known if baseline == "group" else others
             mean = sum(known) / len(known)
             squares = sum((other - mean) ** 2 for other in known)
-            divisor = {"population": len(known), "bessel": len(known) - 1}.get(scale)
+            divisor = {"group-population": len(known), "group": len(known) - 1}.get(scale)
             expected = (reward - sum(base) / len(base)) / (1 if divisor is None else math.sqrt(squares / divisor) + 1e-4)
             assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_two_deviations_differ_by_15_percent_at_four_samples() -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0]])
-    wide, narrow = (advantages(rewards, Switches(scale=scale)) for scale in ("population", "bessel"))
+    wide, narrow = (
+        compute_advantages(rewards, PolicyLossConfig(scale_rewards=scale)) for scale in ("group-population", "group")
+    )
     torch.testing.assert_close(wide / narrow, torch.full((1, 4), math.sqrt(4 / 3)), rtol=1e-3, atol=0)
 
 
 def test_a_group_without_spread_has_nothing_to_teach() -> None:
     rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, math.nan], [math.nan, 2.0, math.nan], [math.nan] * 3])
-    assert has_spread(rewards).tolist() == [False, True, False, False]
-    assert advantages(rewards, Switches())[[0, 2, 3]].abs().max() == 0
+    assert has_nonzero_std(rewards).tolist() == [False, True, False, False]
+    assert compute_advantages(rewards, PolicyLossConfig())[[0, 2, 3]].abs().max() == 0
 
 
 def test_the_divergence_is_taken_off_the_reward_where_that_is_its_place() -> None:
     rewards, old, reference = torch.tensor([1.0, 2.0]), torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -2.0])
-    assert penalised(rewards, old, reference, PRESETS["rloo"]).tolist() == pytest.approx([0.95, 2.15])
-    assert penalised(rewards, old, reference, PRESETS["grpo"]) is rewards
+    assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["rloo"]).tolist() == pytest.approx([0.95, 2.15])
+    assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["grpo"]) is rewards
 
 
 def plain_sum(
-    switches: Switches, model: LanguageModel, documents: Sequence[Document], extras: Sequence[dict[str, Any]]
+    switches: PolicyLossConfig, model: LanguageModel, documents: Sequence[Document], extras: Sequence[dict[str, Any]]
 ) -> tuple[Tensor, float]:
     """(sum, weight) as the papers write it: completions one at a time, tokens one at a time."""
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
     for one, about in zip(documents, extras, strict=True):
-        if switches.mask_overlong and about["overlong"]:
+        if switches.mask_truncated_completions and about["overlong"]:
             continue
         logprobs = plain(model, one, switches.temperature)
         size, advantage = len(logprobs), about["advantage"]
         logs = [now - before for now, before in zip(logprobs, about["old"], strict=True)]
-        if switches.ratio != "token":
-            logs = [sum(logs) / (size if switches.ratio == "sequence" else 1)] * size  # type: ignore[list-item]
+        if switches.importance_sampling_level != "token":
+            logs = [sum(logs) / (size if switches.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
         losses = []
         for log, logprob, reference in zip(logs, logprobs, about["reference"], strict=True):
             ratio = log.exp()
-            clipped = min(max(float(ratio), 1 - switches.clip_low), 1 + switches.clip_high)
+            clipped = min(max(float(ratio), 1 - switches.epsilon), 1 + switches.epsilon_high)
             loss = -ratio * advantage if float(ratio) * advantage <= clipped * advantage else torch.tensor(-clipped * advantage)
             further = reference - logprob
-            divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(switches.kl, torch.zeros(()))
-            losses.append(loss + switches.kl_weight * divergence * (ratio if switches.kl_corrected else 1))
-        total = total + sum(losses) / (size if switches.aggregate == "sequence" else 1)  # type: ignore[operator]
-        weight += {"sequence": 1, "token": size, "constant": switches.constant_tokens}[switches.aggregate]
+            divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(switches.kl_estimator, torch.zeros(()))
+            losses.append(loss + switches.beta * divergence * (ratio if switches.use_bias_correction_kl else 1))
+        total = total + sum(losses) / (size if switches.loss_aggregation == "sequence" else 1)  # type: ignore[operator]
+        weight += {"sequence": 1, "token": size, "constant": switches.max_completion_length}[switches.loss_aggregation]
     return total, weight
 
 
@@ -161,14 +181,16 @@ def completions_of(generator: torch.Generator, counts: Sequence[int]) -> list[li
     return [[side for pair in drawn_pairs(generator, count) for side in pair] for count in counts]
 
 
-def told(batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, switches: Switches, seed: int) -> Batch:
+def told(
+    batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, switches: PolicyLossConfig, seed: int
+) -> Batch:
     """With advantages of both signs, the log-probabilities of an older policy and of a reference, some overlong.
 
     Under the older policy the very first completion is as likely as now: a batch in which all are clipped teaches nothing.
     """
     count = len(rows) * max(map(len, rows))
-    first = torch.zeros_like(batch.documents, dtype=torch.bool)
-    first[0] = batch.documents[0] == 0
+    first = torch.zeros_like(batch.document_ids, dtype=torch.bool)
+    first[0] = batch.document_ids[0] == 0
     now, older = (logprobs_under(each, batch, switches.temperature) for each in (model, moved(model, 0.01, seed)))
     values = torch.randn(len(rows), count, generator=torch.Generator().manual_seed(seed))
     return with_extras(
@@ -185,7 +207,7 @@ def by_document(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[dict[s
     found = []
     for row, of in enumerate(rows):
         for number in range(len(of)):
-            here = (batch.documents[row] == number) & (batch.targets[row] != -100)
+            here = (batch.document_ids[row] == number) & (batch.labels[row] != -100)
             values = {name: batch.extra(name)[row, here].double() for name in ("old", "reference", "advantage", "overlong")}
             found.append(values | {name: float(values[name][0]) for name in ("advantage", "overlong")})
     return found
@@ -196,15 +218,15 @@ def test_losses_and_gradients_are_those_of_an_oracle_that_goes_token_by_token(na
     generator, model = drawn()
     switches, rows = SWITCHES[name], completions_of(generator, (3, 1))
     batch = told(packed(rows), rows, model, switches, generator.initial_seed())
-    objective = Policy(switches)
+    objective = PolicyObjective(switches)
     total, _ = objective.loss(model, batch)
-    loss = total / objective.weight(batch)
+    loss = total / objective.num_items(batch)
     ours = loss.detach(), gradient(loss, model)
     wide = model.double()
     expected, weight = plain_sum(switches, wide, [one for row in rows for one in row], by_document(batch, rows))
     # A ratio at the very bound may be clipped in one precision and not in the other; fresh seeds have not met one.
     assert_same(ours, (expected.detach() / weight, gradient(expected / weight, wide)))
-    assert objective.weight(batch).item() == weight
+    assert objective.num_items(batch).item() == weight
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -212,21 +234,21 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch_and_any_packing(nam
     generator, model = drawn()
     model.double()
     switches, rows = SWITCHES[name], completions_of(generator, (1, 3, 2, 1))
-    batch, objective = told(packed(rows), rows, model, switches, generator.initial_seed()), Policy(switches)
+    batch, objective = told(packed(rows), rows, model, switches, generator.initial_seed()), PolicyObjective(switches)
     whole, _ = objective.loss(model, batch)
     reference = whole.detach(), gradient(whole, model)
     parts = [batch[rows_] for rows_ in (slice(0, 1), slice(1, 4))]
     sums = [objective.loss(model, part)[0] for part in parts]
-    assert sum(objective.weight(part) for part in parts) == objective.weight(batch)
+    assert sum(objective.num_items(part) for part in parts) == objective.num_items(batch)
     split = torch.stack(sums).sum().detach(), torch.stack([gradient(total, model) for total in sums]).sum(0)
     assert_same(split, reference, tolerance=1e-11)
     apart = packed([[one] for row in rows for one in row])
     extras = by_document(batch, rows)
     names = ("old", "reference", "advantage", "overlong")
-    spread = {each: torch.zeros(apart.rows, apart.length, dtype=torch.float64) for each in names}
+    spread = {each: torch.zeros(apart.batch_size, apart.sequence_length, dtype=torch.float64) for each in names}
     for row, about in enumerate(extras):
         for each in names:
-            spread[each][row, apart.targets[row] != -100] = torch.as_tensor(about[each], dtype=torch.float64)
+            spread[each][row, apart.labels[row] != -100] = torch.as_tensor(about[each], dtype=torch.float64)
     unpacked, _ = objective.loss(model, with_extras(apart, **spread))
     assert_same((unpacked.detach(), gradient(unpacked, model)), reference, tolerance=1e-11)
 
@@ -236,10 +258,10 @@ def test_a_batch_without_completions_is_worth_zero_and_teaches_nothing(name: str
     generator, model = drawn()
     rows = completions_of(generator, (1, 2))
     batch = told(packed(rows), rows, model, SWITCHES[name], generator.initial_seed())
-    batch.targets.fill_(-100)
-    total, metrics = Policy(SWITCHES[name]).loss(model, batch)
+    batch.labels.fill_(-100)
+    total, metrics = PolicyObjective(SWITCHES[name]).loss(model, batch)
     assert total.item() == 0.0
-    assert Policy(SWITCHES[name]).weight(batch).item() == 0.0
+    assert PolicyObjective(SWITCHES[name]).num_items(batch).item() == 0.0
     assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
     assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
 
@@ -247,21 +269,21 @@ def test_a_batch_without_completions_is_worth_zero_and_teaches_nothing(name: str
 def test_an_overlong_completion_that_is_masked_teaches_nothing_and_is_not_counted() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2,))
-    switches = PRESETS["dapo"]
+    switches = LOSS_TYPE_PRESETS["dapo"]
     batch = told(packed(rows), rows, model, switches, generator.initial_seed())
     cut = with_extras(batch, overlong=[[0.0, 1.0, 0.0, 0.0]])
     shorter = with_extras(batch, overlong=[[0.0] * 4])
-    shorter.targets[shorter.documents == 1] = -100
-    ours, reference = (Policy(switches).loss(model, each)[0] for each in (cut, shorter))
+    shorter.labels[shorter.document_ids == 1] = -100
+    ours, reference = (PolicyObjective(switches).loss(model, each)[0] for each in (cut, shorter))
     assert ours.item() == reference.item()
-    assert Policy(switches).weight(cut).item() == sum(len(rows[0][place].completion) for place in (0, 2, 3))
+    assert PolicyObjective(switches).num_items(cut).item() == sum(len(rows[0][place].completion) for place in (0, 2, 3))
 
 
 def test_as_it_was_sampled_every_ratio_is_one_and_nothing_is_clipped() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2, 1))
-    batch = told(packed(rows), rows, model, Switches(), generator.initial_seed())
+    batch = told(packed(rows), rows, model, PolicyLossConfig(), generator.initial_seed())
     batch = with_extras(batch, old=logprobs_under(model, batch))
-    _, metrics = Policy(Switches()).loss(model, batch)
+    _, metrics = PolicyObjective(PolicyLossConfig()).loss(model, batch)
     assert float(metrics["ratio"][0] / metrics["ratio"][1]) == pytest.approx(1.0, abs=1e-6)
     assert metrics["clip/low"][0].item() == metrics["clip/high"][0].item() == 0

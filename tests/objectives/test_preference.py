@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
-from lmforge.model import build
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
-from lmforge.objectives.kto import KTO
-from lmforge.objectives.language import NextToken
-from lmforge.objectives.preference import Preference, RewardModel, disagreement, dpo, orpo, simpo
+from lmforge.objectives.kto import KTOObjective
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.objectives.preference import (
+    PreferenceObjective,
+    RewardModelObjective,
+    dpo,
+    orpo,
+    reference_mismatch_warning,
+    simpo,
+)
 from tests.objectives import tiny
 from tests.objectives.oracle import (
     Document,
@@ -43,10 +50,10 @@ DPO: dict[str, dict[str, Any]] = {
     "apo-zero": {"kind": "apo-zero"},
     "apo-down": {"kind": "apo-down"},
 }
-OBJECTIVES: dict[str, Preference] = {
-    **{name: Preference(partial(dpo, beta=0.1, **options), reference=True) for name, options in DPO.items()},
-    "orpo": Preference(partial(orpo, weight=0.1), reference=False),
-    "simpo": Preference(partial(simpo, beta=2.0, gamma=0.5), reference=False),
+OBJECTIVES: dict[str, PreferenceObjective] = {
+    **{name: PreferenceObjective(partial(dpo, beta=0.1, **options), uses_reference=True) for name, options in DPO.items()},
+    "orpo": PreferenceObjective(partial(orpo, beta=0.1), uses_reference=False),
+    "simpo": PreferenceObjective(partial(simpo, beta=2.0, gamma=0.5), uses_reference=False),
 }
 IN_TRL = {
     "dpo": "dpo sigmoid",
@@ -95,7 +102,7 @@ def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
     batch = referred(packed(one_row(pairs)), tiny_model(0.02, 1))
     if name == "dpo smoothed":
         # TRL smooths labels where there is no reference, which is one that is certain of everything.
-        batch = with_extras(batch, reference=torch.zeros(batch.rows, batch.length))
+        batch = with_extras(batch, reference=torch.zeros(batch.batch_size, batch.sequence_length))
     assert_as_trl(IN_TRL[name], lambda model: _loss_and_weight(OBJECTIVES[name], model, batch))
 
 
@@ -107,20 +114,20 @@ def _loss_and_weight(objective: Any, model: LanguageModel, batch: Batch) -> tupl
 @pytest.mark.parametrize(("name", "centre", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)])
 def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, centre: float, margins: list[float]) -> None:
     batch = with_extras(packed(one_row(recorded_pairs())), margin=[[margin for each in margins for margin in (each, 0.0)]])
-    objective = RewardModel(centre=centre, margins=True)
+    objective = RewardModelObjective(center_rewards_coefficient=centre, margins=True)
     assert_as_trl(name, lambda model: _loss_and_weight(objective, model, batch), reward=True)
 
 
 def test_loss_and_gradients_of_fine_tuning_are_those_of_trl() -> None:
     batch = packed([[chosen for chosen, _ in recorded_pairs()]])
-    assert_as_trl("sft", lambda model: _loss_and_weight(NextToken(), model, batch))
+    assert_as_trl("sft", lambda model: _loss_and_weight(NextTokenObjective(), model, batch))
 
 
 def test_loss_and_gradients_of_kto_are_those_of_trl() -> None:
     documents = rotated([chosen for chosen, _ in recorded_pairs()])
     batch = referred(packed([documents]), tiny_model(0.02, 1))
     batch = with_extras(batch, label=[[1, 1, 0, 0, 1, 1, 0, 0]])
-    metrics = assert_as_trl("kto", lambda model: _loss_and_weight(KTO(**KTO_WEIGHTS), model, batch))
+    metrics = assert_as_trl("kto", lambda model: _loss_and_weight(KTOObjective(**KTO_WEIGHTS), model, batch))
     # TRL's own estimate of the divergence, as it was told; above zero, or it would have had no part in the loss.
     assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(1.0061497688293457, rel=1e-5)
 
@@ -175,7 +182,7 @@ def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by
     )
     assert isinstance(expected, Tensor)
     assert_same(ours, (expected.detach(), gradient(expected, wide)))
-    assert OBJECTIVES[name].weight(batch).item() == 4
+    assert OBJECTIVES[name].num_items(batch).item() == 4
     assert torch.equal(metrics["loss"][0], ours[0].detach())
 
 
@@ -187,7 +194,7 @@ def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_an_estimate_for_ea
     reference = moved(model, 0.05, generator.initial_seed())
     batch = referred(packed([rotated(row) for row in rows]), reference)
     batch = with_extras(batch, label=[[label for label in row for _ in range(2)] for row in labels])
-    objective = KTO(**KTO_WEIGHTS)
+    objective = KTOObjective(**KTO_WEIGHTS)
     total, _ = objective.loss(model, batch)
     ours = total, gradient(total, model)
     wide, wide_reference = model.double(), reference.double()
@@ -199,12 +206,12 @@ def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_an_estimate_for_ea
             gain = 0.1 * (ratio - z)
             expected = expected + (1.3 * (1 - sigma(gain)) if label else 0.8 * (1 - sigma(-gain)))
     assert_same(ours, (expected.detach(), gradient(expected, wide)))
-    assert objective.weight(batch).item() == 6
+    assert objective.num_items(batch).item() == 6
 
 
 def rewarding(seed: int) -> LanguageModel:
     shape = {**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
-    return build(ModelConfig(**shape, initializer_range=0.2, reward=True), seed=seed)
+    return build_model(ModelConfig(**shape, initializer_range=0.2, reward=True), seed=seed)
 
 
 @pytest.mark.parametrize(("centre", "margins"), [(0.0, False), (0.01, True)])
@@ -212,7 +219,7 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: 
     generator, _ = drawn()
     model, pairs = rewarding(generator.initial_seed()), drawn_pairs(generator, 4)
     batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[[0.1, 0, 0.2, 0, 0.3, 0], [0.4, 0]])
-    objective = RewardModel(centre=centre, margins=margins)
+    objective = RewardModelObjective(center_rewards_coefficient=centre, margins=margins)
     total, metrics = objective.loss(model, batch)
     ours = total, gradient(total, model)
     wide = model.double()
@@ -232,7 +239,7 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: 
     assert [part.item() for part in metrics["rewards/accuracy"]] == [right, 4]
 
 
-EVERY: dict[str, Any] = {**OBJECTIVES, "kto": KTO(**KTO_WEIGHTS)}
+EVERY: dict[str, Any] = {**OBJECTIVES, "kto": KTOObjective(**KTO_WEIGHTS)}
 
 
 def full_batch(generator: torch.Generator, model: LanguageModel, arrange: Callable[..., Rows] = one_row) -> Batch:
@@ -272,7 +279,7 @@ def test_packed_pairs_are_worth_what_they_are_worth_alone(name: str) -> None:
 def test_a_batch_without_targets_is_worth_zero_and_teaches_nothing(name: str) -> None:
     generator, model = drawn()
     batch = full_batch(generator, model)
-    batch.targets.fill_(-100)
+    batch.labels.fill_(-100)
     total, metrics = EVERY[name].loss(model, batch)
     assert total.item() == 0.0
     assert EVERY[name].weight(batch).item() == 0.0
@@ -284,10 +291,10 @@ def test_a_side_without_targets_makes_no_pair() -> None:
     generator, model = drawn()
     pairs = drawn_pairs(generator, 3)
     batch, fewer = packed(one_row(pairs)), packed(one_row(pairs[:2]))
-    batch.targets[batch.documents == 5] = -100
+    batch.labels[batch.document_ids == 5] = -100
     ours, reference = (OBJECTIVES["simpo"].loss(model, each)[0] for each in (batch, fewer))
     torch.testing.assert_close(ours, reference, rtol=1e-5, atol=0)
-    assert OBJECTIVES["simpo"].weight(batch).item() == 2
+    assert OBJECTIVES["simpo"].num_items(batch).item() == 2
 
 
 @pytest.mark.parametrize("name", ["dpo", "dpo smoothed"])
@@ -298,7 +305,7 @@ def test_at_its_own_reference_the_loss_is_ln_2_and_no_pair_counts_as_right(name:
     assert total.item() == pytest.approx(3 * math.log(2), rel=1e-6)
     assert metrics["rewards/accuracy"][0].item() == 0
     means = {name: float(sum_ / count) for name, (sum_, count) in metrics.items()}
-    assert disagreement(means) is None
+    assert reference_mismatch_warning(means) is None
 
 
 def test_a_reference_in_another_dtype_is_told() -> None:
@@ -307,7 +314,7 @@ def test_a_reference_in_another_dtype_is_told() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         batch = referred(batch, model)
     _, metrics = OBJECTIVES["dpo"].loss(model, batch)
-    said = disagreement({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
+    said = reference_mismatch_warning({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
     assert said is not None
     assert "nats a token" in said
 

@@ -10,17 +10,17 @@ from typing import Any
 import psutil
 import pytest
 
-from lmforge.errors import Mistake
-from lmforge.objectives.reward import load_rewards
-from lmforge.objectives.rewards import code_of
+from lmforge.errors import UserError
+from lmforge.rewards.builtin import extract_code
+from lmforge.rewards.functions import load_reward_functions
 
 FUNCTIONS = """
 import asyncio, os, sys, time
 import numpy
-from lmforge.errors import Mistake
+from lmforge.errors import UserError
 
-def timed(prompts, completions, reward_seconds):
-    return [reward_seconds] * len(prompts)
+def timed(prompts, completions, reward_timeout_seconds):
+    return [reward_timeout_seconds] * len(prompts)
 
 def length(prompts, completions, **columns):
     return [len(completion) for completion in completions]
@@ -85,7 +85,7 @@ def infinite(prompts, completions):
     return [float("nan")] * len(prompts)
 
 def refuses(prompts, completions):
-    raise Mistake("this machine will not do")
+    raise UserError("this machine will not do")
 
 def raises_with_other_words(prompts, completions):
     raise KeyError(completions[0])
@@ -116,34 +116,34 @@ def test_what_lies_in_the_working_directory_is_not_imported_in_place_of_what_is_
     for name in ("lmforge/__init__.py", "json.py", "queue.py"):
         (tmp_path / "work" / name).write_text("raise SystemExit('the wrong one')\n")
     monkeypatch.chdir(tmp_path / "work")
-    with load_rewards([named("length")]) as rewards:
+    with load_reward_functions([named("length")]) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {}).rewards == [1.0, 1.0, 2.0]
 
 
 def test_rewards_are_weighted_and_summed_and_none_is_left_out(named: Callable[[str], str]) -> None:
     length, right, of_numpy = map(named, ("length", "right", "of_numpy"))
-    with load_rewards([length, right, of_numpy], weights=[0.5, 10.0, 1.0]) as rewards:
+    with load_reward_functions([length, right, of_numpy], weights=[0.5, 10.0, 1.0]) as rewards:
         scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], "level": [1, 2, 3]})
-    assert scores.parts == {length: [1.0, 1.0, 2.0], right: [1.0, 0.0, None], of_numpy: [4.0, 4.0, 1.0]}
+    assert scores.by_function == {length: [1.0, 1.0, 2.0], right: [1.0, 0.0, None], of_numpy: [4.0, 4.0, 1.0]}
     assert scores.rewards == [14.5, 4.5, 2.0]
     assert scores.failures == {length: 0, right: 0, of_numpy: 0}
 
 
 def test_an_item_of_which_no_function_says_anything_has_no_reward(named: Callable[[str], str]) -> None:
-    with load_rewards([named("right")]) as rewards:
+    with load_reward_functions([named("right")]) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""]}).rewards == [1.0, 0.0, None]
 
 
 def test_async_functions_wait_together(named: Callable[[str], str]) -> None:
     """Each waits for the other to be called: in turn, the first would wait for ever."""
-    with load_rewards([named("later"), named("later_too")]) as rewards:
+    with load_reward_functions([named("later"), named("later_too")]) as rewards:
         assert rewards(["a"], ["b"], {}).rewards == [3.0]
 
 
 def test_a_file_is_imported_once_and_its_process_is_not_ours(
     named: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with load_rewards([named("process")]) as rewards:
+    with load_reward_functions([named("process")]) as rewards:
         [first], [second] = rewards(["a"], ["b"], {}).rewards, rewards(["a"], ["b"], {}).rewards
         assert first == second != os.getpid()
         assert psutil.pid_exists(int(first or 0))
@@ -166,18 +166,18 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
 def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard(
     named: Callable[[str], str], function: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.objectives.reward.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("lmforge.rewards.functions.GRACE_SECONDS", 0.5)
     told: list[str] = []
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     bad, good = named(function), named("length")
-    with load_rewards([bad, good], seconds=0.5, say=told.append) as rewards:
+    with load_reward_functions([bad, good], timeout_seconds=0.5, log=told.append) as rewards:
         began = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for _ in range(2):
             scores = rewards(PROMPTS, COMPLETIONS, {})
             # On a busy machine the good one may miss so short a time as well, but the bad one always does.
-            assert scores.parts[bad] == [None, None, None]
+            assert scores.by_function[bad] == [None, None, None]
             assert scores.failures[bad] == 3
-            assert scores.parts[good] in ([1.0, 1.0, 2.0], [None, None, None])
+            assert scores.by_function[good] in ([1.0, 1.0, 2.0], [None, None, None])
         assert rewards.failures[bad] == 6
     assert len([line for line in told if f"reward {bad}: {problem}" in line]) == 1
     assert began
@@ -200,7 +200,7 @@ def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard
 def test_a_function_that_is_always_wrong_ends_the_run_with_its_name(
     named: Callable[[str], str], function: str, problem: str
 ) -> None:
-    with load_rewards([named(function)]) as rewards, pytest.raises(Mistake) as caught:
+    with load_reward_functions([named(function)]) as rewards, pytest.raises(UserError) as caught:
         rewards(PROMPTS, COMPLETIONS, {})
     assert named(function) in str(caught.value)
     assert problem in str(caught.value)
@@ -220,11 +220,11 @@ def test_what_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: P
         "mine.py": "reward mine.py: expected FILE.py:FUNCTION",
     }
     for spec, problem in cases.items():
-        with pytest.raises(Mistake) as caught:
-            load_rewards([spec])
+        with pytest.raises(UserError) as caught:
+            load_reward_functions([spec])
         assert problem in str(caught.value)
-    with pytest.raises(Mistake, match="2 functions but 1 weights"):
-        load_rewards([named("length"), named("later")], weights=[1.0])
+    with pytest.raises(UserError, match="2 functions but 1 weights"):
+        load_reward_functions([named("length"), named("later")], weights=[1.0])
 
 
 NOT_PLAIN = {
@@ -236,7 +236,7 @@ NOT_PLAIN = {
 
 
 def test_a_column_that_is_no_plain_data_is_refused(named: Callable[[str], str]) -> None:
-    with load_rewards([named("length")]) as rewards, pytest.raises(Mistake, match="not plain data"):
+    with load_reward_functions([named("length")]) as rewards, pytest.raises(UserError, match="not plain data"):
         rewards(["a"], ["b"], {"thing": [object()]})
 
 
@@ -245,19 +245,19 @@ def test_a_column_that_is_no_plain_data_is_named_before_it_is_handed_to_what_tak
     name: str, named: Callable[[str], str]
 ) -> None:
     plain = {"answer": "2", "level": 1, "share": 0.5, "right": True, "none": None, "tags": ["a"], "about": {"b": [1]}}
-    with load_rewards([named("right"), named("length")]) as rewards:
-        rewards.check_plain(plain)
-        with pytest.raises(Mistake, match=rf"column '{name}' is not plain data .*, and reward .*mine\.py:length takes it"):
-            rewards.check_plain({**plain, name: NOT_PLAIN[name]})
-    with load_rewards([named("right")]) as rewards:
-        rewards.check_plain({**plain, name: NOT_PLAIN[name]})
-        with pytest.raises(Mistake, match=r"column 'answer' is not plain data .*, and reward .*mine\.py:right takes it"):
-            rewards.check_plain({**plain, "answer": NOT_PLAIN[name]})
+    with load_reward_functions([named("right"), named("length")]) as rewards:
+        rewards.check_serializable(plain)
+        with pytest.raises(UserError, match=rf"column '{name}' is not plain data .*, and reward .*mine\.py:length takes it"):
+            rewards.check_serializable({**plain, name: NOT_PLAIN[name]})
+    with load_reward_functions([named("right")]) as rewards:
+        rewards.check_serializable({**plain, name: NOT_PLAIN[name]})
+        with pytest.raises(UserError, match=r"column 'answer' is not plain data .*, and reward .*mine\.py:right takes it"):
+            rewards.check_serializable({**plain, "answer": NOT_PLAIN[name]})
 
 
 def test_what_no_function_takes_may_be_anything(named: Callable[[str], str]) -> None:
     columns = {name: [value] * 3 for name, value in NOT_PLAIN.items()}
-    with load_rewards([named("right"), named("of_numpy")]) as rewards:
+    with load_reward_functions([named("right"), named("of_numpy")]) as rewards:
         scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], **columns})
     assert scores.rewards == [5.0, 4.0, 1.0]
 
@@ -266,7 +266,7 @@ def test_python_code_is_worth_what_it_can_do() -> None:
     fenced = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles."
     completions = [fenced, "def double(x):\n    return x", "def double(x):\n    return y\ndouble(1)", "return 1", "def (", "  "]
     checks = [["assert double(2) == 4", "assert double(0) == 0"]] * len(completions)
-    with load_rewards(["python_code"]) as rewards:
+    with load_reward_functions(["python_code"]) as rewards:
         assert rewards([""] * 6, completions, {"checks": checks}).rewards == pytest.approx([1.0, 0.7, 0.2, 0.1, 0.0, 0.0])
         assert rewards([""] * 2, completions[1:3], {}).rewards == pytest.approx([1.0, 0.5])
 
@@ -276,7 +276,7 @@ def test_programs_that_never_end_cost_the_others_of_their_set_nothing() -> None:
     endless = ["while True:\n    pass"] * (20 * len(os.sched_getaffinity(0)))
     completions = ["x = 1", *endless, "x = 1", "x = 2"]
     told: list[str] = []
-    with load_rewards(["python_code"], seconds=12.0, say=told.append) as rewards:
+    with load_reward_functions(["python_code"], timeout_seconds=12.0, log=told.append) as rewards:
         scores = rewards([""] * len(completions), completions, {"checks": [["assert x == 1"]] * len(completions)})
     assert told == []
     first, *middle, last, wrong = scores.rewards
@@ -285,7 +285,7 @@ def test_programs_that_never_end_cost_the_others_of_their_set_nothing() -> None:
 
 
 def test_a_function_that_asks_is_told_how_long_it_may_take(named: Callable[[str], str]) -> None:
-    with load_rewards([named("timed")], seconds=7.5) as rewards:
+    with load_reward_functions([named("timed")], timeout_seconds=7.5) as rewards:
         assert rewards(["a"], ["b"], {}).rewards == [7.5]
 
 
@@ -302,20 +302,20 @@ def test_a_function_that_asks_is_told_how_long_it_may_take(named: Callable[[str]
     ],
 )  # fmt: skip
 def test_code_is_what_is_fenced_as_python_and_no_other_block_nor_what_is_between(completion: str, code: str) -> None:
-    assert code_of(completion) == code
+    assert extract_code(completion) == code
 
 
 def test_checks_may_be_missing_and_what_is_no_list_of_them_is_refused() -> None:
-    with load_rewards(["python_code"]) as rewards:
+    with load_reward_functions(["python_code"]) as rewards:
         assert rewards([""] * 2, ["x = 1"] * 2, {"checks": [None, ["assert x == 1"]]}).rewards == pytest.approx([1.0, 1.0])
         for bad in ("assert x == 1", [1], {"a": 1}, 3):
-            with pytest.raises(Mistake, match="checks: expected a list of statements"):
+            with pytest.raises(UserError, match="checks: expected a list of statements"):
                 rewards([""], ["x = 1"], {"checks": [bad]})
 
 
 def test_failures_of_one_kind_are_told_once_whatever_their_words(named: Callable[[str], str]) -> None:
     told: list[str] = []
-    with load_rewards([named("raises_with_other_words")], say=told.append) as rewards:
+    with load_reward_functions([named("raises_with_other_words")], log=told.append) as rewards:
         for number in range(3):
             assert rewards(["a"], [f"completion {number}"], {}).rewards == [None]
     assert len(told) == 1
@@ -323,9 +323,9 @@ def test_failures_of_one_kind_are_told_once_whatever_their_words(named: Callable
 
 
 def test_a_column_may_have_any_name_but_those_of_what_every_function_gets(named: Callable[[str], str]) -> None:
-    with load_rewards([named("strict")]) as rewards:
+    with load_reward_functions([named("strict")]) as rewards:
         columns = {"self": [1, 2], "seconds": [1, 3], "name": [0, 0], "spec": [0, 0]}
         assert rewards(["a", "b"], ["c", "d"], columns).rewards == [1.0, 0.0]
-        for name in ("prompts", "completions", "reward_seconds"):
-            with pytest.raises(Mistake, match=f"column '{name}': reward functions get the run's prompts and completions"):
+        for name in ("prompts", "completions", "reward_timeout_seconds"):
+            with pytest.raises(UserError, match=f"column '{name}': reward functions get the run's prompts and completions"):
                 rewards(["a", "b"], ["c", "d"], {**columns, name: [1, 2]})

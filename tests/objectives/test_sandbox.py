@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.errors import Mistake
-from lmforge.objectives.rewards import worth
-from lmforge.objectives.sandbox import Outcome, Sandbox
+from lmforge.errors import UserError
+from lmforge.rewards.builtin import program_reward
+from lmforge.rewards.sandbox import ProgramResult, Sandbox
 
 SECONDS = 1.0
 
@@ -48,23 +48,23 @@ def nothing_left(sandbox: Sandbox) -> Iterator[None]:
 def test_each_check_is_passed_or_failed(sandbox: Sandbox) -> None:
     checks = ["assert double(2) == 4", "assert double(2) == 5", "assert double('a') == 'aa'", "double()", "this is no code"]
     outcome = sandbox.run("def double(x):\n    return 2 * x\nprint('dé', double(3))", checks=checks)
-    assert outcome.ended == "done"
-    assert outcome.reached == ("parses", "compiles", "runs")
-    assert outcome.passed == (True, False, True, False, False)
+    assert outcome.status == "done"
+    assert outcome.stages_reached == ("parses", "compiles", "runs")
+    assert outcome.checks_passed == (True, False, True, False, False)
     assert outcome.output == "dé 6\n"
     assert "check 5: SyntaxError" in outcome.error
 
 
 def test_programs_are_spread_over_workers_and_answered_in_their_order() -> None:
     with Sandbox(2) as pair:
-        outcomes = pair.run_each([f"x = {number}" for number in range(8)], [[f"assert x == {number}"] for number in range(8)])
-    assert [outcome.passed for outcome in outcomes] == [(True,)] * 8
+        outcomes = pair.run_all([f"x = {number}" for number in range(8)], [[f"assert x == {number}"] for number in range(8)])
+    assert [outcome.checks_passed for outcome in outcomes] == [(True,)] * 8
 
 
 def test_a_program_that_finds_no_time_left_is_not_begun_and_is_worth_nothing(sandbox: Sandbox) -> None:
-    for outcome in sandbox.run_each(["x = 1"] * 2, [["assert x == 1"], []], within=0.0):
-        assert (outcome.ended, outcome.reached, any(outcome.passed)) == ("time", (), False)
-        assert worth(outcome) == 0.0
+    for outcome in sandbox.run_all(["x = 1"] * 2, [["assert x == 1"], []], total_seconds=0.0):
+        assert (outcome.status, outcome.stages_reached, any(outcome.checks_passed)) == ("time", (), False)
+        assert program_reward(outcome) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_program_that_finds_no_time_left_is_not_begun_and_is_worth_nothing(san
 )
 def test_what_is_no_program_is_told_from_what_fails(sandbox: Sandbox, code: str, reached: tuple[str, ...], error: str) -> None:
     outcome = sandbox.run(code)
-    assert (outcome.ended, outcome.reached) == ("syntax", reached)
+    assert (outcome.status, outcome.stages_reached) == ("syntax", reached)
     assert error in outcome.error
 
 
@@ -113,9 +113,9 @@ def test_what_is_no_program_is_told_from_what_fails(sandbox: Sandbox, code: str,
 def test_each_offence_has_its_outcome_in_bounded_time(sandbox: Sandbox, code: str, ended: str, error: str) -> None:
     began = time.monotonic()
     outcome = sandbox.run(code, checks=["pass"], seconds=SECONDS if ended == "time" else 20.0, memory_mib=256)
-    assert outcome.ended == ended, outcome
+    assert outcome.status == ended, outcome
     assert error in outcome.error
-    assert outcome.passed == (False,)
+    assert outcome.checks_passed == (False,)
     # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy machine.
     assert time.monotonic() - began < 20 + 20
     assert len(outcome.output) <= 1 << 16
@@ -124,7 +124,7 @@ def test_each_offence_has_its_outcome_in_bounded_time(sandbox: Sandbox, code: st
 def test_a_grandchild_that_would_live_on_is_never_born(sandbox: Sandbox, tmp_path: Path) -> None:
     mark = f"sleep {90_000 + os.getpid()}"
     code = f"import os\nos.system('setsid {mark} &')\nos.posix_spawn('/bin/sh', ['sh', '-c', '{mark} &'], {{}})"
-    assert sandbox.run(code).ended == "raised"
+    assert sandbox.run(code).status == "raised"
     assert not [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []) == mark]
 
 
@@ -142,7 +142,7 @@ def test_no_connection_reaches_a_port_that_listens(sandbox: Sandbox, tmp_path: P
         for attempt in attempts:
             code = f"import ctypes, socket, urllib.request\ndef throw(error):\n    raise error\n{attempt}"
             outcome = sandbox.run(code)
-            assert outcome.ended == "raised", attempt
+            assert outcome.status == "raised", attempt
             assert "Error" in outcome.error
         listening.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -172,7 +172,7 @@ def test_files_are_written_in_its_own_folder_and_nowhere_else(sandbox: Sandbox, 
         f"import os\nos.utime({str(kept)!r}, (0, 0))",
     ):
         outcome = sandbox.run(code)
-        assert outcome.ended == "raised", code
+        assert outcome.status == "raised", code
         # Landlock calls a link or a move out of or into the folder one between devices.
         assert "PermissionError" in outcome.error or "Invalid cross-device link" in outcome.error
     assert not outside.exists()
@@ -200,12 +200,12 @@ def test_the_filter_alone_keeps_a_file_from_being_cut_by_who_opens_it_to_read(tm
 
 def test_what_cannot_be_confined_is_told_and_not_run(sandbox: Sandbox) -> None:
     """More memory than a limit can be set to."""
-    with pytest.raises(Mistake, match="generated code cannot be confined here: OverflowError"):
+    with pytest.raises(UserError, match="generated code cannot be confined here: OverflowError"):
         sandbox.run("print('run')", memory_mib=1 << 60)
 
 
 def test_ranks_on_one_machine_share_its_cores() -> None:
-    code = "from lmforge.objectives.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
+    code = "from lmforge.rewards.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
     cores = len(os.sched_getaffinity(0))
     for ranks, workers in ((1, cores), (cores, 1), (2 * cores, 1)):
         place = {
@@ -230,9 +230,9 @@ def test_no_secret_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_be_read_or_are_very_deep_are_removed(sandbox: Sandbox) -> None:
-    assert sandbox.run("import os\nos.mkdir('a', 0o300)\nopen('a/b', 'w')\nos.mkdir('c', 0)").ended == "done"
+    assert sandbox.run("import os\nos.mkdir('a', 0o300)\nopen('a/b', 'w')\nos.mkdir('c', 0)").status == "done"
     deep = "import os\nfor _ in range(900):\n    os.mkdir('d')\n    os.chdir('d')"
-    assert sandbox.run(deep, seconds=20.0).ended == "done"
+    assert sandbox.run(deep, seconds=20.0).status == "done"
     # What is removed is looked at by the fixture, after this.
 
 
@@ -269,13 +269,13 @@ def test_when_the_server_is_lost_its_program_has_an_outcome_and_the_next_a_new_s
         # The newest of this process's children is the server of the newest sandbox.
         max(psutil.Process().children(), key=psutil.Process.create_time).kill()
         outcome = own.run("x = 1", checks=["pass"])
-        assert (outcome.ended, outcome.passed) == ("killed", (False,))
-        assert own.run("x = 1").ended == "done"
+        assert (outcome.status, outcome.checks_passed) == ("killed", (False,))
+        assert own.run("x = 1").status == "done"
 
 
 def test_programs_end_with_whoever_ran_them() -> None:
     code = """
-from lmforge.objectives.sandbox import Sandbox
+from lmforge.rewards.sandbox import Sandbox
 sandbox = Sandbox()
 print("open", flush=True)
 sandbox.run("while True: pass", seconds=1000.0)
@@ -295,7 +295,7 @@ sandbox.run("while True: pass", seconds=1000.0)
 # A filter of system calls that hides Landlock, as a kernel of another make would: four steps of classic BPF.
 WITHOUT_LANDLOCK = """
 import ctypes, json, struct, sys
-from lmforge.objectives.sandbox import Sandbox
+from lmforge.rewards.sandbox import Sandbox
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
 libc = ctypes.CDLL(None)
@@ -325,8 +325,8 @@ def test_where_nothing_can_be_shut_off_no_code_is_run() -> None:
     refusing = WITHOUT_LANDLOCK.replace("(0x15, 0, 1, 444)", "(0x15, 0, 1, 157)")
     done = subprocess.run([sys.executable, "-c", refusing, "[]"], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
-    assert "Mistake: generated code cannot be confined here" in done.stderr
+    assert "UserError: generated code cannot be confined here" in done.stderr
 
 
 def test_an_outcome_is_plain_data(sandbox: Sandbox) -> None:
-    assert sandbox.run("") == Outcome("done", ("parses", "compiles", "runs"), (), "", "", pytest.approx(0, abs=60))
+    assert sandbox.run("") == ProgramResult("done", ("parses", "compiles", "runs"), (), "", "", pytest.approx(0, abs=60))

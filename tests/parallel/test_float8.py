@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.errors import Mistake
-from lmforge.model import build
-from lmforge.model.shapes import preset
-from lmforge.parallel.precision import check_float8, use_float8
-from lmforge.train.parity import SMALL
+from lmforge.bench.parity import SMALL_MODEL
+from lmforge.errors import UserError
+from lmforge.model import build_model
+from lmforge.model.config import get_preset
+from lmforge.parallel.precision import check_float8, convert_to_float8
 from tests.conftest import Command
 from tests.distributed import float8_ranks
 from tests.distributed.float8_ranks import SHAPE
@@ -45,14 +45,14 @@ def test_recomputing_operators_in_float8_computes_the_same(trained: dict[str, An
 
 def test_a_checkpoint_of_a_float8_run_has_the_tensors_of_any_run(trained: dict[str, Any]) -> None:
     assert trained["float8"]["tensors"] == trained["fp32"]["tensors"]
-    assert set(trained["float8"]["tensors"]) == set(build(SHAPE, seed=None, device="meta").state_dict())
+    assert set(trained["float8"]["tensors"]) == set(build_model(SHAPE, seed=None, device="meta").state_dict())
     assert trained["float8"]["bytes"] == trained["fp32"]["bytes"]
 
 
 def test_only_linear_layers_of_blocks_multiply_in_float8() -> None:
     pytest.importorskip("torchao")
-    model = build(SHAPE, seed=None, device="meta")
-    use_float8(model, emulate=True)
+    model = build_model(SHAPE, seed=None, device="meta")
+    convert_to_float8(model, emulate=True)
     changed = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
     projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert changed == {f"model.layers.{layer}.{name}" for layer in range(2) for name in projections}
@@ -69,30 +69,30 @@ def test_a_cpu_refuses_float8_in_one_line(lmforge: Command, tiny_options: list[s
 
 def test_layers_that_float8_cannot_multiply_are_refused_by_name() -> None:
     pytest.importorskip("torchao")
-    with pytest.raises(Mistake, match=r"self_attn\.q_proj takes 72 numbers and gives 72, and float8 wants multiples of 16"):
-        use_float8(build(SMALL, seed=None, device="meta"))
-    with pytest.raises(Mistake, match=r"a gpt2 model has no linear layers that it knows; leave it out"):
-        use_float8(build(preset("gpt2-124m"), seed=None, device="meta"))
+    with pytest.raises(UserError, match=r"self_attn\.q_proj takes 72 numbers and gives 72, and float8 wants multiples of 16"):
+        convert_to_float8(build_model(SMALL_MODEL, seed=None, device="meta"))
+    with pytest.raises(UserError, match=r"a gpt2 model has no linear layers that it knows; leave it out"):
+        convert_to_float8(build_model(get_preset("gpt2-124m"), seed=None, device="meta"))
 
 
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_float8_needs_bf16_around_it() -> None:
-    with pytest.raises(Mistake, match=r"use train\.dtype = bf16"):
+    with pytest.raises(UserError, match=r"use train\.dtype = bf16"):
         check_float8(torch.device("cuda"), torch.float32)
 
 
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("compiled", ["off", "on"])
-@pytest.mark.parametrize("engine", ["alone", "fsdp2"])
+@pytest.mark.parametrize("engine", ["single", "fsdp2"])
 def test_a_gpu_trains_in_float8_as_in_bf16(
     lmforge: Command, tiny_tokens: Path, tmp_path: Path, compiled: str, engine: str
 ) -> None:
     pytest.importorskip("torchao")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     words = [word for name, value in sizes.items() for word in (f"--model.{name}", value)]
-    words += ["--data.folder", tiny_tokens, "--data.length", 256, "--train.steps", 30, "--train.global_batch_rows", 8]
+    words += ["--data.folder", tiny_tokens, "--data.sequence_length", 256, "--train.steps", 30, "--train.global_batch_size", 8]
     words += ["--train.dtype", "bf16", "--train.compile", compiled, "--parallel.engine", engine, "--log.every_steps", 1]
     words += ["--schedule.warmup_steps", 3, "--run.folder", tmp_path]
     losses = {}

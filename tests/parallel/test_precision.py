@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.cluster import ranks as cluster
-from lmforge.cluster.environment import Place
-from lmforge.cluster.ranks import Ranks
-from lmforge.errors import Mistake
-from lmforge.model import build
-from lmforge.objectives.language import NextToken
-from lmforge.parallel.apply import Strategy, spread
-from lmforge.parallel.precision import STEPS_WORTH_COMPILING, choose_compile, choose_dtype, find_compiler, has_fast_bf16
-from lmforge.train.parity import SMALL, Task
+from lmforge.bench.parity import SMALL_MODEL, ParityData
+from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.errors import UserError
+from lmforge.model import build_model
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
 
 CPU = torch.device("cpu")
 CPUINFO = Path("/proc/cpuinfo")
@@ -30,64 +30,64 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_a_cpu_has_fast_bf16_where_its_flags_say_so() -> None:
     flags = next(line for line in CPUINFO.read_text().splitlines() if line.startswith("flags")).split()
-    assert has_fast_bf16(CPU) == ("amx_bf16" in flags or "avx512_bf16" in flags)
+    assert has_native_bf16(CPU) == ("amx_bf16" in flags or "avx512_bf16" in flags)
 
 
 def test_auto_is_bf16_exactly_where_the_hardware_multiplies_it() -> None:
     dtype, reason = choose_dtype("auto", CPU)
-    assert dtype == (torch.bfloat16 if has_fast_bf16(CPU) else torch.float32)
-    assert reason == ("the hardware multiplies it" if has_fast_bf16(CPU) else "this hardware has no bf16 arithmetic")
+    assert dtype == (torch.bfloat16 if has_native_bf16(CPU) else torch.float32)
+    assert reason == ("the hardware multiplies it" if has_native_bf16(CPU) else "this hardware has no bf16 arithmetic")
 
 
 def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
     assert choose_dtype("fp32", CPU) == (torch.float32, "as asked")
     dtype, reason = choose_dtype("bf16", CPU)
     assert dtype == torch.bfloat16
-    assert ("far slower" in reason) == (not has_fast_bf16(CPU))
+    assert ("far slower" in reason) == (not has_native_bf16(CPU))
 
 
 def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
-    if find_compiler(CPU):
-        pytest.skip(f"this machine has {find_compiler(CPU)}")
-    assert choose_compile("auto", CPU, STEPS_WORTH_COMPILING)[0]
-    assert choose_compile("auto", CPU, STEPS_WORTH_COMPILING - 1) == (False, "fewer than 200 steps would not repay it")
+    if missing_for_compile(CPU):
+        pytest.skip(f"this machine has {missing_for_compile(CPU)}")
+    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE)[0]
+    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1) == (False, "fewer than 200 steps would not repay it")
     assert choose_compile("on", CPU, 1) == (True, "as asked")
     assert choose_compile("off", CPU, 10**6) == (False, "as asked")
 
 
 @pytest.mark.usefixtures("bare_machine")
 def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
-    assert find_compiler(CPU) == "no C++ compiler (g++)"
+    assert missing_for_compile(CPU) == "no C++ compiler (g++)"
     assert choose_compile("auto", CPU, 10**6) == (False, "no C++ compiler (g++)")
     assert choose_compile("off", CPU, 10**6) == (False, "as asked")
     with pytest.raises(
-        Mistake,
+        UserError,
         match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
     ):
         choose_compile("on", CPU, 10**6)
 
 
 def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_given_to_bf16() -> None:
-    trained = spread(
-        build(SMALL, seed=0),
-        NextToken().loss,
-        ranks=Ranks(Place(), CPU, None),
+    trained = parallelize(
+        build_model(SMALL_MODEL, seed=0),
+        NextTokenObjective().loss,
+        dist_ctx=DistributedContext(RankInfo(), CPU, None),
         dtype=torch.bfloat16,
-        strategy=Strategy(engine="fsdp2"),
+        strategy=ParallelStrategy(engine="fsdp2"),
     )
     seen = []
     for block in trained.model.blocks:
         block.self_attn.register_forward_pre_hook(lambda _, given: seen.append((given[0].dtype, given[1].cos.dtype)))
     try:
-        trained.scored(Task(rows=2).batch(0, SMALL.vocab_size))
+        trained.model_with_loss(ParityData(sequences=2).batch(0, SMALL_MODEL.vocab_size))
     finally:
-        cluster.stop()
-    assert seen == [(torch.bfloat16, torch.float32)] * SMALL.num_hidden_layers
+        cluster.destroy_distributed()
+    assert seen == [(torch.bfloat16, torch.float32)] * SMALL_MODEL.num_hidden_layers
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
     device = torch.device("cuda", 0)
-    assert has_fast_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
+    assert has_native_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
     assert choose_compile("auto", device, 1) == (True, "each block by itself")

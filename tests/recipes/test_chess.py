@@ -13,12 +13,12 @@ from typing import Any
 import chess
 import pytest
 
-from lmforge.objectives.reward import load_rewards
+from lmforge.rewards.functions import load_reward_functions
 from lmforge.runs import Run
 from tests.conftest import Command
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "chess"
-FILES = ("games.jsonl", "prompts.jsonl", "held-out.jsonl")
+FILES = ("games.jsonl", "prompts.jsonl", "validation.jsonl")
 
 
 def carried_out(script: str, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -102,17 +102,17 @@ def test_a_legal_move_is_rewarded_and_the_engines_is_told_from_another() -> None
     prompts = ["1. e4 e5 2.", "1. e4", "1. e4 e5 2.", "1. e4 e5 2.", "1. e4 e5 2.", "1. e4 e5 2.", "not a game"]
     completions = [" Nf3 Nc6", " c5", " Nf6", "", " -- Nc6", " Nc", " e4"]
     legal, engine = f"{RECIPE / 'reward.py'}:legal_move", f"{RECIPE / 'reward.py'}:engine_move"
-    with load_rewards([legal, engine]) as rewards:
+    with load_reward_functions([legal, engine]) as rewards:
         scores = rewards(prompts, completions, {"engine_move": ["Nf3", "e5", "Nf3", "Nf3", None, "Nf3", "e4"]})
-    assert scores.parts[legal] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, None]
-    assert scores.parts[engine] == [1.0, 0.0, 0.0, 0.0, None, 0.0, None]
+    assert scores.by_function[legal] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, None]
+    assert scores.by_function[engine] == [1.0, 0.0, 0.0, 0.0, None, 0.0, None]
 
 
 def test_a_model_is_measured_and_one_that_writes_noise_plays_nothing_legal(tiny_run: Path, by_engine: Path) -> None:
-    done = carried_out("measure.py", tiny_run, by_engine / "held-out.jsonl", "--device", "cpu")
+    done = carried_out("measure.py", tiny_run, by_engine / "validation.jsonl", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
-    assert measured == {"positions": len(lines(by_engine / "held-out.jsonl")), "legal": 0.0, "agrees": 0.0}
+    assert measured == {"positions": len(lines(by_engine / "validation.jsonl")), "legal": 0.0, "agrees": 0.0}
 
 
 def readme_commands() -> list[list[str]]:
@@ -125,8 +125,8 @@ def shortened(words: list[str], engine: str) -> list[str]:
     if "recipes/chess/games.py" in words:
         return [*words, "--games", "24", "--positions", "8", "--nodes", "5", "--workers", "1", "--engine", engine]
     if words[0] == "lmforge" and words[1] != "prepare":
-        few = {"train.steps": 2, "train.global_batch_rows": 16, "train.compile": "off", "launch.processes": 1}
-        few |= {"train.device": "cpu", "train.threads": 1, "validation.rows": 4, "log.every_steps": 1}
+        few = {"train.steps": 2, "train.global_batch_size": 16, "train.compile": "off", "launch.processes": 1}
+        few |= {"train.device": "cpu", "train.threads": 1, "validation.sequences": 4, "log.every_steps": 1}
         if words[1] == "pretrain":
             shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
             few |= {f"model.{name}": size for name, size in {**shape, "num_key_value_heads": 2}.items()}
@@ -152,7 +152,7 @@ def test_what_the_readme_says_works_from_the_first_game_to_rewards(engine: str, 
     for each in measured:
         assert 0 <= each["legal"] <= 1
         assert (each["agrees"] is None) == (engine == "random")
-    begun = Run(tmp_path / "runs" / "chess-legal").config().model.source
+    begun = Run(tmp_path / "runs" / "chess-legal").load_config().model.source
     assert begun is not None
     assert begun.is_relative_to("runs/chess-moves")
     answers = lines(tmp_path / "runs" / "chess-legal" / "completions" / "set-000000-rank-0.jsonl")
@@ -169,10 +169,10 @@ def test_the_recipe_of_codellama_begins_from_its_weights_and_tokens_of_its_token
     [prepare] = [line for line in commands if line.startswith("lmforge prepare")]
     prepared = lmforge(*prepare.split()[1:], cwd=tmp_path)
     assert prepared.returncode == 0, prepared.stderr
-    few = ["--data.length", 64, "--train.global_batch_rows", 4, "--train.steps", 1, "--train.device", "cpu"]
+    few = ["--data.sequence_length", 64, "--train.global_batch_size", 4, "--train.steps", 1, "--train.device", "cpu"]
     done = lmforge("pretrain", recipe, *few, "--train.compile", "off", "--launch.processes", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    begun = Run(tmp_path / "runs" / "codellama-7b-chess").config()
+    begun = Run(tmp_path / "runs" / "codellama-7b-chess").load_config()
     assert begun.model.source == Path("models/CodeLlama-7b-hf")
     assert begun.data.folder == Path("data/chess/tokens-codellama")
     [dry] = [line for line in commands if "--dry-run" in line]

@@ -12,61 +12,61 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lmforge.cli import run as command
-from lmforge.cluster.environment import Place
-from lmforge.cluster.ranks import Ranks
-from lmforge.config import OptimizerOptions
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.options import validate_options
+from lmforge.config.run import OptimizerOptions
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
-from lmforge.model import build
-from lmforge.model.export import export_folder
-from lmforge.model.shapes import ModelConfig, resolve
-from lmforge.options import validate
+from lmforge.data.stream import TokenDataset
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig, resolve_model_config
 from lmforge.runs import Run
-from lmforge.train.guard import Guard
-from lmforge.train.optim import build_optimizer, state_by_name, step_unless
+from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.optimizer import build_optimizer, named_optimizer_state, step_unless
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
 
-ALONE = Ranks(Place(), torch.device("cpu"), None)
+ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
 
 
 def told(loss: float, count: int = 3) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     return [{"loss": (torch.tensor(loss * count), torch.tensor(count))}]
 
 
-def judged(guard: Guard, step: int, loss: float, norm: float = 1.0) -> bool:
-    return bool(guard.judge(step, told(loss), torch.tensor(norm)))
+def judged(guard: BadStepDetector, step: int, loss: float, norm: float = 1.0) -> bool:
+    return bool(guard.check(step, told(loss), torch.tensor(norm)))
 
 
 def test_a_loss_or_gradient_that_is_not_finite_is_bad_and_counted_in_a_row() -> None:
-    guard = Guard(ALONE, spike_sigmas=None, window_steps=8)
+    guard = BadStepDetector(ALONE, spike_sigmas=None, window_steps=8)
     series = [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0), (2.0, 1.0), (1e30, 1e30)]
     assert [judged(guard, step, *values) for step, values in enumerate(series, 1)] == [False, True, True, True, False, False]
-    heard = guard.heard(of_all=False, enough=99)
+    heard = guard.take_bad_steps(wait=False, max_consecutive=99)
     assert [(bad.step, bad.reason) for bad in heard] == [(2, "loss is nan"), (3, "grad_norm is inf"), (4, "loss is -inf")]
-    assert (guard.skipped, guard.in_a_row) == (3, 0)
+    assert (guard.skipped_steps, guard.consecutive_bad_steps) == (3, 0)
     judged(guard, 7, math.nan)
-    assert guard.heard(of_all=False, enough=99) == []  # the last one is not waited for
-    assert [bad.step for bad in guard.heard(of_all=True, enough=99)] == [7]
-    assert (guard.skipped, guard.in_a_row) == (4, 1)
+    assert guard.take_bad_steps(wait=False, max_consecutive=99) == []  # the last one is not waited for
+    assert [bad.step for bad in guard.take_bad_steps(wait=True, max_consecutive=99)] == [7]
+    assert (guard.skipped_steps, guard.consecutive_bad_steps) == (4, 1)
 
 
 def test_a_spike_is_bad_and_noise_is_not_and_a_resumed_guard_judges_alike() -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed: {seed}")
     chance = random.Random(seed)
-    guard = Guard(ALONE, spike_sigmas=6.0, window_steps=32)
+    guard = BadStepDetector(ALONE, spike_sigmas=6.0, window_steps=32)
     for step in range(1, 200):
         assert not judged(guard, step, 3 + 2 / step + chance.uniform(-0.1, 0.1)), step
-    again = Guard(ALONE, spike_sigmas=6.0, window_steps=32)
-    again.restore(json.loads(json.dumps(guard.state())), left_out=0)
+    again = BadStepDetector(ALONE, spike_sigmas=6.0, window_steps=32)
+    again.load_state_dict(json.loads(json.dumps(guard.state_dict())), skipped_batches=0)
     for each in (guard, again):
         assert judged(each, 200, 5.0)
         assert not judged(each, 201, 3.05)
         assert not judged(each, 202, 0.5)  # to fall is no spike
-    assert again.heard(of_all=True, enough=99)[-1].reason == "loss is 5, a spike"
-    assert guard.state()["losses"] == again.state()["losses"]
-    fresh = Guard(ALONE, spike_sigmas=6.0, window_steps=32)
+    assert again.take_bad_steps(wait=True, max_consecutive=99)[-1].reason == "loss is 5, a spike"
+    assert guard.state_dict()["losses"] == again.state_dict()["losses"]
+    fresh = BadStepDetector(ALONE, spike_sigmas=6.0, window_steps=32)
     assert not any(judged(fresh, step, loss) for step, loss in enumerate([3.0, 3.0, 3.0, 9.0], 1))  # too few to tell
 
 
@@ -79,8 +79,8 @@ def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_u
     shape = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 
     def stepped(bad: list[bool] | None) -> tuple[nn.Module, dict[str, dict[str, torch.Tensor]]]:
-        model = build(shape, seed=0)
-        optimizer = build_optimizer(model, validate(OptimizerOptions, options))
+        model = build_model(shape, seed=0)
+        optimizer = build_optimizer(model, validate_options(OptimizerOptions, options))
         generator = torch.Generator().manual_seed(1)
         for verdict in bad if bad is not None else [False] * 3:
             for parameter in model.parameters():
@@ -90,7 +90,7 @@ def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_u
                 optimizer.step()
             else:
                 step_unless(optimizer, torch.tensor(verdict))
-        return model, state_by_name(model, optimizer)
+        return model, named_optimizer_state(model, optimizer)
 
     usual, usual_state = stepped(None)
     guarded, guarded_state = stepped([False, True, False, True, True, False, True])
@@ -104,7 +104,7 @@ def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_u
 def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A model whose embedding of one token is infinite, and which of the first 40 batches of 4 rows have the token."""
     folder = TokenFolder.open(tiny_tokens)
-    rows = Stream(folder, length=48).rows(0, 160)
+    rows = TokenDataset(folder, sequence_length=48).sequences(0, 160)
     batches = [{token for row in rows[first : first + 4] for token in row.tokens.tolist()} for first in range(0, 160, 4)]
     counts = {
         token: [number for number, has in enumerate(batches) if token in has] for token in range(folder.tokenizer.vocab_size)
@@ -115,10 +115,10 @@ def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
         for token, hit in counts.items()
         if len(hit) == 4 and hit[0] > 3 and all(b - a > 2 for a, b in itertools.pairwise(hit))
     )
-    shape = resolve(
+    shape = resolve_model_config(
         "nano", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, len(counts)
     )
-    model = build(shape, seed=0)
+    model = build_model(shape, seed=0)
     with torch.no_grad():
         model.get_parameter("model.embed_tokens.weight")[token] = math.inf
     source = tmp_path_factory.mktemp("poisoned") / "model"
@@ -131,10 +131,10 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
 ) -> None:
     source, hit = poisoned
     words = [*without_shape(tiny_options), "--model.source", source, "--run.folder", tmp_path, "--train.steps", 40]
-    words += ["--validation.every_steps", "none", "--validation.rows", 1, "--optimizer.lr", 1e-3]
-    alone = lmforge("pretrain", *words, "--run.name", "alone")
+    words += ["--validation.every_steps", "none", "--validation.sequences", 1, "--optimizer.lr", 1e-3]
+    alone = lmforge("pretrain", *words, "--run.name", "single")
     ranks = lmforge("pretrain", *words, "--run.name", "ranks", "--launch.processes", 2)
-    for done, name in ((alone, "alone"), (ranks, "ranks")):
+    for done, name in ((alone, "single"), (ranks, "ranks")):
         assert done.returncode == 0, done.stderr
         run = Run(tmp_path / name)
         files = sorted((run.path / "bad").iterdir())
@@ -143,9 +143,9 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
         told = [line for line in done.stderr.splitlines() if line.startswith("lmforge: step ")]
         assert [int(line.split()[2].rstrip(":")) for line in told] == [at + 1 for at in hit], done.stderr
         assert set(range(1, 41)) - losses(run).keys() == {at + 1 for at in hit}
-    theirs = losses(Run(tmp_path / "alone"))
+    theirs = losses(Run(tmp_path / "single"))
     assert losses(Run(tmp_path / "ranks")) == pytest.approx(theirs, rel=1e-4)
-    shown = lmforge("show", "data", sorted((tmp_path / "alone" / "bad").iterdir())[0])
+    shown = lmforge("show", "data", sorted((tmp_path / "single" / "bad").iterdir())[0])
     assert shown.returncode == 0, shown.stderr
     assert f"samples {4 * hit[0]} to {4 * hit[0] + 3} of " in shown.stdout
     assert shown.stdout.count("\nsample ") == 4
@@ -161,8 +161,8 @@ def broken(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FEW = ["--data.length", 64, "--train.global_batch_rows", 4, "--train.dtype", "fp32", "--train.device", "cpu"]
-FEW += ["--train.compile", "off", "--train.threads", 1, "--log.every_steps", 1, "--faults.bad_steps", 9]
+FEW = ["--data.sequence_length", 64, "--train.global_batch_size", 4, "--train.dtype", "fp32", "--train.device", "cpu"]
+FEW += ["--train.compile", "off", "--train.threads", 1, "--log.every_steps", 1, "--faults.max_bad_steps", 9]
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
@@ -193,9 +193,16 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} ="}) + "\n" for n in range(20)))
     reward = "def reward(prompts, completions):\n    return [1e300 * (n % 2) for n in range(len(prompts))]\n"
     (tmp_path / "rewards.py").write_text(reward)
-    words = ["--method", "grpo", "--model.source", tiny_run, "--data.files", "prompts.jsonl", "--rollout.scale", "none"]
-    words += ["--rollout.rewards", "rewards.py:reward", "--rollout.samples", 2, "--rollout.max_tokens", 4]
-    words += ["--rollout.updates", 2, "--rollout.table_every", every, "--launch.processes", 2]
+    words = ["--method", "grpo", "--model.source", tiny_run, "--data.files", "prompts.jsonl", "--rollout.scale_rewards", "none"]
+    words += [
+        "--rollout.reward_functions",
+        "rewards.py:reward",
+        "--rollout.num_generations",
+        2,
+        "--rollout.max_completion_length",
+        4,
+    ]
+    words += ["--rollout.num_iterations", 2, "--rollout.log_completions_every", every, "--launch.processes", 2]
     done = lmforge("align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     bad = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
@@ -210,8 +217,8 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
     assert texts[1::2] == [repr(answer) for answer in answers]
     later = lmforge("show", "data", bad[2], cwd=tmp_path)
     assert (later.returncode == 0) == (every == 1)
-    assert ("the answers of this step were not written; --rollout.table_every 1" in later.stderr) == (every == 2)
-    assert ("its answers were not written (rollout.table_every)" in done.stderr) == (every == 2)
+    assert ("the answers of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
+    assert ("its answers were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
 
 
 def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_after_them(
@@ -220,7 +227,16 @@ def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_afte
     """One bad step is already a row here. The checkpoint it goes back to is of two steps before or less."""
     source, hit = poisoned
     words = ["pretrain", *without_shape(tiny_options), "--model.source", source, "--run.folder", tmp_path, "--run.name", "a"]
-    words += ["--validation.every_steps", "none", "--validation.rows", 1, "--faults.bad_steps", 1, "--faults.rollbacks", 4]
+    words += [
+        "--validation.every_steps",
+        "none",
+        "--validation.sequences",
+        1,
+        "--faults.max_bad_steps",
+        1,
+        "--faults.max_rollbacks",
+        4,
+    ]
     assert command([str(word) for word in [*words, "--train.steps", hit[1] + 4, "--schedule.name", "constant"]]) == 0
     errors = capfd.readouterr().err
     back = [int(line.partition("back to step ")[2].split(",")[0]) for line in errors.splitlines() if "back to step" in line]
@@ -230,7 +246,7 @@ def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_afte
     assert [json.loads(file.read_text())["samples"][0] // 4 for file in sorted((tmp_path / "a" / "bad").iterdir())] == hit[:2]
     run = Run(tmp_path / "a")
     assert sorted(losses(run)) == list(range(1, hit[1] + 5))
-    manifest = json.loads((run.checkpoint(run.steps()[-1]) / "manifest.json").read_text())
+    manifest = json.loads((run.checkpoint_path(run.checkpoint_steps()[-1]) / "manifest.json").read_text())
     left_out = manifest["samples"] // 4 - manifest["step"]
     assert left_out == (hit[0] + 1 - back[0]) + (hit[1] + 1 - (hit[0] + 1 - back[0]) - back[1])
     # Continued, it goes on with the same batches as it would have.

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from lmforge import checkpoint
-from lmforge.checkpoint import Keep, Saver
+from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cli import run as command
-from lmforge.cluster import ranks as cluster
-from lmforge.config import BatchPlan, CheckpointOptions, OptimizerOptions
+from lmforge.cluster import distributed as cluster
+from lmforge.config.run import BatchPlan, CheckpointOptions, OptimizerOptions
 from lmforge.data.batch import Batch
-from lmforge.data.loader import Loader
+from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import Stream
+from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
-from lmforge.model import build
-from lmforge.model.shapes import ModelConfig
-from lmforge.objectives.language import NextToken
-from lmforge.parallel.apply import spread
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.monitor.watchdog import Watchdog
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
-from lmforge.train.guard import Guard
-from lmforge.train.loop import Parts, train
-from lmforge.train.metrics import Teller
-from lmforge.train.optim import build_optimizer
-from lmforge.train.recovery import Recovery
-from lmforge.train.saves import Saves
-from lmforge.train.watch import Watch
+from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.checkpoint_schedule import CheckpointSchedule
+from lmforge.train.loop import Trainer, train
+from lmforge.train.metrics import ConsoleLogger
+from lmforge.train.optimizer import build_optimizer
+from lmforge.train.rollback import Rollback
 from tests.conftest import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -54,7 +54,7 @@ def test_with_bf16_masters_a_run_learns_is_half_as_large_and_goes_on_to_the_same
     assert whole.read_metrics()[-1]["loss"] < whole.read_metrics()[0]["loss"] - 0.1
 
     def size(run: Run) -> int:
-        return sum(described["bytes"] for described in checkpoint.read_manifest(run.checkpoint(6)).files.values())
+        return sum(described["bytes"] for described in checkpoint.read_manifest(run.checkpoint_path(6)).files.values())
 
     assert size(whole) < 0.75 * size(Run(tiny_run))
 
@@ -76,50 +76,50 @@ class Rows:
 def trained(
     batches: Any, steps: int, tmp_path: Path, *, device: str, compiled: bool, rate: Callable[[int], float] = lambda step: 1e-3
 ) -> None:
-    ranks = cluster.start(device, threads=1)
-    objective = NextToken()
-    model = build(
+    ranks = cluster.init_distributed(device, threads=1)
+    objective = NextTokenObjective()
+    model = build_model(
         ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2),
         seed=0,
         device=ranks.device,
     )
-    spreaded = spread(model, objective.loss, ranks=ranks, dtype=torch.float32, compiled=compiled)
+    spreaded = parallelize(model, objective.loss, dist_ctx=ranks, dtype=torch.float32, compile_model=compiled)
     (tmp_path / "health").mkdir()
-    watch, teller = Watch(ranks, tmp_path / "health"), Teller(ranks, steps, None)
+    watch, teller = Watchdog(ranks, tmp_path / "health"), ConsoleLogger(ranks, steps, None)
     optimizer = build_optimizer(model, OptimizerOptions())
     about = {"plan_hash": "", "rows": 2, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
     tokenizer = train_tokenizer(["some text"], 300)
-    saves = Saves(
-        Saver(Run(tmp_path), ranks, Keep(1), about=about, tokenizer=tokenizer, say=teller.say),
+    saves = CheckpointSchedule(
+        AsyncCheckpointer(Run(tmp_path), ranks, RetentionPolicy(1), metadata=about, tokenizer=tokenizer, log=teller.info),
         CheckpointOptions(),
         every_steps=1000,
-        steps=steps,
-        first=True,
-        state=lambda kinds: {"model": dict(model.named_parameters())},
-        about=lambda step: {"samples": 2 * step},
+        total_steps=steps,
+        is_rank0=True,
+        get_state=lambda kinds: {"model": dict(model.named_parameters())},
+        get_metadata=lambda step: {"samples": 2 * step},
     )
     try:
         train(
-            Parts(
-                spread=spreaded,
-                weight=objective.weight,
+            Trainer(
+                parallel_model=spreaded,
+                num_items=objective.num_items,
                 optimizer=optimizer,
-                learning_rate=rate,
-                batches=batches,
-                plan=BatchPlan(2, 16, 1, 2, 1),
-                ranks=ranks,
+                lr_schedule=rate,
+                batch_source=batches,
+                batch_plan=BatchPlan(2, 16, 1, 2, 1),
+                dist_ctx=ranks,
                 watch=watch,
-                teller=teller,
-                metrics=None,
+                console=teller,
+                metrics_file=None,
                 steps=steps,
-                clip_norm=1.0,
+                max_grad_norm=1.0,
                 log_every=1000,
                 validate_every=None,
                 sample_every=None,
-                guard=Guard(ranks, spike_sigmas=6.0, window_steps=4),
-                bad_steps=5,
-                recovery=cast(Recovery, None),  # there are no bad steps here
-                saves=saves,
+                bad_step_detector=BadStepDetector(ranks, spike_sigmas=6.0, window_steps=4),
+                max_bad_steps=5,
+                rollback=cast(Rollback, None),  # there are no bad steps here
+                checkpoint_schedule=saves,
                 validate=lambda step: {},
                 sample=lambda step: None,
                 flops_per_token=1.0,
@@ -144,8 +144,8 @@ def test_blocks_that_are_compiled_again_are_told_of(capsys: Capture, tmp_path: P
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_between_log_steps_the_host_never_waits_for_the_gpu(tiny_tokens: Path, tmp_path: Path, compiled: bool) -> None:
-    stream = Stream(TokenFolder.open(tiny_tokens), length=128)
-    loader = Loader(stream, global_batch_rows=4, micro_batch_rows=2, device=torch.device("cuda", 0))
+    stream = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=128)
+    loader = BatchLoader(stream, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0))
 
     def watched(step: int) -> float:
         # The learning rate is asked for once a step: from the third on, whatever waits raises. The last step logs.

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.config_post import AlignConfig
-from lmforge.model import build
-from lmforge.model.lora import adapted, add_lora
-from lmforge.model.shapes import ModelConfig
-from lmforge.train.material import adapters_of, counted, step_flops_per_token
+from lmforge.config.post_training import AlignConfig
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.lora import add_lora, lora_layers
+from lmforge.stages.inputs import count_parameters, get_lora_config, training_flops_per_token
 
 LENGTH, ROWS = 40, 2
 
@@ -35,11 +35,11 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
         num_key_value_heads=2,
         reward=method == "reward",
     )
-    model = build(shape, seed=None, device="meta")
-    lora = adapters_of(config)
+    model = build_model(shape, seed=None, device="meta")
+    lora = get_lora_config(config)
     assert lora is not None
     add_lora(model, lora)
-    total, trained = counted(config, shape)
+    total, trained = count_parameters(config, shape)
     assert total == sum(parameter.numel() for parameter in model.parameters())
     assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
@@ -50,5 +50,5 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     first = model.blocks[0].self_attn
     unasked = sum(layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
-    unasked += sum(layer.lora_A.weight.numel() for name, layer in adapted(first) if name in ("q_proj", "k_proj", "v_proj"))
-    assert found.get_total_flops() / (ROWS * LENGTH) == step_flops_per_token(config, shape) - 4 * vectors - 2 * unasked
+    unasked += sum(layer.lora_A.weight.numel() for name, layer in lora_layers(first) if name in ("q_proj", "k_proj", "v_proj"))
+    assert found.get_total_flops() / (ROWS * LENGTH) == training_flops_per_token(config, shape) - 4 * vectors - 2 * unasked

@@ -13,12 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.cluster.environment import Place
-from lmforge.cluster.ranks import Ranks
-from lmforge.train.metrics import Meter, MetricsFile, Teller, clock, measured_peak_flops, peak_memory_gib
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.train.metrics import (
+    ConsoleLogger,
+    MetricsAccumulator,
+    MetricsFile,
+    format_duration,
+    measured_peak_flops,
+    peak_memory_gib,
+)
 
 CPU = torch.device("cpu")
-ALONE = Ranks(Place(), CPU, None)
+ALONE = DistributedContext(RankInfo(), CPU, None)
 RECORD: dict[str, Any] = {
     "step": 30,
     "loss": 2.34567,
@@ -32,7 +39,7 @@ RECORD: dict[str, Any] = {
 
 
 def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
-    meter = Meter(ALONE)
+    meter = MetricsAccumulator(ALONE)
     seed = secrets.randbelow(2**31)
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
@@ -40,42 +47,42 @@ def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     for total, count in zip(sums, counts, strict=True):
         meter.add({"loss": (total, count), "twice": (2 * total, count)})
     expected = float(sums.double().sum() / counts.double().sum())
-    assert meter.read() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
+    assert meter.reduce_and_reset() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
 
 
 def test_reading_begins_anew_and_of_nothing_counted_nothing_is_told() -> None:
-    meter = Meter(ALONE)
-    assert meter.read() == {}
+    meter = MetricsAccumulator(ALONE)
+    assert meter.reduce_and_reset() == {}
     meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))})
-    assert meter.read() == {"loss": 1.5}
+    assert meter.reduce_and_reset() == {"loss": 1.5}
     meter.add({"loss": (torch.tensor(0.0), torch.tensor(0.0))})
-    assert meter.read() == {}
+    assert meter.reduce_and_reset() == {}
 
 
 def test_what_a_bad_step_tells_is_not_counted() -> None:
-    meter = Meter(ALONE)
-    meter.add({"loss": (torch.tensor(torch.nan), torch.tensor(2.0))}, unless=torch.tensor(True))
-    assert meter.read() == {}
-    meter.add({"loss": (torch.tensor(torch.inf), torch.tensor(2.0))}, unless=torch.tensor(True))
-    meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))}, unless=torch.tensor(False))
-    assert meter.read() == {"loss": 1.5}
+    meter = MetricsAccumulator(ALONE)
+    meter.add({"loss": (torch.tensor(torch.nan), torch.tensor(2.0))}, skip_if=torch.tensor(True))
+    assert meter.reduce_and_reset() == {}
+    meter.add({"loss": (torch.tensor(torch.inf), torch.tensor(2.0))}, skip_if=torch.tensor(True))
+    meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))}, skip_if=torch.tensor(False))
+    assert meter.reduce_and_reset() == {"loss": 1.5}
 
 
 def test_what_is_added_is_a_copy_without_a_graph() -> None:
-    meter = Meter(ALONE)
+    meter = MetricsAccumulator(ALONE)
     total = torch.tensor(3.0, requires_grad=True)
     meter.add({"loss": (total, torch.tensor(1.0))})
     with torch.no_grad():
         total.mul_(100)
-    assert meter.read() == {"loss": 3.0}
+    assert meter.reduce_and_reset() == {"loss": 3.0}
 
 
 def test_small_sums_do_not_vanish_beside_a_large_one() -> None:
-    meter = Meter(ALONE)
+    meter = MetricsAccumulator(ALONE)
     meter.add({"loss": (torch.tensor(2.0**30), torch.tensor(1.0))})
     for _ in range(1000):
         meter.add({"loss": (torch.tensor(1.0), torch.tensor(0.0))})
-    assert meter.read() == {"loss": 2.0**30 + 1000}
+    assert meter.reduce_and_reset() == {"loss": 2.0**30 + 1000}
 
 
 def lines(path: Path) -> list[str]:
@@ -138,18 +145,18 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_time_is_told_in_two_units_at_most(seconds: float, told: str) -> None:
-    assert clock(seconds) == told
+    assert format_duration(seconds) == told
 
 
 @given(st.floats(0, 1e7))
 def test_time_never_shows_sixty_of_anything(seconds: float) -> None:
-    assert "60" not in clock(seconds).removesuffix("s")[-2:]
+    assert "60" not in format_duration(seconds).removesuffix("s")[-2:]
 
 
 def test_a_record_is_one_readable_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    teller = Teller(ALONE, 1000, tmp_path / "rank-0.log")
-    teller.tell(RECORD)
-    teller.tell({**RECORD, "step": 1000, "val/loss": 2.5, "val/bits_per_byte": 1.75, "mfu": None})
+    teller = ConsoleLogger(ALONE, 1000, tmp_path / "rank-0.log")
+    teller.log_metrics(RECORD)
+    teller.log_metrics({**RECORD, "step": 1000, "val/loss": 2.5, "val/bits_per_byte": 1.75, "mfu": None})
     teller.close()
     first, last = capsys.readouterr().out.splitlines()
     assert first == "step   30/1000  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left"
@@ -159,15 +166,15 @@ def test_a_record_is_one_readable_line(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_a_validation_without_a_log_step_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
-    Teller(ALONE, 10, None).tell({"step": 5, "tokens": 99, "val/loss": 2.5, "val/bits_per_byte": 1.75})
+    ConsoleLogger(ALONE, 10, None).log_metrics({"step": 5, "tokens": 99, "val/loss": 2.5, "val/bits_per_byte": 1.75})
     assert capsys.readouterr().out == "step  5/10  val 2.5000 (1.750 bits/byte)\n"
 
 
 def test_only_the_first_rank_tells(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    teller = Teller(Ranks(Place(1, 2, 1, 2), CPU, None), 10, tmp_path / "rank-1.log")
-    teller.start(0)
-    teller.say("hello")
-    teller.tell(RECORD)
+    teller = ConsoleLogger(DistributedContext(RankInfo(1, 2, 1, 2), CPU, None), 10, tmp_path / "rank-1.log")
+    teller.start_progress(0)
+    teller.info("hello")
+    teller.log_metrics(RECORD)
     teller.close()
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "rank-1.log").exists()
@@ -180,11 +187,11 @@ def test_on_a_terminal_a_bar_moves_and_text_is_shown_as_it_is(monkeypatch: pytes
     ours, theirs = pty.openpty()
     with open(theirs, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        teller = Teller(ALONE, 60, None)
-        teller.start(0)
-        teller.say("[bold]not markup[/bold] é")
-        teller.advance(30)
-        teller.tell(RECORD)
+        teller = ConsoleLogger(ALONE, 60, None)
+        teller.start_progress(0)
+        teller.info("[bold]not markup[/bold] é")
+        teller.update_progress(30)
+        teller.log_metrics(RECORD)
         teller.close()
         monkeypatch.undo()
         shown = io.BytesIO()

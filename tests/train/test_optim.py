@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmforge.config import GroupOptions, OptimizerOptions, ScheduleOptions
-from lmforge.errors import Mistake
-from lmforge.model import build
+from lmforge.config.run import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.errors import UserError
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.shapes import ModelConfig
-from lmforge.train.adamw import AdamW, dither_
-from lmforge.train.muon import orthogonalise
-from lmforge.train.optim import build_optimizer, learning_rate, set_learning_rate, state_by_name
+from lmforge.train.adamw import AdamW, stochastic_round_
+from lmforge.train.muon import orthogonalize
+from lmforge.train.optimizer import build_optimizer, learning_rate, named_optimizer_state, set_learning_rate
 
 PEAK = 3e-3
 FALLING = ("cosine", "linear", "warmup-stable-decay")
@@ -48,33 +48,33 @@ def test_warm_up_climbs_in_equal_steps_towards_the_peak(name: str) -> None:
 @given(
     name=st.sampled_from(FALLING),
     steps=st.integers(2, 300),
-    warmup_share=st.floats(0, 1),
-    final_ratio=st.floats(0, 1),
+    warmup_ratio=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
 )
 def test_after_warm_up_the_rate_is_at_its_peak_and_falls_to_its_final_share(
-    name: str, steps: int, warmup_share: float, final_ratio: float
+    name: str, steps: int, warmup_ratio: float, min_lr_ratio: float
 ) -> None:
-    warmup = int(warmup_share * (steps - 2))
-    every = rates(steps, name=name, warmup_steps=warmup, final_ratio=final_ratio)
+    warmup = int(warmup_ratio * (steps - 2))
+    every = rates(steps, name=name, warmup_steps=warmup, min_lr_ratio=min_lr_ratio)
     assert every[warmup] == PEAK
-    assert every[-1] == pytest.approx(PEAK * final_ratio)
+    assert every[-1] == pytest.approx(PEAK * min_lr_ratio)
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(every[warmup:]))
     assert all(0 <= rate <= PEAK * (1 + 1e-12) for rate in every)
-    assert all(rate >= PEAK * final_ratio * (1 - 1e-12) for rate in every[warmup:])
+    assert all(rate >= PEAK * min_lr_ratio * (1 - 1e-12) for rate in every[warmup:])
 
 
 def test_the_shapes_of_falling_are_those_of_their_names() -> None:
-    linear = rates(102, name="linear", warmup_steps=1, final_ratio=0.2)
+    linear = rates(102, name="linear", warmup_steps=1, min_lr_ratio=0.2)
     falls = [earlier - later for earlier, later in pairwise(linear[1:])]
     assert falls == pytest.approx([falls[0]] * len(falls))
-    cosine = rates(102, name="cosine", warmup_steps=1, final_ratio=0.2)
+    cosine = rates(102, name="cosine", warmup_steps=1, min_lr_ratio=0.2)
     assert cosine[51] == pytest.approx(PEAK * 0.6)
     assert cosine[26] == pytest.approx(PEAK * (0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2))
 
 
 @pytest.mark.parametrize(("decay_steps", "falls_from"), [(None, 80), (30, 70), (1, 99)])
 def test_warmup_stable_decay_keeps_the_peak_until_its_last_steps(decay_steps: int | None, falls_from: int) -> None:
-    every = rates(100, name="warmup-stable-decay", warmup_steps=10, decay_steps=decay_steps, final_ratio=0.0)
+    every = rates(100, name="warmup-stable-decay", warmup_steps=10, decay_steps=decay_steps, min_lr_ratio=0.0)
     assert every[10:falls_from] == [PEAK] * (falls_from - 10)
     assert every[falls_from] < PEAK
     assert every[-1] == 0.0
@@ -93,7 +93,7 @@ def model_of(shape: str) -> LanguageModel:
     seed = secrets.randbelow(2**31)
     print(f"seed {seed}")
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = build(ModelConfig(**sizes, **SHAPES[shape]), seed=seed)
+    model = build_model(ModelConfig(**sizes, **SHAPES[shape]), seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)  # biases begin at zero, where decay would not show
@@ -188,13 +188,13 @@ def test_state_is_named_after_parameters_and_filling_it_in_place_continues_bit_b
     for step in range(3):
         with_gradients(model, step)
         optimizer.step()
-    saved = copied(state_by_name(model, optimizer))
+    saved = copied(named_optimizer_state(model, optimizer))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert list(saved) == ([] if options.momentum == 0 else list(weights))
 
     other = model_of("gpt2")
     fresh = build_optimizer(other, options)
-    empty = state_by_name(other, fresh)
+    empty = named_optimizer_state(other, fresh)
     kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in of.items()} for of in (*empty.values(), *saved.values())]
     assert kinds[: len(empty)] == kinds[len(empty) :]
     assert all(not tensor.any() for tensors in empty.values() for tensor in tensors.values())
@@ -217,7 +217,7 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing(kind: str) -
     for model in (with_state, without):
         optimizer = build_optimizer(model, OptimizerOptions(lr=0.01, **KINDS[kind]))
         if model is with_state:
-            state_by_name(model, optimizer)
+            named_optimizer_state(model, optimizer)
         with_gradients(model, 1)
         optimizer.step()
     for mine, theirs in zip(with_state.parameters(), without.parameters(), strict=True):
@@ -270,7 +270,7 @@ def test_of_several_groups_the_first_whose_pattern_is_found_in_a_name_counts() -
 )
 def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(patterns: list[str], complaint: str) -> None:
     options = OptimizerOptions(groups=tuple(GroupOptions(pattern=pattern) for pattern in patterns))
-    with pytest.raises(Mistake, match="^" + re.escape(f"optimizer.groups: {complaint}")):
+    with pytest.raises(UserError, match="^" + re.escape(f"optimizer.groups: {complaint}")):
         build_optimizer(model_of("qwen3"), options)
 
 
@@ -301,7 +301,7 @@ def test_orthogonalising_brings_all_singular_values_near_one_and_keeps_their_dir
     right, _ = torch.linalg.qr(torch.randn(shape[0], columns, min(rows, columns), generator=generator))
     # A share of 1/50 of the length is what five iterations lift to where the others are.
     strengths = 0.1 + torch.rand(shape[0], 1, min(rows, columns), generator=generator)
-    done = orthogonalise(left * strengths @ right.mT * 1000)
+    done = orthogonalize(left * strengths @ right.mT * 1000)
     values = left.mT @ done @ right
     diagonal = values.diagonal(dim1=1, dim2=2)
     assert diagonal.min() > 0.6
@@ -310,7 +310,7 @@ def test_orthogonalising_brings_all_singular_values_near_one_and_keeps_their_dir
 
 
 def test_orthogonalising_zero_gives_zero() -> None:
-    assert not orthogonalise(torch.zeros(2, 5, 3)).any()
+    assert not orthogonalize(torch.zeros(2, 5, 3)).any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -351,7 +351,7 @@ def test_moments_in_bf16_take_half_the_memory_and_steps_stay_close_to_those_of_f
         for model, optimizer in optimizers.items():
             with_gradients(model, step)
             optimizer.step()
-    state = state_by_name(narrow, optimizers[narrow])
+    state = named_optimizer_state(narrow, optimizers[narrow])
     assert {tensor.dtype for tensors in state.values() for key, tensor in tensors.items() if key != "step"} == {torch.bfloat16}
     for name, parameter in wide.named_parameters():
         moved = (parameter - before[name]).norm()
@@ -376,12 +376,12 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
     print(f"seed {seed}")
     numbers = torch.randn(50, 1, generator=torch.Generator().manual_seed(seed))
     dithered = numbers.expand(50, 10_000).contiguous()
-    dither_([dithered], seed)
+    stochastic_round_([dithered], seed)
     assert torch.equal(dithered, dithered.bfloat16().float())
     assert float((dithered / numbers - 1).abs().max()) <= 2**-7
     # One is off by 2^-7 / 2 at most on average, the mean of 10,000 by 1/100 of it: five times that for luck.
     assert float((dithered.double().mean(1) / numbers[:, 0] - 1).abs().max()) < 5 * 2**-8 / 100
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, math.inf])
     kept = exact.clone()
-    dither_([kept], seed)
+    stochastic_round_([kept], seed)
     assert torch.equal(kept, exact)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lmforge.train.heartbeat import BYTES, Heartbeat
-from lmforge.train.stall import Peer, judge, look, report, stall_file
+from lmforge.monitor.heartbeat import FILE_BYTES, Heartbeat
+from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer, report_lines, stall_file
 
 STACK = [["/site-packages/torch/x.py", 3, "wait", "work.wait()"], ["/home/me/train.py", 88, "main", "save()"]]
 
@@ -32,12 +32,12 @@ def write(folder: Path, rank: int, step: int, number: int, phase: str, **changed
     stall_file(folder, rank).write_text(json.dumps(told))
 
 
-def seen(folder: Path, ranks: int) -> list[Peer]:
-    return [look(folder, rank, time.time(), patience=10.0) for rank in range(ranks)]
+def seen(folder: Path, ranks: int) -> list[PeerStatus]:
+    return [read_peer(folder, rank, time.time(), silent_after_seconds=10.0) for rank in range(ranks)]
 
 
 def told(folder: Path, ranks: int) -> str:
-    return "\n".join(report(seen(folder, ranks), 28.0, 0.8, "logs/rank-*.stack.txt"))
+    return "\n".join(report_lines(seen(folder, ranks), 28.0, 0.8, "logs/rank-*.stack.txt"))
 
 
 def test_the_rank_without_a_collective_is_late_and_who_has_one_waits(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_rank_without_a_collective_is_late_and_who_has_one_waits(tmp_path: P
     write(tmp_path, 0, 3, 4, "forward", operation="all_gather")
     write(tmp_path, 1, 3, 4, "forward")
     write(tmp_path, 2, 3, 4, "forward", operation="all_gather")
-    assert judge(seen(tmp_path, 3)) == {0: "waits", 1: "late", 2: "waits"}
+    assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "late", 2: "waits"}
     lines = told(tmp_path, 3).splitlines()
     assert lines[0] == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is late, ranks 0, 2 wait for it"
     assert lines[1].split() == ["rank", "1", platform.node(), "forward", "28", "s", "late", "train.py:88", "main"]
@@ -56,20 +56,20 @@ def test_the_rank_without_a_collective_is_late_and_who_has_one_waits(tmp_path: P
 def test_without_collectives_to_go_by_the_least_far_is_late(tmp_path: Path) -> None:
     write(tmp_path, 0, 3, 4, "backward")
     write(tmp_path, 1, 3, 1, "data")
-    assert judge(seen(tmp_path, 2)) == {0: "waits", 1: "late"}
+    assert classify_ranks(seen(tmp_path, 2)) == {0: "waits", 1: "late"}
 
 
 def test_all_in_the_same_place_nobody_is_late(tmp_path: Path) -> None:
     for rank in range(3):
         write(tmp_path, rank, 3, 0, "data")
-    assert set(judge(seen(tmp_path, 3)).values()) == {""}
+    assert set(classify_ranks(seen(tmp_path, 3)).values()) == {""}
     assert "all 3 ranks are in data" in told(tmp_path, 3)
 
 
 def test_another_operation_of_the_same_number_is_a_divergence(tmp_path: Path) -> None:
     write(tmp_path, 0, 4, 1, "reduce", operation="all_reduce")
     write(tmp_path, 1, 3, 9, "save", operation="barrier")
-    assert judge(seen(tmp_path, 2)) == {0: "waits", 1: "waits"}
+    assert classify_ranks(seen(tmp_path, 2)) == {0: "waits", 1: "waits"}
     text = told(tmp_path, 2)
     assert "the ranks wait for each other, each in another collective" in text
     assert "last in common: 40 of default_pg, all_reduce." in text
@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_go_on_is_late_however_far_it_came(
     write(tmp_path, 1, 3, 2, "reduce", operation="all_reduce")
     if broken is not None:
         write(tmp_path, 2, 3, 8, **{"phase": "optimizer", **broken})
-    assert judge(seen(tmp_path, 3)) == {0: "waits", 1: "waits", 2: "late"}
+    assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "waits", 2: "late"}
     assert words in told(tmp_path, 3)
 
 
@@ -102,7 +102,7 @@ def test_evidence_of_an_earlier_stall_is_not_taken_for_this_one(tmp_path: Path) 
     (tmp_path / "rank-0.json").write_text(json.dumps({**beat, "number": 5}))
     [peer] = seen(tmp_path, 1)
     assert not peer.stack
-    assert peer.pending is None
+    assert peer.pending_collective is None
 
 
 def test_ranks_in_the_same_place_share_a_line(tmp_path: Path) -> None:
@@ -116,14 +116,14 @@ def test_ranks_in_the_same_place_share_a_line(tmp_path: Path) -> None:
 
 def test_marks_are_counted_within_a_step_and_a_heartbeat_is_one_short_line(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path, 3)
-    heart.mark("data", 5)
-    heart.mark("forward", 5)
+    heart.set_phase("data", 5)
+    heart.set_phase("forward", 5)
     with heart.barrier():
-        assert heart.now.phase == "barrier"
-    assert (heart.now.phase, heart.now.number) == ("forward", 3)
+        assert heart.current.phase == "barrier"
+    assert (heart.current.phase, heart.current.phase_number) == ("forward", 3)
     heart.write()
     content = (tmp_path / "rank-3.json").read_bytes()
-    assert len(content) == BYTES
+    assert len(content) == FILE_BYTES
     beat = json.loads(content)
     assert (beat["rank"], beat["step"], beat["phase"]) == (3, 5, "forward")
 
@@ -134,7 +134,7 @@ def test_what_happened_once_does_not_make_a_phase_patient(tmp_path: Path) -> Non
     print(f"seed {seed}")
     seconds = [random.Random(seed).uniform(0.0, 1.0) for _ in range(20)]
     for number, took in enumerate([*seconds, 500.0]):
-        heart.mark("data", number)
-        heart.now = heart.now._replace(began=heart.now.began - took)
-    heart.mark("forward", 30)
-    assert heart.usual("data") == pytest.approx(max(seconds), abs=0.1)
+        heart.set_phase("data", number)
+        heart.current = heart.current._replace(began=heart.current.started - took)
+    heart.set_phase("forward", 30)
+    assert heart.usual_seconds("data") == pytest.approx(max(seconds), abs=0.1)

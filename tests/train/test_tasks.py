@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.infer.engine import generate
-from lmforge.infer.opening import open_model
-from lmforge.infer.sampling import Sampling
+from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import load_model
+from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
 
@@ -32,8 +32,8 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
 def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Questions of either kind; one of those to be answered in writing is so by the model that `tiny_run` ends with alone."""
     folder = tmp_path_factory.mktemp("questions")
-    opened = open_model(tiny_run, torch.device("cpu"), torch.float32)
-    how: dict[str, Any] = {"max_tokens": 64, "sampling": Sampling(0.0), "seed": 0, "stop": ["\n"]}
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+    how: dict[str, Any] = {"max_tokens": 64, "sampling": SamplingParams(0.0), "seed": 0, "stop": ["\n"]}
     [answer] = generate(opened.model, opened.tokenizer, ["The king"], **how)
     written = [
         {"prompt": "The king", "answer": answer.text},
@@ -64,17 +64,17 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
     tiny_options: list[str], files: list[Path], tmp_path: Path, lmforge: Command
 ) -> None:
     words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
-    words += ["--validation.at_start", "--validation.few_shot", 1, "--validation.task_questions", 2]
+    words += ["--validation.at_start", "--validation.num_fewshot", 1, "--validation.task_limit", 2]
     words += ["--checkpoint.keep_best", 1, "--checkpoint.keep_last", 1, "--checkpoint.best_metric", "val/chosen/accuracy"]
-    done = lmforge("pretrain", *words, "--checkpoint.best_is", "highest")
+    done = lmforge("pretrain", *words, "--checkpoint.best_mode", "max")
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
     told = scores_by_step(run)
     assert told.keys() == {0, 2, 3, 4, 6}  # every 3 steps, and with each checkpoint
     best = max((2, 4, 6), key=lambda step: (told[step]["val/chosen/accuracy"], -step))
-    assert run.steps() == sorted({best, 6})
-    for step in run.steps():
-        assert told[step] == told_by_the_verb(lmforge, run.checkpoint(step), files, "--few_shot", 1, "--limit", 2)
+    assert run.checkpoint_steps() == sorted({best, 6})
+    for step in run.checkpoint_steps():
+        assert told[step] == told_by_the_verb(lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
     assert f"  chosen: accuracy {told[6]['val/chosen/accuracy']:.4f}, accuracy_normalised " in done.stdout
 
 
@@ -97,7 +97,7 @@ def test_questions_change_nothing_of_the_training_and_tell_models_apart(
     [
         ("sft", ["--data.files", "chats.jsonl"]),
         ("align", ["--data.files", "pairs.jsonl"]),
-        ("align", ["--method", "grpo", "--data.files", "prompts.jsonl", "--rollout.rewards", "rewards.py:long"]),
+        ("align", ["--method", "grpo", "--data.files", "prompts.jsonl", "--rollout.reward_functions", "rewards.py:long"]),
     ],
     ids=["sft", "dpo", "grpo"],
 )
@@ -113,15 +113,15 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
     few: dict[str, object] = {
         "model.source": tiny_run,
         "run.name": "run",
-        "data.length": 64,
+        "data.sequence_length": 64,
         "train.steps": 2,
-        "train.global_batch_rows": 8,
+        "train.global_batch_size": 8,
         "train.dtype": "fp32",
         "train.device": "cpu",
         "train.compile": "off",
         "train.threads": 1,
         "optimizer.lr": 1e-2,
-        **({"rollout.samples": 4, "rollout.max_tokens": 8} if "grpo" in words else {}),
+        **({"rollout.num_generations": 4, "rollout.max_completion_length": 8} if "grpo" in words else {}),
     }
     line = [word for name, value in few.items() for word in (f"--{name}", value)]
     done = lmforge(verb, *line, *words, "--validation.tasks", *files, cwd=tmp_path)
@@ -135,19 +135,22 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
     [
         (["gone.jsonl"], "gone.jsonl: cannot be read (No such file or directory); name a .jsonl file"),
         (["broken.jsonl"], "broken.jsonl: line 2: not valid JSON"),
-        (["fine.jsonl", "--validation.few_shot", "2"], "fine.jsonl: has 1 questions to show as examples, and 2 were asked for"),
-        (["patterns.jsonl", "--validation.few_shot", "1"], "patterns.jsonl: line 2: an example needs an answer to show"),
+        (
+            ["fine.jsonl", "--validation.num_fewshot", "2"],
+            "fine.jsonl: has 1 questions to show as examples, and 2 were asked for",
+        ),
+        (["patterns.jsonl", "--validation.num_fewshot", "1"], "patterns.jsonl: line 2: an example needs an answer to show"),
         (["long.jsonl"], "long.jsonl: line 2: prompt and answer take "),
         (["choices.jsonl"], "choices.jsonl: line 1: prompt and answer take "),
         (["fine.jsonl", "other/fine.jsonl"], "fine.jsonl and other/fine.jsonl would both be told as val/fine/…; rename one"),
         (["rewards.jsonl"], "rewards.jsonl: val/rewards/… is told of alignment; give the file another name"),
         (
-            ["fine.jsonl", "--parallel.tensor_ranks", "2", "--launch.processes", "2"],
-            "validation.tasks: with tensor_ranks or pipeline_ranks no rank has the whole model; leave it out, and evaluate",
+            ["fine.jsonl", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2"],
+            "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model; leave it out, and evaluate",
         ),
-        (["fine.jsonl", "--validation.task_questions", "0"], "validation.task_questions"),
-        (["--validation.few_shot", "1"], "validation.few_shot: only with validation.tasks; leave it out"),
-        (["--validation.task_questions", "1"], "validation.task_questions: only with validation.tasks; leave it out"),
+        (["fine.jsonl", "--validation.task_limit", "0"], "validation.task_limit"),
+        (["--validation.num_fewshot", "1"], "validation.num_fewshot: only with validation.tasks; leave it out"),
+        (["--validation.task_limit", "1"], "validation.task_limit: only with validation.tasks; leave it out"),
     ],
 )
 def test_what_cannot_be_asked_is_told_in_one_line_and_nothing_is_made(
@@ -178,6 +181,6 @@ def test_a_long_prompt_beyond_the_questions_that_are_asked_is_no_trouble(
 ) -> None:
     task = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "word " * 3000, "answer": "d"}])
     words = [*tiny_options, "--train.steps", 3, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", task]
-    done = lmforge("pretrain", *words, "--validation.task_questions", 1)
+    done = lmforge("pretrain", *words, "--validation.task_limit", 1)
     assert done.returncode == 0, done.stderr
     assert scores_by_step(Run(tmp_path / "run"))[3].keys() == {"val/a/exact_match", "val/a/contains"}

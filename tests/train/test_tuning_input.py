@@ -11,13 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lmforge.config_post import AlignConfig, SftConfig
-from lmforge.data.examples import ExampleFolder
-from lmforge.options import validate
-from lmforge.train.examples import folder_of, open_examples, origin_of, prepare_examples
-from lmforge.train.material import Material
-from lmforge.train.policy import check_prompts, open_prompts
-from lmforge.train.rollouts import PromptRows
+from lmforge.config.options import validate_options
+from lmforge.config.post_training import AlignConfig, SftConfig
+from lmforge.data.chat.examples import ExampleFolder
+from lmforge.stages.examples import examples_folder, find_required_pretrained, open_example_inputs, prepare_examples
+from lmforge.stages.grpo import check_prompts_and_rewards, open_prompt_inputs
+from lmforge.stages.inputs import RunInputs
+from lmforge.stages.rollouts import PromptPacking
 from tests.conftest import Command, Refusal
 
 Tuned = TypeVar("Tuned", SftConfig, AlignConfig)
@@ -33,7 +33,7 @@ FEW = [
     "off",
     "--train.threads",
     "1",
-    "--data.length",
+    "--data.sequence_length",
     "64",
 ]
 REWARDS = """
@@ -95,9 +95,9 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         "model": {"source": str(source)},
         "run": {"folder": str(place / "runs")},
         "data": {"length": 64, "folder": str(place / "examples")},
-        "train": {"steps": 2, "global_batch_rows": 4, "device": "cpu"},
+        "train": {"steps": 2, "global_batch_size": 4, "device": "cpu"},
     }
-    return validate(kind, {**tables, **{name: {**table, **tables.get(name, {})} for name, table in given.items()}})
+    return validate_options(kind, {**tables, **{name: {**table, **tables.get(name, {})} for name, table in given.items()}})
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,16 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ("sft", ["--data.files", "silent.jsonl"], "silent.jsonl, record 2: no assistant turn: there is nothing to learn from"),
         (
             "sft",
-            ["--data.files", "chats.jsonl", "--data.length", "4"],
+            ["--data.files", "chats.jsonl", "--data.sequence_length", "4"],
             "no example is left of the train files: 5 are longer than",
         ),
         ("sft", ["--data.files", "chats.jsonl", "--data.fields", "messages"], "data.fields: expected OURS=THEIRS, such as"),
         ("sft", ["--data.files", "chats.jsonl", "--data.fields", "messages=talk"], "chats.jsonl, record 1: no field 'talk'"),
-        ("sft", ["--data.files", "chats.jsonl", "--lora.rank", "2", "--lora.targets", "nose"], "lora.targets: no linear layer"),
+        (
+            "sft",
+            ["--data.files", "chats.jsonl", "--lora.rank", "2", "--lora.target_modules", "nose"],
+            "lora.target_modules: no linear layer",
+        ),
         ("sft", ["--data.files", "chats.jsonl", "--model.hidden_size", "64"], "model.hidden_size: a checkpoint's shape stays"),
         ("align", ["--data.files", "chats.jsonl"], "chats.jsonl, record 1: "),
         ("align", ["--data.files", "equal.jsonl"], "equal.jsonl, record 2: chosen and rejected are equal"),
@@ -126,7 +130,11 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
             ["--data.files", "marked.jsonl", "--method", "reward"],
             "marked.jsonl, record 2: the margin is 'much'",
         ),
-        ("align", ["--method", "simpo", "--align.reference", "computed"], "align.reference: simpo does not read it; it is for"),
+        (
+            "align",
+            ["--method", "simpo", "--align.reference", "precomputed"],
+            "align.reference: simpo does not read it; it is for",
+        ),
         (
             "align",
             ["--method", "grpo", "--align.beta", "0.2"],
@@ -134,17 +142,21 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ),
         ("align", ["--method", "ipo", "--align.label_smoothing", "0.1"], "align.label_smoothing: ipo does not read it"),
         ("align", ["--method", "grpo", "--data.packing", "none"], "data.packing = none: grpo has a row for each answer"),
-        ("align", ["--rollout.samples", "4"], "rollout.samples: dpo does not read it; it is for grpo: leave it out"),
+        (
+            "align",
+            ["--rollout.num_generations", "4"],
+            "rollout.num_generations: dpo does not read it; it is for grpo: leave it out",
+        ),
         ("align", ["--method", "reward", "--sample.every_steps", "1"], "sample.every_steps: a reward model writes nothing"),
         ("align", ["--method", "reward", "--validation.tasks", "a.jsonl"], "validation.tasks: a reward model answers nothing"),
         ("align", ["--method", "reward", "--model.implementation", "transformers"], "not with align.method = reward; leave it"),
         ("align", ["--align.reference", "adapters-off"], "align.reference = adapters-off: there are no adapters"),
         (
             "align",
-            ["--parallel.tensor_ranks", "2"],
-            "parallel.tensor_ranks, context_ranks, pipeline_ranks: alignment",
+            ["--parallel.tensor_parallel_degree", "2"],
+            "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: alignment",
         ),
-        ("align", ["--method", "grpo", "--data.files", "prompts.jsonl"], "rollout.rewards: name a reward function"),
+        ("align", ["--method", "grpo", "--data.files", "prompts.jsonl"], "rollout.reward_functions: name a reward function"),
         (
             "align",
             ["--method", "ppo"],
@@ -170,38 +182,54 @@ def test_it_is_told_in_one_line_and_nothing_is_made(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rollout.rewards", "gone.py:right"], "gone.py"),
-        (["--rollout.rewards", "rewards.py:left"], "left"),
-        (["--rollout.rewards", "rewards:right"], "reward rewards:right: expected FILE.py:FUNCTION"),
-        (["--rollout.rewards", "runs/gone"], "reward runs/gone: "),
-        (["--rollout.rewards", "."], "rollout.rewards: config.json: no such file"),
+        (["--rollout.reward_functions", "gone.py:right"], "gone.py"),
+        (["--rollout.reward_functions", "rewards.py:left"], "left"),
+        (["--rollout.reward_functions", "rewards:right"], "reward rewards:right: expected FILE.py:FUNCTION"),
+        (["--rollout.reward_functions", "runs/gone"], "reward runs/gone: "),
+        (["--rollout.reward_functions", "."], "rollout.reward_functions: config.json: no such file"),
         (
-            ["--rollout.rewards", "rewards.py:right", "rewards.py:column"],
+            ["--rollout.reward_functions", "rewards.py:right", "rewards.py:column"],
             "prompts.jsonl: reward rewards.py:column: needs the column 'answer', which the data has not",
         ),
         (
-            ["--data.files", "answered.jsonl", "--data.held_out", "prompts.jsonl", "--rollout.rewards", "rewards.py:column"],
+            [
+                "--data.files",
+                "answered.jsonl",
+                "--data.validation_files",
+                "prompts.jsonl",
+                "--rollout.reward_functions",
+                "rewards.py:column",
+            ],
             "prompts.jsonl: reward rewards.py:column: needs the column 'answer'",
         ),
         (
-            ["--data.files", "taken.jsonl", "--rollout.rewards", "rewards.py:right"],
+            ["--data.files", "taken.jsonl", "--rollout.reward_functions", "rewards.py:right"],
             "taken.jsonl: column 'completions': reward functions get",
         ),
         (
-            ["--data.files", "dated.parquet", "--rollout.rewards", "rewards.py:right"],
+            ["--data.files", "dated.parquet", "--rollout.reward_functions", "rewards.py:right"],
             "dated.parquet, record 1: column 'when' is not plain data (Object of type datetime is not JSON serializable)",
         ),
-        (["--rollout.rewards", "rewards.py:right", "--rollout.samples", "3"], "need a multiple of 3; nearest: 33"),
         (
-            ["--rollout.rewards", "rewards.py:right", "--rollout.max_tokens", "64"],
-            "leaves no room for a prompt in data.length",
+            ["--rollout.reward_functions", "rewards.py:right", "--rollout.num_generations", "3"],
+            "need a multiple of 3; nearest: 33",
         ),
-        (["--rollout.rewards", "rewards.py:right", "--rollout.max_tokens", "63"], "no prompt is left (0 of 5 records"),
         (
-            ["--rollout.rewards", "rewards.py:right", "--data.held_out", "long.jsonl"],
-            "data.held_out: no prompt is left (0 of 3 records, 3 left out as too long); make data.length longer",
+            ["--rollout.reward_functions", "rewards.py:right", "--rollout.max_completion_length", "64"],
+            "leaves no room for a prompt in data.sequence_length",
         ),
-        (["--rollout.rewards", "rewards.py:right", "--rollout.reward_weights", "1", "2"], "give as many as rollout.rewards"),
+        (
+            ["--rollout.reward_functions", "rewards.py:right", "--rollout.max_completion_length", "63"],
+            "no prompt is left (0 of 5 records",
+        ),
+        (
+            ["--rollout.reward_functions", "rewards.py:right", "--data.validation_files", "long.jsonl"],
+            "data.validation_files: no prompt is left (0 of 3 records, 3 left out as too long); make data.sequence_length longer",
+        ),
+        (
+            ["--rollout.reward_functions", "rewards.py:right", "--rollout.reward_weights", "1", "2"],
+            "give as many as rollout.reward_functions",
+        ),
     ],
 )
 def test_so_are_rewards_and_prompts_that_cannot_be_used(
@@ -209,7 +237,7 @@ def test_so_are_rewards_and_prompts_that_cannot_be_used(
 ) -> None:
     monkeypatch.chdir(place)
     about = ["--method", "grpo", "--data.files", "prompts.jsonl", "--run.folder", place / "runs", *FEW]
-    assert said in refused("align", "--model.source", tiny_run, *about, "--rollout.max_tokens", "8", *words)
+    assert said in refused("align", "--model.source", tiny_run, *about, "--rollout.max_completion_length", "8", *words)
     assert not any(path.name != ".lock" for path in place.glob("runs/*/*"))
 
 
@@ -224,20 +252,47 @@ def test_so_are_rewards_and_prompts_that_cannot_be_used(
 def test_a_reward_that_fails_costs_its_answers_and_one_that_is_wrong_ends_the_run(
     reward: str, status: int, said: str, place: Path, tiny_run: Path, lmforge: Command
 ) -> None:
-    about = ["--method", "grpo", "--data.files", "prompts.jsonl", "--rollout.samples", "4", "--rollout.max_tokens", "8", *FEW]
-    about += ["--rollout.rewards", f"rewards.py:{reward}", "--rollout.reward_seconds", "1", "--train.global_batch_rows", "16"]
+    about = [
+        "--method",
+        "grpo",
+        "--data.files",
+        "prompts.jsonl",
+        "--rollout.num_generations",
+        "4",
+        "--rollout.max_completion_length",
+        "8",
+        *FEW,
+    ]
+    about += [
+        "--rollout.reward_functions",
+        f"rewards.py:{reward}",
+        "--rollout.reward_timeout_seconds",
+        "1",
+        "--train.global_batch_size",
+        "16",
+    ]
     done = lmforge("align", "--model.source", tiny_run, *about, "--train.steps", "2", cwd=place)
     assert said in done.stderr, done.stderr
     assert done.returncode == status, done.stderr
 
 
-GRPO = ["--method", "grpo", "--rollout.samples", "4", "--rollout.max_tokens", "8", "--train.steps", "2", *FEW]
+GRPO = [
+    "--method",
+    "grpo",
+    "--rollout.num_generations",
+    "4",
+    "--rollout.max_completion_length",
+    "8",
+    "--train.steps",
+    "2",
+    *FEW,
+]
 
 
 def test_a_column_that_some_prompts_have_is_none_for_the_others(place: Path, tiny_run: Path, lmforge: Command) -> None:
     """A set of answers is to one prompt here: of two sets one is to a prompt without it."""
-    about = [*GRPO, "--data.files", "answered.jsonl", "--train.global_batch_rows", "4"]
-    about += ["--rollout.rewards", "rewards.py:column"]
+    about = [*GRPO, "--data.files", "answered.jsonl", "--train.global_batch_size", "4"]
+    about += ["--rollout.reward_functions", "rewards.py:column"]
     done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     assert [record["reward"] for record in steps_of(place / "runs" / "run")] == [0.0, 0.0]
@@ -245,8 +300,8 @@ def test_a_column_that_some_prompts_have_is_none_for_the_others(place: Path, tin
 
 
 def test_columns_of_any_kind_do_no_harm_where_no_reward_takes_them(place: Path, tiny_run: Path, lmforge: Command) -> None:
-    about = [*GRPO, "--data.files", "dated.parquet", "--train.global_batch_rows", "4"]
-    about += ["--rollout.rewards", "rewards.py:answer_alone"]
+    about = [*GRPO, "--data.files", "dated.parquet", "--train.global_batch_size", "4"]
+    about += ["--rollout.reward_functions", "rewards.py:answer_alone"]
     done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     assert [record["reward"] for record in steps_of(place / "runs" / "run")] == [4.0, 4.0]
@@ -255,8 +310,8 @@ def test_columns_of_any_kind_do_no_harm_where_no_reward_takes_them(place: Path, 
 def test_a_function_that_fails_on_another_rank_is_told_in_its_log_and_counted(
     place: Path, tiny_run: Path, lmforge: Command
 ) -> None:
-    about = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_rows", "8", "--launch.processes", "2"]
-    about += ["--rollout.rewards", "rewards.py:failing_elsewhere", "rewards.py:right"]
+    about = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_size", "8", "--launch.processes", "2"]
+    about += ["--rollout.reward_functions", "rewards.py:failing_elsewhere", "rewards.py:right"]
     done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     log = (place / "runs" / "run" / "logs" / "attempt-1" / "rank-1.log").read_text()
@@ -295,13 +350,13 @@ def test_a_folder_is_its_files_by_name_and_a_tilde_is_home(
     folder = folder_of_chats(place)
     monkeypatch.setenv("HOME", str(place))
     ways = [[str(folder)], [str(folder / "a.jsonl"), str(folder / "b.jsonl")], ["~/chats"]]
-    recipes = [recipe_of(SftConfig, place, tiny_run, data={"files": files, "held_out": files}) for files in ways]
-    [only] = {folder_of(recipe, origin_of(recipe).tokenizer()) for recipe in recipes}
+    recipes = [recipe_of(SftConfig, place, tiny_run, data={"files": files, "validation": files}) for files in ways]
+    [only] = {examples_folder(recipe, find_required_pretrained(recipe).tokenizer()) for recipe in recipes}
     for recipe in recipes:
         prepare_examples(recipe)
-        assert open_examples(recipe, 1).train.rows_per_epoch
+        assert open_example_inputs(recipe, 1).train_dataset.sequences_per_epoch
     splits = ExampleFolder.open(only).manifest["splits"]
-    assert (splits["train"]["examples"], splits["held_out"]["examples"]) == (4, 4)
+    assert (splits["train"]["examples"], splits["validation"]["examples"]) == (4, 4)
 
 
 def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +365,12 @@ def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.Mo
     asked = []
     for files in ([str(folder)], ["~/chats/a.jsonl", "~/chats/b.jsonl"]):
         rollout = {"rewards": [f"{place / 'rewards.py'}:right"], "samples": 4, "max_tokens": 8}
-        data = {"files": files, "held_out": files}
+        data = {"files": files, "validation": files}
         recipe = recipe_of(AlignConfig, place, tiny_run, align={"method": "grpo"}, rollout=rollout, data=data)
-        check_prompts(recipe)
-        rows = open_prompts(recipe, 1).train
-        assert isinstance(rows.packing, PromptRows)
-        assert len(rows.packing.held_out) == 4
+        check_prompts_and_rewards(recipe)
+        rows = open_prompt_inputs(recipe, 1).train_dataset
+        assert isinstance(rows.packing, PromptPacking)
+        assert len(rows.packing.validation_prompts) == 4
         asked.append((rows.plan_hash, [prompt.tokens.tolist() for prompt in rows.packing.prompts]))
     assert asked[0] == asked[1]
 
@@ -335,7 +390,15 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
     assert lmforge("export", tiny_run, model).returncode == 0
     (model / "chat_template.jinja").write_text(ENDLESS)
     (place / "plain.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 4)
-    about = ["--method", "grpo", *FEW, "--rollout.rewards", place / "rewards.py:right", "--rollout.max_tokens", "8"]
+    about = [
+        "--method",
+        "grpo",
+        *FEW,
+        "--rollout.reward_functions",
+        place / "rewards.py:right",
+        "--rollout.max_completion_length",
+        "8",
+    ]
     about += ["--model.source", model, "--run.folder", place / "runs"]
     said = refused("align", *about, "--data.files", place / "prompts.jsonl")
     assert "chat_template.jinja: never scores the end of turn: no special token ends the assistant's words" in said
@@ -345,48 +408,56 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
     for template, file in ((ENDLESS, "plain.jsonl"), (THINKING, "prompts.jsonl")):
         (model / "chat_template.jinja").write_text(template)
         data = {"files": [str(place / file)]}
-        open_prompts(recipe_of(AlignConfig, place, model, align={"method": "grpo"}, rollout=rollout, data=data), 1)
+        open_prompt_inputs(recipe_of(AlignConfig, place, model, align={"method": "grpo"}, rollout=rollout, data=data), 1)
 
 
-def prompts_of(place: Path, source: Path, **data: object) -> Material:
+def prompts_of(place: Path, source: Path, **data: object) -> RunInputs:
     rollout = {"rewards": [f"{place / 'rewards.py'}:right"], "samples": 4, "max_tokens": 8}
     data = {"files": [str(place / "many.jsonl")], **data}
-    return open_prompts(recipe_of(AlignConfig, place, source, align={"method": "grpo"}, rollout=rollout, data=data), 1)
+    return open_prompt_inputs(recipe_of(AlignConfig, place, source, align={"method": "grpo"}, rollout=rollout, data=data), 1)
 
 
-def sides_of(material: Material) -> tuple[list[str], list[str]]:
-    packing = material.train.packing
-    assert isinstance(packing, PromptRows)
-    return [str(each.prompt) for each in packing.prompts], [str(each.prompt) for each in packing.held_out]
+def sides_of(material: RunInputs) -> tuple[list[str], list[str]]:
+    packing = material.train_dataset.packing
+    assert isinstance(packing, PromptPacking)
+    return [str(each.prompt) for each in packing.prompts], [str(each.prompt) for each in packing.validation_prompts]
 
 
 def test_a_share_of_the_prompts_is_held_out_and_equal_ones_are_on_one_side(place: Path, tiny_run: Path) -> None:
     asked = [f"{number} + 1 =" for number in range(40)] * 2
-    materials = {share: prompts_of(place, tiny_run, held_out_share=share) for share in (0.0, 0.1, 0.25, 0.99)}
+    materials = {share: prompts_of(place, tiny_run, validation_ratio=share) for share in (0.0, 0.1, 0.25, 0.99)}
     for share, material in materials.items():
         prompts, held_out = sides_of(material)
         assert len(held_out) == {0.0: 0, 0.1: 8, 0.25: 20, 0.99: 78}[share]
         assert not set(prompts) & set(held_out)
         assert prompts == [each for each in asked if each in set(prompts)]
         assert held_out == [each for each in asked if each in set(held_out)]
-        assert f"80 of 80 records; {len(held_out)} held out; 4 answers each" in material.about_data
+        assert f"80 of 80 records; {len(held_out)} held out; 4 answers each" in material.data_summary
     assert set(sides_of(materials[0.1])[1]) < set(sides_of(materials[0.25])[1])
-    assert len({material.train.plan_hash for material in materials.values()}) == len(materials)
+    assert len({material.train_dataset.plan_hash for material in materials.values()}) == len(materials)
 
 
 def test_files_that_are_held_out_leave_the_others_whole_and_are_told_of(place: Path, tiny_run: Path) -> None:
     (place / "both.jsonl").write_text((place / "long.jsonl").read_text() + '{"prompt": "1 + 2 ="}\n')
     materials = [
-        prompts_of(place, tiny_run, held_out=[str(place / "both.jsonl")], held_out_share=share) for share in (0.1, 0.2)
+        prompts_of(place, tiny_run, held_out=[str(place / "both.jsonl")], validation_ratio=share) for share in (0.1, 0.2)
     ]
     prompts, held_out = sides_of(materials[0])
     assert (len(prompts), held_out) == (80, ["1 + 2 ="])
-    assert "80 of 80 records; held out: 1 of 4 records, 3 left out as too long; 4 answers" in materials[0].about_data
-    assert materials[0].train.plan_hash == materials[1].train.plan_hash
+    assert "80 of 80 records; held out: 1 of 4 records, 3 left out as too long; 4 answers" in materials[0].data_summary
+    assert materials[0].train_dataset.plan_hash == materials[1].train_dataset.plan_hash
 
 
 def test_what_answers_to_a_share_of_the_prompts_earn_is_measured(place: Path, tiny_run: Path, lmforge: Command) -> None:
-    about = [*GRPO, "--data.files", "many.jsonl", "--train.global_batch_rows", "4", "--rollout.rewards", "rewards.py:right"]
+    about = [
+        *GRPO,
+        "--data.files",
+        "many.jsonl",
+        "--train.global_batch_size",
+        "4",
+        "--rollout.reward_functions",
+        "rewards.py:right",
+    ]
     done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     assert "80 of 80 records; 2 held out; 4 answers each" in done.stdout

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.train.disk import DiskWatch
-from lmforge.train.drift import Drift
-from lmforge.train.stragglers import COMPARED, Judge
+from lmforge.monitor.disk import DiskMonitor
+from lmforge.monitor.step_time_drift import DriftDetector
+from lmforge.monitor.stragglers import COMPARED_PHASES, StragglerDetector
 
 
 @pytest.fixture
@@ -25,38 +25,38 @@ def own(chance: random.Random, ranks: int, forward: dict[int, float] | None = No
     for rank in range(ranks):
         times = {phase: seconds * chance.lognormvariate(0, 0.05) for phase, seconds in usual.items()}
         times["forward"] *= (forward or {}).get(rank, 1.0)
-        table.append([10 * times.get(phase, 0.0) for phase in COMPARED])
+        table.append([10 * times.get(phase, 0.0) for phase in COMPARED_PHASES])
     return table
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_slow_rank_is_named_once_and_again_when_it_is_quick(chance: random.Random, ranks: int) -> None:
-    judge, slow = Judge(), chance.randrange(ranks)
+    judge, slow = StragglerDetector(), chance.randrange(ranks)
     parts = [0] * ranks
-    lines = [line for _ in range(10) for line in judge.hear(own(chance, ranks, {slow: 1.9}), parts, 10, 0.5)]
+    lines = [line for _ in range(10) for line in judge.update(own(chance, ranks, {slow: 1.9}), parts, 10, 0.5)]
     assert len(lines) == 1
     assert lines[0].startswith(f"rank {slow}: forward takes ")
-    lines = [line for _ in range(10) for line in judge.hear(own(chance, ranks), parts, 10, 0.5)]
+    lines = [line for _ in range(10) for line in judge.update(own(chance, ranks), parts, 10, 0.5)]
     assert len(lines) == 1
     assert lines[0].startswith(f"rank {slow}: forward takes as long as elsewhere again")
 
 
 def test_healthy_ranks_and_a_single_slow_interval_are_not_named(chance: random.Random) -> None:
-    judge = Judge()
+    judge = StragglerDetector()
     for number in range(200):
         slow = {chance.randrange(8): 3.0} if number % 7 == 0 else None
-        assert judge.hear(own(chance, 8, slow), [0] * 8, 10, 0.5) == []
+        assert judge.update(own(chance, 8, slow), [0] * 8, 10, 0.5) == []
 
 
 def test_ranks_of_another_part_of_the_model_are_not_compared(chance: random.Random) -> None:
-    judge, uneven = Judge(), {0: 1.0, 1: 1.0, 2: 2.5, 3: 2.5}
+    judge, uneven = StragglerDetector(), {0: 1.0, 1: 1.0, 2: 2.5, 3: 2.5}
     for _ in range(20):
-        assert judge.hear(own(chance, 4, uneven), [0, 0, 1, 1], 10, 0.5) == []
+        assert judge.update(own(chance, 4, uneven), [0, 0, 1, 1], 10, 0.5) == []
 
 
 def told(series: list[float]) -> list[str]:
-    drift = Drift()
-    return [line for number, seconds in enumerate(series) for line in drift.read(10 * (number + 1), seconds)]
+    drift = DriftDetector()
+    return [line for number, seconds in enumerate(series) for line in drift.update(10 * (number + 1), seconds)]
 
 
 def noise(chance: random.Random, readings: int) -> list[float]:
@@ -84,13 +84,13 @@ def test_a_run_that_becomes_slower_and_stays_so_is_told_of_with_when_it_was_quic
 
 def test_a_disk_without_room_for_the_next_checkpoint_is_told_of_once_and_again_when_there_is(tmp_path: Path) -> None:
     needed = [0]
-    disk = DiskWatch(tmp_path, lambda: needed[0])
-    assert disk.look() == []
+    disk = DiskMonitor(tmp_path, lambda: needed[0])
+    assert disk.check() == []
     needed[0] = 2**62
-    [line] = disk.look()
+    [line] = disk.check()
     assert "GiB free, and the next checkpoint needs" in line
-    assert disk.look() == []
+    assert disk.check() == []
     needed[0] = 1
-    [line] = disk.look()
+    [line] = disk.check()
     assert "enough for the next checkpoint" in line
-    assert disk.look() == []
+    assert disk.check() == []

@@ -15,14 +15,14 @@ SLEEP = float(os.environ.get("SLEEP", "0"))
 
 
 def sleeps_in_the_data(module: Any) -> None:
-    before = module.Loader.batches
+    before = module.BatchLoader.batches
 
     def batches(self: Any, step: int) -> Any:
         if step == 7:
             time.sleep(SLEEP)
         return before(self, step)
 
-    module.Loader.batches = batches
+    module.BatchLoader.batches = batches
 
 
 def sleeps_in_forward(module: Any) -> None:
@@ -36,7 +36,7 @@ def sleeps_in_forward(module: Any) -> None:
 
 
 def skips_a_collective(module: Any) -> None:
-    before = module.Ranks.sum_
+    before = module.DistributedContext.sum_
     calls = 0
 
     def sum_(self: Any, tensor: Any) -> Any:
@@ -49,13 +49,13 @@ def skips_a_collective(module: Any) -> None:
             return tensor
         return before(self, tensor)
 
-    module.Ranks.sum_ = sum_
+    module.DistributedContext.sum_ = sum_
 
 
 FAULTS = {
     "data": ("lmforge.data.loader", sleeps_in_the_data),
-    "forward": ("lmforge.parallel.engine", sleeps_in_forward),
-    "skip": ("lmforge.cluster.ranks", skips_a_collective),
+    "forward": ("lmforge.parallel.parallel_model", sleeps_in_forward),
+    "skip": ("lmforge.cluster.distributed", skips_a_collective),
 }
 
 

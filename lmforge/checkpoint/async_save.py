@@ -1,0 +1,313 @@
+"""Saving beside the training: tensors are copied, training goes on, and a thread writes, seals and clears up.
+
+The thread speaks to those of other ranks over a process group of its own, so that its collectives can never pair with
+the training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from lmforge.atomic_files import DISK_FULL_ERRNOS, fsync_folder
+from lmforge.checkpoint.checksums import FileDigests, HashingFileSystem, digest_file, make_folder
+from lmforge.checkpoint.manifest import Manifest
+from lmforge.checkpoint.retention import RetentionPolicy, delete_old_checkpoints
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import RunFailed, UserError
+from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run, format_bytes, is_local, remove_checkpoint, write_text_atomic
+
+StateDict = dict[str, dict[str, Any]]
+DRAIN_SECONDS = 60.0
+
+
+class AsyncCheckpointer:
+    """Writes the checkpoints of a run. Every rank has one, and calls each method at the same step.
+
+    `about` holds the manifest's fields that are the same in every checkpoint of this run; `say` gets a line for people,
+    on the first rank. `expected_bytes` is the size of a checkpoint as far as is known before the first.
+
+    seconds_held   how long callers have been held up, in total
+    failures       saves that have failed in a row; `problem` is why the last did, and failed_at when (time.monotonic)
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        dist_ctx: DistributedContext,
+        retention: RetentionPolicy,
+        *,
+        metadata: dict[str, Any],
+        tokenizer: Tokenizer,
+        log: Callable[[str], None],
+        async_save: bool = True,
+        expected_bytes: int = 0,
+    ) -> None:
+        self.blocking_seconds = 0.0
+        self.consecutive_failures = 0
+        self.failed_at: float | None = None
+        self.last_error = ""
+        self._run, self._retention, self._metadata, self._tokenizer, self._log = run, retention, metadata, tokenizer, log
+        self._dist_ctx, self._save_ctx = dist_ctx, replace(dist_ctx, control_group=dist_ctx.checkpoint_group)
+        self._async_save = async_save
+        self._checkpoint_bytes = expected_bytes
+        self._plans: dict[tuple[str, ...], _RankSavePlan] = {}
+        self._staging = _HostStaging(dist_ctx.device)
+        self._thread: threading.Thread | None = None
+        self._thread_error: BaseException | None = None
+
+    def save(self, step: int, state: StateDict, **metadata: Any) -> None:
+        """Begin to write the checkpoint of `step`; returns when `state` may change again.
+
+        `state` has tensors by name under "model", and under "optimizer" by name and kind; sharded ones as DTensors. A save
+        that fails leaves the checkpoints before it untouched, is told, and counted in `failures`.
+        """
+        self.wait()
+        began = time.perf_counter()
+        plan = self._plan_save(state)
+        tensors = self._staging.start_copy(plan.local_tensors()) if self._async_save else None
+        metadata = {**self._metadata, **metadata, "step": step, "contents": sorted(state)}
+        if self._async_save:
+            # A daemon: a process that must end does not wait for a peer that is gone.
+            self._thread = threading.Thread(
+                target=self._run_save, args=(step, plan, tensors, metadata), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._run_save(step, plan, tensors, metadata)
+        self.blocking_seconds += time.perf_counter() - began
+        self._raise_thread_error()
+
+    def wait_for_staging(self) -> None:
+        """Called before tensors change: the device waits until they are copied, the host does not."""
+        self._staging.wait_on_device()
+
+    def wait(self) -> None:
+        """Return when no save is in flight."""
+        if self._thread is None:
+            return
+        began = time.perf_counter()
+        self._thread.join()
+        self.blocking_seconds += time.perf_counter() - began
+        self._thread = None
+        self._raise_thread_error()
+
+    def drain(self) -> None:
+        """Let the save in flight end, where its ranks are still there; whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join(DRAIN_SECONDS)
+
+    def _raise_thread_error(self) -> None:
+        if self._thread_error is not None:
+            defect, self._thread_error = self._thread_error, None
+            raise defect
+
+    def _plan_save(self, state: StateDict) -> "_RankSavePlan":
+        """Who writes what, agreed once for each set of tensors, and what of `state` this rank writes."""
+        names = tuple(sorted(name for kind in state.values() for name in kind)) + tuple(sorted(state))
+        if names not in self._plans:
+            planner = _StagedSavePlanner()
+            planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
+            plans = self._save_ctx.gather(planner.create_local_plan())
+            metadata, dealt = None, None
+            if plans is not None:
+                dealt, metadata = planner.create_global_plan(plans)
+                dealt = dcp.FileSystemWriter(self._run.path).prepare_global_plan(dealt)
+            mine = planner.finish_plan(self._save_ctx.scatter(dealt))
+            self._plans[names] = _RankSavePlan(planner, mine, metadata)
+        plan = self._plans[names]
+        plan.planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
+        self._checkpoint_bytes = sum(self._save_ctx.all_gather(plan.nbytes))
+        return plan
+
+    def _run_save(self, step: int, plan: "_RankSavePlan", tensors: dict[str, Tensor] | None, metadata: dict[str, Any]) -> None:
+        final = self._run.checkpoint_path(step)
+        # An object store has no rename that takes a folder: there the manifest, written last, makes the checkpoint.
+        folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
+        try:
+            if tensors is not None:
+                self._staging.wait()
+            plan.planner.staged = tensors
+            self._write_files(step, folder, final, plan, metadata)
+            self.consecutive_failures, self.failed_at = 0, None
+        except (RunFailed, UserError) as problem:
+            self.consecutive_failures += 1
+            self.failed_at = time.monotonic()
+            self.last_error = str(problem)
+            if self._save_ctx.is_rank0:
+                self._log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
+                _remove_quietly(folder)
+        except BaseException as problem:  # a defect, or a peer that is gone: for the training thread to raise
+            self._thread_error = problem
+        finally:
+            plan.planner.staged = None
+
+    def _write_files(self, step: int, folder: Path, final: Path, plan: "_RankSavePlan", metadata: dict[str, Any]) -> None:
+        aside, where = self._save_ctx, f"{self._run.checkpoints_folder}: the checkpoint {final.name}"
+        files = HashingFileSystem()
+        with aside.raise_on_all(), _translate_storage_errors(where, files):
+            if aside.is_rank0:
+                remove_checkpoint(folder)
+                self.check_free_space()
+                make_folder(folder)
+                for name, text in self._tokenizer.files.items():
+                    (folder / name).write_text(text, encoding="utf-8")
+        writer = _CheckpointWriter(folder, files)
+        with aside.raise_on_all(), _translate_storage_errors(where, files):
+            results = writer.write_data(plan.local_plan, plan.planner).value()
+        gathered = aside.gather((results, files.files))
+        with aside.raise_on_all(), _translate_storage_errors(where, files):
+            if gathered is not None:
+                assert plan.metadata is not None
+                writer.finish(plan.metadata, [results for results, _ in gathered])
+                described = {name: described for _, share in gathered for name, described in share.items()}
+                self._commit(folder, final, metadata, described | files.files)
+        if aside.is_rank0:
+            try:
+                delete_old_checkpoints(self._run, self._retention, newest_step=step)
+            except Exception as problem:  # the new one is there all the same; the next save tries again
+                self._log(f"{self._run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
+
+    def check_free_space(self) -> None:
+        """Raise RunFailed where one more checkpoint has no room on the disk, or the store cannot be written to."""
+        folder = self._run.checkpoints_folder
+        if not is_local(folder):
+            with _translate_storage_errors(f"{folder}: checkpoints", HashingFileSystem()):
+                make_folder(folder)
+                (folder / ".probe").write_text("", encoding="utf-8")
+                (folder / ".probe").unlink()
+            return
+        try:
+            make_folder(folder)
+        except OSError:
+            return  # what saves there will say why it cannot be
+        there = os.statvfs(folder)
+        free = there.f_bavail * there.f_frsize
+        if free < self._checkpoint_bytes:
+            raise RunFailed(
+                f"{folder}: no room for a checkpoint: it takes {format_bytes(self._checkpoint_bytes)}, and {format_bytes(free)} are free"
+            )
+
+    def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
+        for name in self._tokenizer.files:
+            files[name] = digest_file(folder / name, sync=True)
+        text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
+        if is_local(folder):
+            write_text_atomic(folder / MANIFEST, text)
+            fsync_folder(folder)
+            remove_checkpoint(final)  # this step was saved before and is saved again, after a resume from an older one
+            os.rename(folder, final)
+            fsync_folder(final.parent)
+        else:
+            (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+class _StagedSavePlanner(dcp.DefaultSavePlanner):
+    """PyTorch's, but what is written may be copies, by name, of what was planned."""
+
+    staged: dict[str, Tensor] | None = None
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
+
+
+class _RankSavePlan:
+    """What this rank writes, and on the first rank the metadata of the whole."""
+
+    def __init__(self, planner: _StagedSavePlanner, local_plan: SavePlan, metadata: Metadata | None) -> None:
+        self.planner, self.local_plan, self.metadata = planner, local_plan, metadata
+        self.nbytes = sum(tensor.nbytes for tensor in self.local_tensors().values())
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's parts of what it writes, by name."""
+        everything = self.planner.state_dict
+        chosen = {item.index.fqn: everything[item.index.fqn] for item in self.local_plan.items}
+        return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in chosen.items()}
+
+
+class _HostStaging:
+    """Copies of tensors in host memory, in the same place each time; page-locked where they come from a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._copy_done: torch.cuda.Event | None = None
+        self._copy_sources: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def start_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy, on a GPU beside what it computes: until `before_update` the tensors must stay as they are."""
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
+        if self._stream is None:
+            for name, tensor in tensors.items():
+                self._copies[name].copy_(tensor)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for name, tensor in tensors.items():
+                    self._copies[name].copy_(tensor, non_blocking=True)
+                self._copy_done = self._stream.record_event()
+            self._copy_sources = tensors  # some were made for this save only
+        return {name: self._copies[name] for name in tensors}
+
+    def wait_on_device(self) -> None:
+        if self._copy_done is not None and self._copy_sources:
+            torch.cuda.current_stream().wait_event(self._copy_done)
+
+    def wait(self) -> None:
+        """Wait until the copies are whole."""
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+            self._copy_sources = {}
+
+
+class _CheckpointWriter(dcp.FileSystemWriter):
+    """PyTorch's, for tensors that are in host memory already, through our file system."""
+
+    def __init__(self, folder: Path, files: HashingFileSystem) -> None:
+        super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
+        self.fs, self.path = files, folder  # type: ignore[assignment]
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
+
+
+@contextmanager
+def _translate_storage_errors(where: str, files: HashingFileSystem) -> Iterator[None]:
+    """Whatever goes wrong with the storage as one line. PyTorch's checksums are left out: blocks have better ones."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    except (RunFailed, UserError):
+        raise
+    except Exception as raised:
+        problem = files.first_error or raised
+        if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            what = "the disk is full"
+        else:
+            what = (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
+        raise RunFailed(f"{where} could not be written: {what}") from raised
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _remove_quietly(folder: Path) -> None:
+    with suppress(Exception):  # the next save will
+        remove_checkpoint(folder)

@@ -1,0 +1,67 @@
+"""Ranks that do not come: while the others wait for them to join, they are named.
+
+torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank signs in at
+the store over a connection of its own (the store's other one is busy waiting), and the lowest that came tells who did not.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+REPORT_MISSING_AFTER_SECONDS = 30.0
+
+
+@contextmanager
+def report_missing_ranks(
+    rank: int, world_size: int, init_number: int, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
+) -> Iterator[None]:
+    """Around what waits for all `ranks`; `start` tells this joining from others of the same processes.
+
+    Who has not come after `patience` seconds is told on standard error, and again each time that the wait has doubled.
+    """
+    joined = threading.Event()
+    threading.Thread(
+        target=_report_until_joined, args=(rank, world_size, init_number, patience_seconds, joined), name="joining", daemon=True
+    ).start()
+    try:
+        yield
+    finally:
+        joined.set()
+
+
+def _report_until_joined(
+    rank: int, world_size: int, init_number: int, patience_seconds: float, joined: threading.Event
+) -> None:
+    began = time.monotonic()
+    try:
+        # The first rank may be the one that keeps the store, and late.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+        store.set(_store_key(init_number, rank), "here")
+        while not joined.wait(patience_seconds):
+            missing = [other for other in range(world_size) if not store.check([_store_key(init_number, other)])]
+            if missing and rank == min(set(range(world_size)) - set(missing)):
+                print(
+                    f"lmforge: {_missing_message(missing, world_size)} after {time.monotonic() - began:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            patience_seconds = time.monotonic() - began
+    except (RuntimeError, KeyError, ValueError):
+        return  # no store that answers: whoever waits for it says so
+
+
+def _store_key(init_number: int, rank: int) -> str:
+    return f"lmforge/joining-{init_number}/{rank}"
+
+
+def _missing_message(missing: list[int], world_size: int) -> str:
+    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    have = "has" if len(missing) == 1 else "have"
+    return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"

@@ -1,0 +1,75 @@
+"""The messages of a conversation, as everything after this room may rely on them.
+
+How they are read from files is conversations.py's; how they become tokens, templates.py's.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, NotRequired, TypedDict, get_args
+
+from lmforge.errors import UserError
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Message(TypedDict):
+    """One turn, as transformers has it. A call's `arguments` are an object, not its JSON."""
+
+    role: Role
+    content: str
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+
+
+def validate_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages with what templates rely on: a known role, content that is text, arguments that are objects. Else UserError."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise UserError("expected a list of messages, each with role and content")
+    return [_validate_message(message, number) for number, message in enumerate(messages, start=1)]
+
+
+def check_encodable(text: str) -> str:
+    """The text itself, if UTF-8 can hold it; UserError where it has half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError("the text has half of a surrogate pair, which no encoding holds") from None
+    return text
+
+
+def _validate_message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict) or "role" not in message:
+        raise UserError(f"message {number}: expected an object with role and content")
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    if role not in get_args(Role):
+        raise UserError(f"message {number}: role {role!r}: expected one of {', '.join(get_args(Role))}")
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise UserError(f"message {number}: the content is not text but {type(content).__name__}")
+    if calls and not isinstance(calls, list | tuple):
+        raise UserError(f"message {number}: tool_calls are not a list but {type(calls).__name__}")
+    typed = {key: value for key, value in message.items() if value is not None} | {"content": content}
+    if calls:
+        typed["tool_calls"] = [_validate_tool_call(call, number) for call in calls]
+    return typed  # type: ignore[return-value]
+
+
+def _validate_tool_call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'message {number}: a tool call is an object such as {{"function": {{"name": "...", "arguments": {{}}}}}}'
+        )
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise UserError(f"message {number}: the arguments of the call of {function['name']} are not JSON") from None
+    identity = {"id": call["id"]} if "id" in call else {}
+    return {**identity, "type": "function", "function": {**function, "arguments": arguments}}

@@ -1,0 +1,206 @@
+"""What the processes of a preparation do: a unit of text into a part, parts into a shard.
+
+A part is the tokens of one unit, in its own order, with a list of its documents. It lives in the unfinished folder
+until the shards are written, so that a preparation that was stopped repeats at most the units it was in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from lmforge.atomic_files import atomic_write
+from lmforge.data.shards import UNFINISHED, Json, finished_shard_entry, write_shard
+from lmforge.data.sources.documents import SourceUnit
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
+
+ENCODE_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class UnitReader:
+    """How a unit is read. `tail` is the fraction cut off as a document of its own when the corpus has only one."""
+
+    unit: SourceUnit
+    tail_fraction: float | None
+
+    def hashed_texts(self) -> Iterator[tuple[str, int]]:
+        """(text, hash of it) of each document, empty ones too; the documents of least hash are held out."""
+        for document in self.unit.read():
+            text = document.text
+            if self.tail_fraction is None or not text.strip():
+                yield text, xxhash.xxh3_64_intdigest(text.encode())
+            else:
+                at = _split_position(text, int(len(text) * (1 - self.tail_fraction)))
+                yield text[:at], 2**64 - 1
+                yield text[at:], 0
+
+
+def _split_position(text: str, target: int) -> int:
+    """Where to cut a text in two, at a line if there is one, with more than blanks on either side."""
+    first = len(text) - len(text.lstrip()) + 1
+    target = max(first, min(target, len(text.rstrip()) - 1))
+    line = text.rfind("\n", first, target) + 1
+    return line if line > target // 2 else target
+
+
+class PartJob(NamedTuple):
+    out: Path
+    number: int
+    reader: UnitReader
+    tokenizer_hash: str
+
+
+def part_path(out: Path, number: int, suffix: str) -> Path:
+    return out / UNFINISHED / f"part-{number:06d}{suffix}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
+
+
+@lru_cache(maxsize=1)
+def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
+    """Once a process, and once more when another has taken its place in the folder."""
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.hash == tokenizer_hash
+    return tokenizer
+
+
+def write_part(job: PartJob) -> None:
+    """Tokenise one unit. The list of its documents is sealed last: it says that the part is there."""
+    tokenizer = _open_tokenizer_cached(job.out / "tokenizer", job.tokenizer_hash)
+    dtype = token_dtype(tokenizer.vocab_size)
+    lengths: list[int] = []
+    hashes: list[int] = []
+    sizes: list[int] = []
+    empty = 0
+    with atomic_write(part_path(job.out, job.number, ".tokens")) as file:
+        tokens = 0
+        for handful in _batch_pieces(_split_long_texts(job.reader.hashed_texts(), tokenizer)):
+            for piece, ids in zip(handful, tokenizer.encode_batch([piece.text for piece in handful]), strict=True):
+                if piece.document is None:
+                    file.write(np.array(ids, dtype).data)
+                    tokens += len(ids)
+                    continue
+                text, digest = piece.document
+                if not text.strip():
+                    empty += 1
+                    continue
+                file.write(np.array([*ids, tokenizer.eos_token_id], dtype).data)
+                lengths.append(tokens + len(ids) + 1)
+                hashes.append(digest)
+                sizes.append(len(text.encode()))
+                tokens = 0
+    with atomic_write(part_path(job.out, job.number, ".npz")) as file:
+        np.savez(
+            file,
+            lengths=np.array(lengths, np.int64),
+            hashes=np.array(hashes, np.uint64),
+            text_bytes=np.array(sizes, np.int64),
+            empty=np.array(empty),
+        )
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Part of a document; the last one says of which: its text and digest."""
+
+    text: str
+    document: tuple[str, int] | None
+
+
+def _split_long_texts(texts: Iterator[tuple[str, int]], tokenizer: Tokenizer) -> Iterator[TextPiece]:
+    for text, digest in texts:
+        *others, last = tokenizer.split_long_text(text)
+        yield from (TextPiece(other, None) for other in others)
+        yield TextPiece(last, (text, digest))
+
+
+def _batch_pieces(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    """Pieces by the megabyte, so that memory does not grow with the unit."""
+    handful: list[TextPiece] = []
+    size = 0
+    for piece in pieces:
+        handful.append(piece)
+        size += len(piece.text)
+        if size >= ENCODE_BATCH_CHARACTERS:
+            yield handful
+            handful, size = [], 0
+    yield handful
+
+
+@dataclass(frozen=True)
+class DocumentIndex:
+    """Every document of every part, in the order of the source: arrays of one length."""
+
+    part_numbers: np.ndarray
+    starts: np.ndarray  # in tokens of the part
+    lengths: np.ndarray  # tokens, separator included
+    hashes: np.ndarray
+    text_bytes: np.ndarray
+    num_empty: int
+
+    @classmethod
+    def load(cls, out: Path, num_parts: int) -> "DocumentIndex":
+        """The lists of all `count` parts, which must be sealed."""
+        lengths, hashes, sizes, empty = [], [], [], 0
+        for number in range(num_parts):
+            with np.load(part_path(out, number, ".npz")) as part:
+                lengths.append(part["lengths"])
+                hashes.append(part["hashes"])
+                sizes.append(part["text_bytes"])
+                empty += int(part["empty"])
+        return cls(
+            part_numbers=np.repeat(np.arange(num_parts), [len(of_part) for of_part in lengths]),
+            starts=np.concatenate([np.cumsum(of_part) - of_part for of_part in lengths]),
+            lengths=np.concatenate(lengths),
+            hashes=np.concatenate(hashes),
+            text_bytes=np.concatenate(sizes),
+            num_empty=empty,
+        )
+
+    def split_into_shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
+        """Documents in an order, cut after each that brings a shard to `shard_tokens`."""
+        stops = np.cumsum(self.lengths[order])
+        first, tokens = 0, 0
+        while first < len(order):
+            last = min(int(np.searchsorted(stops, tokens + shard_tokens)), len(order) - 1)
+            yield order[first : last + 1]
+            first, tokens = last + 1, int(stops[last])
+
+
+class ShardJob(NamedTuple):
+    """One shard: where each of its documents lies, in the order they take."""
+
+    out: Path
+    name: str
+    part_numbers: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    dtype: np.dtype
+    tokenizer_hash: str
+
+
+def assemble_shard(job: ShardJob) -> Json:
+    """Gather the documents of one shard and return its line of the manifest."""
+    sealed = finished_shard_entry(job.out, job.name)
+    if sealed is not None:
+        return sealed
+    stops = np.cumsum(job.lengths)
+    tokens = np.empty(int(stops[-1]), job.dtype)
+    # Part by part rather than document by document: each is opened once and read in the order it lies on the disk.
+    by_part = np.lexsort((job.starts, job.part_numbers))
+    for of_part in np.split(by_part, np.flatnonzero(np.diff(job.part_numbers[by_part])) + 1):
+        with open(part_path(job.out, int(job.part_numbers[of_part[0]]), ".tokens"), "rb") as file:
+            for document in of_part:
+                file.seek(int(job.starts[document]) * job.dtype.itemsize)
+                into = tokens[stops[document] - job.lengths[document] : stops[document]]
+                if file.readinto(into.view(np.uint8).data) != into.nbytes:
+                    raise UserError(f"{file.name}: truncated since it was written: prepare anew with overwrite")
+    return write_shard(job.out, job.name, tokens, job.lengths, job.tokenizer_hash)

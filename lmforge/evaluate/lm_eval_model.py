@@ -1,0 +1,183 @@
+"""A model as lm-evaluation-harness asks it: tasks by their names there, on a checkpoint as it is, without exporting it.
+
+The scores are those that the harness's own reader of Hugging Face models gives the exported model. On several ranks each has
+the harness build the same requests, as if it were alone; only the work on them is shared out, below the harness.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.errors import UserError
+from lmforge.evaluate.likelihood import ModelWithTokenizer, TokenPair, default_prefix_id, loglikelihoods, max_sequence_length
+from lmforge.evaluate.tasks import generate_in_batches
+from lmforge.generate.sampling import SamplingParams
+
+try:
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as missing:
+    raise UserError(f"lm-evaluation-harness cannot be imported ({missing}); pip install 'lmforge[eval]'") from None
+
+DEFAULT_MAX_GEN_TOKENS = 256  # where a task does not say
+
+
+class LMEvalModel(TemplateLM):
+    """What the harness calls a model: likelihoods of continuations and of whole texts, and texts that are written.
+
+    Its `world_size` stays 1 on any number of ranks: with more the harness would share out the questions itself, and each
+    rank would have scores of its own share.
+    """
+
+    def __init__(self, loaded: ModelWithTokenizer, dist_ctx: DistributedContext, batch_size: int) -> None:
+        super().__init__()
+        self._loaded, self._dist_ctx, self._batch_rows = loaded, dist_ctx, batch_size
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._loaded.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return default_prefix_id(self._loaded.tokenizer)
+
+    @property
+    def max_length(self) -> int:
+        return max_sequence_length(self._loaded.config)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        opening = [] if add_special_tokens is False else self._loaded.prefix_ids
+        return [*opening, *self._loaded.tokenizer.encode(string)]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs: list[TokenPair] = [(context, continuation) for _, context, continuation in requests]
+        self._check_same_on_all_ranks(pairs)
+        found = loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_rows)
+        return [(each.logprob, each.is_greedy) for each in found]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        texts = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                )
+            ]
+            for (text,) in (request.args for request in requests)
+        ]
+        found = iter(self._loglikelihood_tokens([(None, *window) for windows in texts for window in windows]))
+        return [sum(next(found)[0] for _ in windows) for windows in texts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        self._check_same_on_all_ranks([request.args for request in requests])
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        written: dict[int, str] = {}
+        for numbers in groups.values():
+            options: dict[str, Any] = dict(normalize_gen_kwargs(requests[numbers[0]].args[1], DEFAULT_MAX_GEN_TOKENS))
+            sampled = bool(options.get("do_sample"))
+            texts = generate_in_batches(
+                self._loaded,
+                [requests[number].args[0] for number in numbers],
+                self._dist_ctx,
+                batch_size=self._batch_rows,
+                max_tokens=options["max_gen_toks"],
+                stop_strings=[stop for stop in handle_stop_sequences(options.get("until"), eos=None) if stop],
+                sampling=SamplingParams(
+                    options.get("temperature", 1.0) if sampled else 0.0, options.get("top_k") or 0, options.get("top_p", 1.0)
+                ),
+            )
+            written |= zip(numbers, texts, strict=True)
+        return [written[number] for number in range(len(requests))]
+
+    def _check_same_on_all_ranks(self, requests: Sequence[Any]) -> None:
+        """Raise UserError, on every rank, where one is asked other things: answers go by the numbers of requests."""
+        if len(set(self._dist_ctx.all_gather(xxhash.xxh3_128_hexdigest(repr(requests).encode())))) > 1:
+            raise UserError("the ranks' tasks of lm-evaluation-harness differ; have the same version and data on every host")
+
+
+class _SyncedTaskManager(TaskManager):
+    """Loads tasks on every rank, or on none."""
+
+    def __init__(self, dist_ctx: DistributedContext, **options: Any) -> None:
+        super().__init__(**options)
+        self._dist_ctx = dist_ctx
+
+    def load(self, *arguments: Any, **options: Any) -> Any:
+        with self._dist_ctx.raise_on_all():
+            try:
+                return super().load(*arguments, **options)
+            except Exception as problem:  # a YAML file's, a dataset's or the network's
+                reason = " ".join(str(problem).split()) or type(problem).__name__
+                raise UserError(f"lm-evaluation-harness cannot load its task ({reason})") from problem
+
+
+def run_lm_eval(
+    loaded: ModelWithTokenizer,
+    tasks: Sequence[str],
+    dist_ctx: DistributedContext,
+    *,
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+) -> dict[str, dict[str, Any]]:
+    """The metrics of tasks of the harness, by task: those that it comes with, and those of the YAML files in `folder`.
+
+    Every rank calls it, and has the model whole; the first gets the metrics, the same for any number of ranks, and the
+    others none: they say nothing either.
+
+    few_shot: examples before each question; None leaves it to the task. Raises UserError for a name that is no task.
+    """
+    with dist_ctx.raise_on_all():
+        manager = _task_manager(tasks, dist_ctx, include_path)
+    with _silenced_unless(verbose=dist_ctx.is_rank0):
+        result = lm_eval.simple_evaluate(
+            model=LMEvalModel(loaded, dist_ctx, batch_size),
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            bootstrap_iters=0,
+            task_manager=manager,
+            log_samples=False,
+        )
+    # It keeps its scores from all but local rank 0.
+    return {name: dict(metrics) for name, metrics in result["results"].items()} if dist_ctx.is_rank0 else {}
+
+
+def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_path: Path | None) -> _SyncedTaskManager:
+    """What knows the tasks of these names. Its own are thousands of files: gone through only where a name is none of the
+    folder's. Raises UserError."""
+    included = str(include_path) if include_path else None
+    manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=False)
+    if _unknown_tasks(manager, tasks):
+        manager = _SyncedTaskManager(dist_ctx, include_path=included)
+    unknown = _unknown_tasks(manager, tasks)
+    if unknown:
+        raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")
+    return manager
+
+
+@contextmanager
+def _silenced_unless(verbose: bool) -> Iterator[None]:
+    """Without the harness's bars and lines, which every rank would print."""
+    if verbose:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def _unknown_tasks(manager: Any, tasks: Sequence[str]) -> list[str]:
+    return [name for name in tasks if not manager.match_tasks([name])]

@@ -1,1 +1,0 @@
-"""What a trained model does: write, and be measured."""

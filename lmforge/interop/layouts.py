@@ -1,0 +1,297 @@
+"""How other trainers lay out a checkpoint, and what each of our tensors is made of there.
+
+nanoGPT (a file of torch.save: GPT-2 with linear maps that are not transposed), torchtitan (a DCP folder: Llama under Meta's
+names) and fms-fsdp (a DCP folder or a file: Llama under the names of IBM's foundation-model-stack, some matrices fused).
+The last two turn neighbouring pairs of a head's channels, as Meta's code does, where ours and Hugging Face's turn a channel
+of the first half with one of the second: the rows of their query and key matrices are put in the other order.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmforge.errors import UserError
+from lmforge.interop.tensor_sources import TensorSource
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+
+LAYOUTS = ("nanogpt", "torchtitan", "fms")
+# Where trainers put the model among what else they save, and what wrappers put before its names.
+_PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
+_WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
+# What is stored and not learned: causal masks and rotary tables.
+_NOT_LEARNED = re.compile(r"(\.attn\.bias|freqs_cis|rot_emb\..*|rope\.\w+|rotary_emb\.\w+)$")
+_BLOCK_PREFIX = r"layers\.(\d+)\."
+
+_TORCHTITAN = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_FMS = {
+    "shared.emb": "model.embed_tokens",
+    "embedding": "model.embed_tokens",
+    "dec_norm": "model.norm",
+    "shared.head": "lm_head",
+    "head": "lm_head",
+    "attn.query": "self_attn.q_proj",
+    "attn.key": "self_attn.k_proj",
+    "attn.value": "self_attn.v_proj",
+    "attn.in_proj.query": "self_attn.q_proj",
+    "attn.in_proj.key": "self_attn.k_proj",
+    "attn.in_proj.value": "self_attn.v_proj",
+    "attn.in_proj.qkv_fused": "self_attn.q_proj + self_attn.k_proj + self_attn.v_proj",
+    "attn.dense": "self_attn.o_proj",
+    "ff_sub_layer.wg": "mlp.gate_proj",
+    "ff_sub_layer.w1": "mlp.up_proj",
+    "ff_sub_layer.wg1_fused": "mlp.gate_proj + mlp.up_proj",
+    "ff_sub_layer.w2": "mlp.down_proj",
+    "ln": "input_layernorm",
+    "ff_ln": "post_attention_layernorm",
+}
+_MARKER_TENSORS = {
+    "nanogpt": "transformer.wte.weight",
+    "torchtitan": "tok_embeddings.weight",
+    "fms": r"layers.0.ff_sub_layer.w2.weight",
+}
+_TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+
+
+@dataclass(frozen=True)
+class LayoutHints:
+    """What a checkpoint does not tell and somebody has to; None where nobody did."""
+
+    num_attention_heads: int | None = None
+    rope_theta: float | None = None
+    rope_scaling: Any = None
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    activation: str = "gelu"
+
+
+@dataclass(frozen=True)
+class ConvertedCheckpoint:
+    """A foreign checkpoint as a model of ours: its shape, its tensors on the meta device, and each when it is asked for."""
+
+    layout: str
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class _StoredSlice:
+    """Rows of a stored tensor: all, or of `rows` and `start` where several are fused; then put in our order."""
+
+    stored_name: str
+    rows: slice
+    num_heads: int = 0
+    transposed: bool = False
+
+    def extract(self, full: Tensor) -> Tensor:
+        value = full[self.rows]
+        if self.num_heads:
+            value = value.unflatten(0, (self.num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return value.t() if self.transposed else value
+
+
+def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: str, hints: LayoutHints) -> ConvertedCheckpoint:
+    """A foreign checkpoint as a model of ours. Raises UserError for what is not such a checkpoint, or is told wrongly.
+
+    layout: one of LAYOUTS, or "auto" for the one whose names are there.
+    """
+    names = _stored_name_by_model_name(checkpoint)
+    if layout == "auto":
+        found = [each for each, mark in _MARKER_TENSORS.items() if mark in names]
+        if not found:
+            some = ", ".join(sorted(names)[:3]) or "no tensors"
+            raise UserError(f"{path}: not of a layout that is known here ({', '.join(LAYOUTS)}); it has {some}")
+        layout = found[0]
+    if _MARKER_TENSORS[layout] not in names:
+        close = get_close_matches(_MARKER_TENSORS[layout], names, n=1)
+        raise UserError(
+            f"{path}: not of layout {layout}: has no {_MARKER_TENSORS[layout]}" + (f", but {close[0]}" if close else "")
+        )
+    tensors = {short: checkpoint.tensors[name] for short, name in names.items()}
+
+    def read(short: str) -> Tensor:
+        return checkpoint.read(names[short])
+
+    if layout == "nanogpt":
+        config, parts = _convert_nanogpt(path, tensors, checkpoint.non_tensors, hints)
+    else:
+        config, parts = _convert_llama(path, tensors, read, _TORCHTITAN if layout == "torchtitan" else _FMS, hints)
+    return ConvertedCheckpoint(layout, config, *_check_tensors(path, config, parts, tensors, read))
+
+
+def _stored_name_by_model_name(checkpoint: TensorSource) -> dict[str, str]:
+    """The stored name of each of the model's tensors, by its name in the model."""
+    for root in _PREFIXES:
+        names = {}
+        for name in checkpoint.tensors:
+            short = _WRAPPER_NAMES.sub("", name)
+            if short.startswith(root):
+                names[short.removeprefix(root).removeprefix("base_model.")] = name
+        if any(mark in names for mark in _MARKER_TENSORS.values()):
+            break
+    else:
+        names = {name: name for name in checkpoint.tensors}
+    # At the top, beside the model, lie the optimizer's.
+    return {
+        short: name for short, name in names.items() if not _NOT_LEARNED.search(short) and not short.startswith("optimizer")
+    }
+
+
+def _convert_nanogpt(
+    path: Path, tensors: dict[str, Tensor], non_tensors: dict[str, Any], hints: LayoutHints
+) -> tuple[ModelConfig, dict[str, _StoredSlice | None]]:
+    arguments = {
+        name.removeprefix("model_args."): value for name, value in non_tensors.items() if name.startswith("model_args.")
+    }
+    heads = hints.num_attention_heads or arguments.get("n_head")
+    if not isinstance(heads, int):
+        raise UserError(f"{path}: does not say how many heads it has (model_args.n_head); give --num_attention_heads")
+    vocabulary, width = tensors["transformer.wte.weight"].shape
+    positions = tensors.get("transformer.wpe.weight")
+    if positions is None:
+        raise UserError(f"{path}: has no transformer.wpe.weight; only nanoGPT with learned positions can be imported")
+    config = ModelConfig(
+        model_type="gpt2",
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=_count_layers(tensors, r"transformer\.h\.(\d+)\."),
+        num_attention_heads=heads,
+        max_position_embeddings=len(positions),
+        hidden_act=hints.activation,
+        tie_word_embeddings=True,
+    )
+    parts: dict[str, _StoredSlice | None] = {
+        name: _StoredSlice(name, slice(None), transposed=_TRANSPOSED.search(name) is not None)
+        for name in tensors
+        if name != "lm_head.weight"  # the embedding under another name
+    }
+    for name in build_model(config, seed=None, device="meta").state_dict():
+        if name.endswith(".bias") and name not in parts and arguments.get("bias") is False:
+            parts[name] = None  # nothing is added, which a bias of zeros does
+    return config, parts
+
+
+def _convert_llama(
+    path: Path, tensors: dict[str, Tensor], read: Callable[[str], Tensor], name_map: dict[str, str], hints: LayoutHints
+) -> tuple[ModelConfig, dict[str, _StoredSlice | None]]:
+    for option in ("num_attention_heads", "rope_theta"):
+        if getattr(hints, option) is None:
+            raise UserError(
+                f"{path}: this layout does not tell {option}; give --{option}, or --config_from a model that has the same"
+            )
+    made = _map_to_our_names(path, tensors, name_map)
+    origin = {name: stored for stored, several in made.items() for name in several}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
+        if f"model.layers.0.{name}.weight" not in origin:
+            raise UserError(f"{path}: has nothing that could be model.layers.0.{name}.weight; it is not whole")
+
+    def shape(name: str) -> torch.Size:
+        return tensors[origin[f"{name}.weight"]].shape
+
+    (vocabulary, width), heads = shape("model.embed_tokens"), hints.num_attention_heads or 0
+    queries, keys = (shape(f"model.layers.0.self_attn.{each}_proj")[0] for each in "qk")
+    if origin["model.layers.0.self_attn.q_proj.weight"] == origin["model.layers.0.self_attn.k_proj.weight"]:
+        queries, keys = width, (queries - width) // 2
+    head = width // heads
+    if width % (2 * heads) or queries != width or keys < head or keys % head:
+        raise UserError(
+            f"{path}: {queries} query and {keys} key channels of width {width} are not {heads} heads;"
+            " give the model's own --num_attention_heads"
+        )
+    top, embedding = origin.get("lm_head.weight"), origin["model.embed_tokens.weight"]
+    tied = top is None or torch.equal(read(top), read(embedding))
+    attention_bias = "model.layers.0.self_attn.o_proj.bias" in origin
+    config = ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=shape("model.layers.0.mlp.down_proj")[1],
+        num_hidden_layers=_count_layers(tensors, _BLOCK_PREFIX),
+        num_attention_heads=heads,
+        num_key_value_heads=keys // head,
+        max_position_embeddings=hints.max_position_embeddings,
+        rope_theta=hints.rope_theta or 0,
+        rope_scaling=hints.rope_scaling,
+        rms_norm_eps=hints.rms_norm_eps,
+        attention_bias=attention_bias,
+        attention_output_bias=attention_bias,
+        mlp_bias="model.layers.0.mlp.down_proj.bias" in origin,
+        tie_word_embeddings=tied,
+    )
+    rows, turned = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
+    parts: dict[str, _StoredSlice | None] = {}
+    for stored, several in made.items():
+        start = 0
+        for name in several:
+            kind = name.split(".")[-2]
+            stop = start + rows.get(kind, len(tensors[stored]) // len(several))
+            parts[name] = _StoredSlice(stored, slice(start, stop), turned.get(kind, 0))
+            start = stop
+    if tied:
+        parts.pop("lm_head.weight", None)
+    return config, parts
+
+
+def _map_to_our_names(path: Path, tensors: dict[str, Tensor], name_map: dict[str, str]) -> dict[str, list[str]]:
+    """Which of our tensors each stored one is: one, or several that are fused. Raises UserError for one that is none."""
+    made = {}
+    for stored in tensors:
+        block = re.match(_BLOCK_PREFIX, stored)
+        short, _, kind = stored[block.end() if block else 0 :].rpartition(".")
+        if short not in name_map or kind not in ("weight", "bias"):
+            raise UserError(f"{path}: holds {stored}, which is no part of a Llama model of this layout; it cannot be imported")
+        before = f"model.layers.{block[1]}." if block else ""
+        made[stored] = [f"{before}{each}.{kind}" for each in name_map[short].split(" + ")]
+    return made
+
+
+def _count_layers(tensors: dict[str, Tensor], block: str) -> int:
+    return 1 + max((int(found[1]) for name in tensors if (found := re.match(block, name))), default=-1)
+
+
+def _check_tensors(
+    path: Path,
+    config: ModelConfig,
+    parts: dict[str, _StoredSlice | None],
+    tensors: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """The model's tensors on the meta device, and a function that reads one. Raises UserError where they are not all there."""
+    wanted = dict(build_model(config, seed=None, device="meta").named_parameters())
+    shown = {}
+    dtype = next(iter(tensors.values())).dtype
+    for name, parameter in wanted.items():
+        if name not in parts:
+            raise UserError(f"{path}: has nothing that could be {name}; it is not whole, or of another layout")
+        part = parts[name]
+        shape = parameter.shape if part is None else part.extract(tensors[part.stored_name]).shape
+        if shape != parameter.shape:
+            raise UserError(f"{path}: {name} would be {list(shape)} and should be {list(parameter.shape)}")
+        shown[name] = torch.empty(shape, dtype=dtype if part is None else tensors[part.stored_name].dtype, device="meta")
+    if extra := sorted(parts.keys() - wanted.keys()):
+        raise UserError(f"{path}: holds {extra[0]}, which is no part of such a model; it cannot be imported")
+
+    def read_ours(name: str) -> Tensor:
+        part = parts[name]
+        return torch.zeros_like(shown[name], device="cpu") if part is None else part.extract(read(part.stored_name))
+
+    return shown, read_ours

@@ -1,0 +1,154 @@
+"""The Llama family: Llama 2 and 3, CodeLlama, SmolLM, Mistral, Qwen 2, 2.5 and 3, by their Hugging Face tensor names.
+
+RMSNorm before each half of a block, rotary positions, grouped key and value heads, SwiGLU (arXiv 2302.13971); options
+are those of shapes.ModelConfig. No loss here: the objective applies the head.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from lmforge.model.attention import AttentionMask, attend, create_attention_mask
+from lmforge.model.cache import KVCacheView, LayerKVCache
+from lmforge.model.config import ModelConfig
+from lmforge.model.dropout import TokenRng
+from lmforge.model.layers import LanguageModel, LMHead, RMSNorm, apply_linear
+from lmforge.model.neftune import perturb_embeddings
+from lmforge.model.rope import RotaryEmbedding, rotary_embedding
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        kept = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kept, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kept, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: RotaryEmbedding,
+        mask: AttentionMask,
+        cache: LayerKVCache | None,
+        token_rng: TokenRng | None = None,
+    ) -> torch.Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (apply_linear(layer, x, token_rng).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = rotary.apply_rotary(q).transpose(1, 2), rotary.apply_rotary(k).transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v)
+        return apply_linear(self.o_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), token_rng)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
+
+    def forward(self, x: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
+        gated = silu(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(self.up_proj, x, token_rng)
+        return apply_linear(self.down_proj, gated, token_rng)
+
+
+class LlamaBlock(nn.Module):
+    """One layer: hidden + attention(norm(hidden)), then the same with the feed-forward.
+
+    Nothing in it differs from layer to layer but the weights, so that one compilation serves them all.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: RotaryEmbedding,
+        mask: AttentionMask,
+        cache: LayerKVCache | None = None,
+        token_rng: TokenRng | None = None,
+    ) -> torch.Tensor:
+        """hidden [rows, length, hidden_size] → the same shape and dtype."""
+        attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, token_rng=token_rng)
+        hidden = hidden + (attended if token_rng is None else token_rng.apply_dropout(attended, 0))
+        fed = self.mlp(self.post_attention_layernorm(hidden), token_rng=token_rng)
+        return hidden + (fed if token_rng is None else token_rng.apply_dropout(fed, 1))
+
+
+class LlamaBackbone(nn.Module):
+    """Everything under the name `model.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(LanguageModel):
+    """A Llama-family language model without its loss."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaBackbone(config)
+        self.lm_head = LMHead(config.hidden_size, config.num_outputs)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
+
+    @property
+    def embeddings(self) -> list[nn.Embedding]:
+        return [self.model.embed_tokens]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.model.norm
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
+        return perturb_embeddings(self.model.embed_tokens(tokens), token_rng)
+
+    def run_blocks(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        document_ids: torch.Tensor,
+        cache: KVCacheView | None = None,
+        layer_indices: Iterable[int] | None = None,
+        token_rng: TokenRng | None = None,
+    ) -> torch.Tensor:
+        masks = {
+            window: create_attention_mask(document_ids, window, self.context_parallel) if cache is None else cache.mask(window)
+            for window in set(self.config.layer_windows)
+        }
+        turn = rotary_embedding(positions, self.config)
+        for number in range(len(self.blocks)) if layer_indices is None else layer_indices:
+            kept = None if cache is None else cache.layers[number]
+            drawn = None if token_rng is None else token_rng.for_block(number)
+            hidden = self.blocks[number](hidden, turn, masks[self.config.layer_windows[number]], kept, drawn)
+        return hidden

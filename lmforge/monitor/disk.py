@@ -1,0 +1,66 @@
+"""The disk of the checkpoints, watched while a run trains: that the next one will not fit is worth knowing before it is due.
+
+In a thread of its own, as asking a file server that does not answer can take for ever.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+CHECK_SECONDS = 10.0
+# Of inodes, so small a share left is nearly none; a checkpoint makes a few files for each rank.
+MIN_INODE_FRACTION = 0.005
+GIB = 2**30
+
+
+class DiskMonitor:
+    """`folder` is where checkpoints go; `needed` gives the bytes of the next one, 0 while that is unknown."""
+
+    def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int], interval_seconds: float = CHECK_SECONDS) -> None:
+        self._folder, self._next_checkpoint_bytes, self._interval_seconds = folder, next_checkpoint_bytes, interval_seconds
+        self._shortages: set[str] = set()
+        self._stopped = threading.Event()
+
+    def start(self, warn: Callable[[str], None]) -> None:
+        """Look until stopped, saying what is found in a thread of its own."""
+        threading.Thread(target=self._run, args=(warn,), name="disk", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self, warn: Callable[[str], None]) -> None:
+        while True:
+            with suppress(OSError):
+                for line in self.check():
+                    warn(line)
+            if self._stopped.wait(self._interval_seconds):
+                return
+
+    def check(self) -> list[str]:
+        """What has become short since the last look, and what no longer is. OSError where the file system does not say."""
+        there = os.statvfs(self._folder)
+        free, needed = there.f_bavail * there.f_frsize, self._next_checkpoint_bytes()
+        lines = self._on_change(
+            "room",
+            free < needed,
+            f"{self._folder}: {free / GIB:.2f} GiB free, and the next checkpoint needs {needed / GIB:.2f} GiB:"
+            " make room, or saving it will fail",
+            f"{self._folder}: {free / GIB:.2f} GiB free again, enough for the next checkpoint",
+        )
+        # Some file systems do not count inodes, and say 0 of 0.
+        few = there.f_files > 0 and there.f_favail < MIN_INODE_FRACTION * there.f_files
+        return lines + self._on_change(
+            "inodes",
+            few,
+            f"{self._folder}: {there.f_favail:,} inodes free of {there.f_files:,}: a full table refuses new files, whatever"
+            " room there is; delete small files",
+            f"{self._folder}: {there.f_favail:,} inodes free again",
+        )
+
+    def _on_change(self, what: str, short: bool, trouble: str, relief: str) -> list[str]:
+        if short == (what in self._shortages):
+            return []
+        (self._shortages.add if short else self._shortages.discard)(what)
+        return [trouble if short else relief]

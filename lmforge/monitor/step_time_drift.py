@@ -1,0 +1,69 @@
+"""Slow drifts of the step time: a run that has become slower by a fifth and stays so is told of, with when it was quicker.
+
+Single log steps vary with everything else a machine does. So what is compared are medians of several, and most of
+the late ones have to be slow, not one of them very slow.
+"""
+
+import statistics
+from collections import deque
+
+# Log steps in a median; quick ones are taken together until they cover a second.
+WINDOW_READINGS = 20
+MIN_READING_SECONDS = 1.0
+# So much slower than the best median is told, and again for each as much again; recovered is below half of it.
+DRIFT_THRESHOLD = 0.2
+# So many of the late readings have to be slower than the baseline by half of that.
+SLOW_FRACTION = 0.8
+
+
+class DriftDetector:
+    """Step times in, lines out. The baseline is the median of twenty neighbouring readings at its quickest so far."""
+
+    def __init__(self) -> None:
+        self._readings: deque[float] = deque(maxlen=WINDOW_READINGS)
+        self._steps: deque[int] = deque(maxlen=WINDOW_READINGS)
+        self._seconds = self._num_steps = 0.0
+        self._last_step: int | None = None
+        # (median, its step, of the readings that have left the window) and what has been told of.
+        self._baseline: tuple[float, int] | None = None
+        self._new_readings = 0
+        self._reported = 0.0
+
+    def update(self, step: int, step_seconds: float) -> list[str]:
+        """Hear that the steps since the last reading took `step_seconds` each; what to say of it."""
+        if self._last_step is None:  # the first steps compile and allocate
+            self._last_step = step
+            return []
+        self._num_steps += step - self._last_step
+        self._seconds += (step - self._last_step) * step_seconds
+        self._last_step = step
+        if self._seconds < MIN_READING_SECONDS or not self._num_steps:
+            return []
+        self._readings.append(self._seconds / self._num_steps)
+        self._steps.append(step)
+        self._seconds = self._num_steps = 0.0
+        self._new_readings += 1
+        if len(self._readings) < WINDOW_READINGS:
+            return []
+        now = statistics.median(self._readings)
+        lines = self._compare(now)
+        if self._new_readings >= WINDOW_READINGS:  # windows that do not overlap: the quickest of many that do is a lucky one
+            self._new_readings = 0
+            if self._baseline is None or now < self._baseline[0]:
+                self._baseline = (now, self._steps[WINDOW_READINGS // 2])
+        return lines
+
+    def _compare(self, now: float) -> list[str]:
+        if self._baseline is None:
+            return []
+        usual, around = self._baseline
+        slower = now / usual - 1
+        most = sum(reading > (1 + DRIFT_THRESHOLD / 2) * usual for reading in self._readings) >= SLOW_FRACTION * WINDOW_READINGS
+        compared = f"steps take {now:.3g} s, {usual:.3g} s around step {around}"
+        if slower >= self._reported + DRIFT_THRESHOLD and most:
+            self._reported = slower
+            return [f"{compared}: {100 * slower:.0f} % slower"]
+        if self._reported and slower < DRIFT_THRESHOLD / 2:
+            self._reported = 0.0
+            return [f"{compared}: no longer slow"]
+        return []

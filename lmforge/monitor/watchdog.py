@@ -1,0 +1,248 @@
+"""The watch over a run: heartbeats, stalls told while they last, stragglers, drift, and the disk.
+
+The loop says where it is (`mark`) and what a log step took (`log_step`). A thread of its own writes the heartbeat and looks
+at this rank's clock alone; only when a phase has lasted too long does it read what the other ranks wrote. So a run that
+goes on pays for a small file every two seconds, and a rank that hangs need not answer anyone.
+"""
+
+import os
+import threading
+import time
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.errors import EXIT_PEER_LOST
+from lmforge.monitor import stall
+from lmforge.monitor.disk import DiskMonitor
+from lmforge.monitor.heartbeat import Heartbeat
+from lmforge.monitor.step_time_drift import DriftDetector
+from lmforge.monitor.stragglers import StragglerMonitor
+
+# Between two heartbeats; less where a stall is to be told sooner.
+MAX_HEARTBEAT_SECONDS = 2.0
+# A stall is noticed so many heartbeats before it is told: the ranks that wait for each other notice it within one
+# of each other, and what they write is to be there when one of them tells.
+HEARTBEATS_BEFORE_REPORT = 3
+# A phase that is known to take long may take so many times that before it is a stall.
+PATIENCE_FACTOR = 3.0
+# A file server may be late with what another host wrote.
+SILENT_AFTER_SECONDS = 10.0
+# A rank that has moved less in half the time to give up reads nothing large: it hangs.
+MIN_PROGRESS_BYTES = 16 * 2**20
+
+
+@dataclass
+class _Stall:
+    """A stall that this rank has noticed: the mark it stands at, when it is told next, and how far all ranks were then."""
+
+    started: float
+    phase: str
+    next_report: float
+    evidence_written: bool = False
+    late_ranks: str = ""
+    progress: dict[int, tuple[int, int, int]] | None = None
+    progress_at: float = 0.0
+
+
+class Watchdog:
+    """`mark(phase, step)` says what this rank does from now on; `barrier()` is around waiting for other ranks.
+
+    `folder` is for heartbeats, `log` this rank's log file (None: reports go to standard error only). The first rank also
+    watches `disk`.
+    """
+
+    def __init__(
+        self,
+        dist_ctx: DistributedContext,
+        folder: Path,
+        log_path: Path | None = None,
+        *,
+        stall_seconds: float = 30.0,
+        timeout_seconds: float | None = None,
+        disk_monitor: DiskMonitor | None = None,
+    ) -> None:
+        self._dist_ctx, self._folder, self._log_path = dist_ctx, folder, log_path
+        self._stall_seconds, self._timeout_seconds = stall_seconds, timeout_seconds
+        self._heartbeat_seconds = min(MAX_HEARTBEAT_SECONDS, stall_seconds / 10)
+        self._heartbeat = Heartbeat(folder, dist_ctx.rank_info.rank)
+        self._stragglers = StragglerMonitor(dist_ctx, self._heartbeat)
+        self._drift = DriftDetector()
+        self._step_seconds: float | None = None
+        self._stall: _Stall | None = None
+        self._evidence_mark = -1.0
+        self._training_thread = threading.get_ident()
+        self._stopped = threading.Event()
+        dist_ctx.wait_context = self.barrier
+        self._disk_monitor = disk_monitor
+        if disk_monitor is not None and dist_ctx.is_rank0:
+            disk_monitor.start(self._log_lines)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def set_phase(self, phase: str, step: int) -> None:
+        """Say what this rank does from now on; phases are those of heartbeat.PHASES."""
+        self._heartbeat.set_phase(phase, step)
+
+    def describe_progress(self) -> str:
+        """Step and phase, in words."""
+        return f"step {self._heartbeat.current.step}, {self._heartbeat.current.phase}"
+
+    def barrier(self) -> AbstractContextManager[None]:
+        """Around waiting for other ranks: the phase is `barrier` inside. Changes nothing in other threads."""
+        return self._heartbeat.barrier()
+
+    def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int = 0) -> list[str]:
+        """What stands out by now, in lines for the reader; every rank calls it at the same steps and none waits.
+
+        `step_seconds` is what a step took since the last log step, of training alone. Ranks of the same `part` do equal
+        work. Call it where something has just waited for the device.
+        """
+        self._step_seconds = step_seconds
+        return [*self._stragglers.exchange(step, step_seconds, pipeline_rank), *self._drift.update(step, step_seconds)]
+
+    def stop(self, final_phase: str) -> None:
+        """Write the last word and end."""
+        self._dist_ctx.wait_context = None
+        self._stragglers.close()
+        if self._disk_monitor is not None:
+            self._disk_monitor.stop()
+        self.set_phase(final_phase, self._heartbeat.current.step)
+        self._stopped.set()
+        self._thread.join(timeout=MAX_HEARTBEAT_SECONDS)  # a disk that hangs must not hang the end
+
+    def _run(self) -> None:
+        while True:
+            last = self._stopped.wait(self._heartbeat_seconds)
+            # What cannot be written or read must not stop the training it tells of.
+            with suppress(OSError):
+                self._heartbeat.write()
+            if last:
+                return
+            with suppress(OSError):
+                self._check_stall()
+
+    def _check_stall(self) -> None:
+        now, clock = self._heartbeat.current, time.perf_counter()
+        age = clock - now.started
+        if self._stall is not None and self._stall.started != now.started:
+            self._end_stall(self._stall, now.started)
+        gathering = HEARTBEATS_BEFORE_REPORT * self._heartbeat_seconds
+        # Whoever stalls with this rank may lose patience earlier, and then wants to know where this rank is.
+        if age >= self._stall_seconds - gathering and self._evidence_mark != now.started:
+            self._evidence_mark = now.started
+            self._write_evidence()
+        limit = max(self._stall_seconds, PATIENCE_FACTOR * self._heartbeat.usual_seconds(now.phase))
+        if self._stall is None:
+            if age < limit - gathering:
+                return
+            self._stall = _Stall(now.started, now.phase, limit - self._heartbeat_seconds)
+            self._heartbeat.stall_noticed = True
+            self._heartbeat.write()
+        found = self._stall
+        if age >= found.next_report - gathering and not found.evidence_written:
+            found.evidence_written = True
+            self._write_evidence()
+        if age >= found.next_report:
+            found.next_report, found.evidence_written = 2 * age, False
+            self._report_stall(found, age)
+        if self._timeout_seconds is not None and self._dist_ctx.world_size > 1:
+            self._check_timeout(found, age, self._timeout_seconds)
+
+    def _write_evidence(self) -> None:
+        now = self._heartbeat.current
+        stall.write_evidence(
+            self._folder,
+            self._stacks_file(),
+            self._dist_ctx.rank_info.rank,
+            (now.step, now.phase_number),
+            self._training_thread,
+        )
+
+    def _stacks_file(self) -> Path:
+        rank = self._dist_ctx.rank_info.rank
+        return (
+            self._log_path.with_suffix(".stack.txt") if self._log_path is not None else self._folder / f"rank-{rank}.stack.txt"
+        )
+
+    def _read_peers(self) -> list[stall.PeerStatus]:
+        self._heartbeat.write()
+        written = self._heartbeat.path.stat().st_mtime
+        patience = max(SILENT_AFTER_SECONDS, 3 * self._heartbeat_seconds)
+        return [stall.read_peer(self._folder, rank, written, patience) for rank in range(self._dist_ctx.world_size)]
+
+    def _is_reporter(self, peers: list[stall.PeerStatus]) -> bool:
+        """Whether this rank is the one that tells: the one that has told of this stall already, or the lowest that noticed."""
+        able = [peer for peer in peers if peer.state == "here" and peer.heartbeat["noticed"]]
+        telling = [peer.rank for peer in able if peer.heartbeat["reported"]] or [peer.rank for peer in able]
+        return min(telling, default=self._dist_ctx.rank_info.rank) == self._dist_ctx.rank_info.rank
+
+    def _report_stall(self, observed: _Stall, age: float) -> None:
+        rank = self._dist_ctx.rank_info.rank
+        if rank and not self._heartbeat.stall_reported:
+            # The first rank tells as a rule: of thousands, not each has to read what all the others wrote.
+            self._heartbeat.write()
+            first = stall.read_peer(self._folder, 0, self._heartbeat.path.stat().st_mtime, SILENT_AFTER_SECONDS)
+            if first.state == "here" and first.heartbeat["noticed"]:
+                return
+        peers = self._read_peers()
+        if not self._is_reporter(peers):
+            return
+        self._heartbeat.stall_reported = True
+        verdict = stall.classify_ranks(peers)
+        observed.late_ranks = ", ".join(
+            f"rank {peer.rank} {'in ' + peer.heartbeat['phase'] if peer.heartbeat else 'missing'}"
+            for peer in peers
+            if verdict[peer.rank] == stall.LATE
+        )
+        stacks = str(self._stacks_file()).replace(f"rank-{rank}.", "rank-*.")
+        self._log_lines("\n".join(stall.report_lines(peers, age, self._step_seconds, stacks)))
+
+    def _end_stall(self, observed: _Stall, started: float) -> None:
+        if self._heartbeat.stall_reported:
+            late = f" ({observed.late_ranks} had been late)" if observed.late_ranks else ""
+            seconds = (
+                self._heartbeat.last_phase_seconds
+                if self._heartbeat.last_phase_started == observed.started
+                else started - observed.started
+            )
+            self._log_lines(f"going on after {seconds:.0f} s in {observed.phase}{late}")
+        self._stall, self._heartbeat.stall_noticed, self._heartbeat.stall_reported = None, False, False
+
+    def _check_timeout(self, observed: _Stall, age: float, limit: float) -> None:
+        """End this process where no rank has gone on, nor moved much data, for `limit` seconds.
+
+        Looked at twice, half of that apart: a peer that is slow, and alive, has gone on or read something by then.
+        """
+        if age < limit / 2 or (observed.progress is not None and age < observed.progress_at + limit / 2):
+            return
+        peers = self._read_peers()
+        far = {peer.rank: (*peer.progress, peer.heartbeat["bytes"]) for peer in peers if peer.state == "here"}
+        if observed.progress is None or any(_made_progress(observed.progress.get(rank), place) for rank, place in far.items()):
+            observed.progress, observed.progress_at = far, age
+            return
+        if self._is_reporter(peers):
+            self._log_lines(
+                f"no rank has gone on for {age:.0f} s (watch.timeout_seconds = {limit:g}): this run ends itself,"
+                f" with status {EXIT_PEER_LOST}; the same command continues it from its last checkpoint"
+            )
+        else:
+            time.sleep(3 * self._heartbeat_seconds)  # the launcher ends all when one has ended: let it be told why before
+        with suppress(OSError):
+            self._heartbeat.write("failed")
+        os._exit(EXIT_PEER_LOST)
+
+    def _log_lines(self, lines: str) -> None:
+        """On standard error, which a rank has even where its own output goes to a file, and in the log."""
+        with suppress(OSError):
+            os.write(
+                2, "".join(f"lmforge: {line}\n" if line[:1] != " " else f"{line}\n" for line in lines.split("\n")).encode()
+            )
+        if self._log_path is not None:
+            with suppress(OSError), open(self._log_path, "a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%H:%M:%S')} {lines}\n")
+
+
+def _made_progress(before: tuple[int, int, int] | None, now: tuple[int, int, int]) -> bool:
+    return before is None or before[:2] != now[:2] or now[2] - before[2] > MIN_PROGRESS_BYTES

@@ -1,0 +1,36 @@
+"""The page to chat on: one file, with nothing from elsewhere, under a policy that lets a browser load nothing else."""
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+
+@cache
+def _load_page() -> tuple[str, dict[str, str]]:
+    """The page, and the headers that go with it: only its own style and script, known by their hashes, may run."""
+    text = (files("lmforge.serve") / "web" / "index.html").read_text("utf-8")
+    hashes = {}
+    for tag in ("style", "script"):
+        [inline] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+        hashes[tag] = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{hashes['style']}'; script-src 'sha256-{hashes['script']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+
+async def chat_page(request: Request) -> Response:
+    """GET /: the page."""
+    text, headers = _load_page()
+    return HTMLResponse(text, headers=headers)

@@ -1,0 +1,158 @@
+"""The one door for what comes from outside: JSON and TOML that a user, a disk or the network hands in.
+
+`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size and the nesting of the content before they parse it,
+check it against a declared schema, and fail in one line that names the file and the field. A schema is anything that
+pydantic can check: a model, a dataclass, a TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by
+their readers and parsed here. No torch here.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from lmforge.errors import UserError
+
+MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
+MAX_MANIFEST_BYTES = 2**30  # manifests that list every file or shard
+MAX_DEPTH = 64
+MAX_QUOTED = 80
+JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+OPENING, CLOSING = b"[{", b"]}"
+# What pydantic found wrong → what was expected; filled in with the bounds of the field.
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "a section",
+    "dataclass_type": "an object",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+}
+
+T = TypeVar("T")
+
+
+def read_json(
+    path: Path,
+    schema: type[T],
+    *,
+    max_bytes: int = MAX_BYTES,
+    error: Callable[[str], Exception] = UserError,
+    hint: str = "",
+) -> T:
+    """The content of a JSON file as a `schema`.
+
+    Raises `error` with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
+    JSON or not of the schema. OSError passes: only the caller knows what a missing file means.
+    """
+    return parse_json(_read_bounded(path, max_bytes, error), schema, str(path), max_bytes=max_bytes, error=error, hint=hint)
+
+
+def parse_json(
+    content: bytes,
+    schema: type[T],
+    source: str,
+    *,
+    max_bytes: int = MAX_BYTES,
+    error: Callable[[str], Exception] = UserError,
+    hint: str = "",
+) -> T:
+    """JSON `content` as a `schema`; `source` names it in messages. Raises `error` as `read_json` does."""
+    _check_bounds(content, source, max_bytes, error)
+    try:
+        return cast(T, _adapter(cast(Any, schema)).validate_json(content, strict=True))
+    except ValidationError as problem:
+        raise error(_with_hint(f"{source}: {describe(problem, 'JSON')}", hint)) from None
+
+
+def read_toml(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML;
+    OSError passes."""
+    return parse_toml(_read_bounded(path, max_bytes, UserError), str(path), max_bytes=max_bytes)
+
+
+def parse_toml(content: bytes, source: str, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """TOML `content` as a nested table. Raises UserError as `read_toml` does."""
+    _check_bounds(content, source, max_bytes, UserError)
+    try:
+        return tomllib.loads(content.decode())
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{source}: not UTF-8 text (byte {problem.start})") from None
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as problem:
+        raise UserError(f"{source}: not valid TOML: {problem}") from None
+
+
+def describe(problem: ValidationError, format_name: str) -> str:
+    """The first thing that pydantic found wrong, as `FIELD: expected …, got …`."""
+    # Where a required key is misspelt, that it is missing is the lesser half of the news.
+    first = min(problem.errors(), key=lambda each: each["type"] == "missing")
+    field = _field_name(first["loc"])
+    prefix = f"{field}: " if field else ""
+    match first["type"]:
+        case "json_invalid":
+            return f"not valid {format_name}: {first['ctx']['error']}"
+        case "missing":
+            return f"{prefix}missing"
+        case "extra_forbidden":
+            return f"{prefix}not a known field"
+        case "value_error":
+            return f"{prefix}{first['ctx']['error']}"
+        case kind if kind in EXPECTED:
+            return f"{prefix}expected {EXPECTED[kind].format(**first.get('ctx', {}))}, got {quoted(first['input'])}"
+    return f"{prefix}{first['msg']}, got {quoted(first['input'])}"
+
+
+def quoted(value: Any) -> str:
+    """`value` as JSON, cut where it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text):,} characters)"
+
+
+def _read_bounded(path: Path, max_bytes: int, error: Callable[[str], Exception]) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise error(f"{path}: larger than {max_bytes:,} bytes, which no such file is")
+    return content
+
+
+def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[str], Exception]) -> None:
+    if len(content) > max_bytes:
+        raise error(f"{source}: {len(content):,} bytes, more than the {max_bytes:,} allowed")
+    # Cheap, and enough for nearly everything: content with few brackets cannot be nested deeply.
+    if sum(content.count(bracket) for bracket in (b"[", b"{")) <= MAX_DEPTH:
+        return
+    depth = 0
+    for bracket in re.findall(rb"[\[\]{}]", JSON_STRING.sub(b"", content)):
+        depth += 1 if bracket in OPENING else -1
+        if depth > MAX_DEPTH:
+            raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
+
+
+def _field_name(location: tuple[int | str, ...]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
+
+
+def _with_hint(message: str, hint: str) -> str:
+    return f"{message}; {hint}" if hint else message
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)

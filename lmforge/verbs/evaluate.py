@@ -1,0 +1,223 @@
+"""`lmforge evaluate` and `lmforge generate`: open a model by name, use it, print."""
+
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.verbs import EvaluateOptions, GenerateOptions
+from lmforge.errors import UserError
+from lmforge.evaluate.evaluation_data import open_evaluation_dataset
+from lmforge.evaluate.perplexity import evaluate_loss, make_score_fn
+from lmforge.evaluate.tasks import load_task, run_task
+from lmforge.generate.engine import Completion, generate
+from lmforge.generate.model_loading import LoadedModel, load_model, resolve_device_and_dtype
+from lmforge.generate.sampling import SamplingParams
+from lmforge.parallel.precision import choose_dtype
+
+DEFAULT_SEQUENCE_LENGTH = 1024
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def run_evaluate(options: EvaluateOptions) -> int:
+    """Measure a model on held-out documents, or by tasks; the first of the ranks that share this prints. Raises UserError."""
+    ranks = cluster.init_distributed(options.device)
+    try:
+        if options.tasks or options.lm_eval:
+            results = score_tasks(options, ranks)
+            if ranks.is_rank0:
+                _print_scores(results, options.output)
+        else:
+            result = measure_loss(options, ranks)
+            if ranks.is_rank0:
+                _print_loss(result, options)
+        return 0
+    finally:
+        cluster.destroy_distributed()
+
+
+def _print_loss(result: dict[str, Any], options: EvaluateOptions) -> None:
+    if options.output == "json":
+        print(json.dumps(result, indent=1))
+    else:
+        measured = f"{result['split']}, {result['targets']:,} tokens, {result['bytes']:,} bytes of text"
+        print(
+            f"{result['model']} on {result['data']} ({measured}): "
+            f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
+        )
+
+
+def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> LoadedModel:
+    """The model, whole on every rank; where one cannot open it, none goes on."""
+    with dist_ctx.raise_on_all():
+        dtype = choose_dtype(options.dtype, dist_ctx.device)[0]
+        return load_model(
+            options.model, dist_ctx.device, dtype, warn=_print_to_stderr if dist_ctx.is_rank0 else lambda line: None
+        )
+
+
+def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
+    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, targets, bytes, and what was measured on what."""
+    opened = _load_on_ranks(dist_ctx, options)
+    data = options.data or opened.training_data
+    if data is None:
+        raise UserError(f"{options.model}: does not say what it was trained on; name files or token shards with --data")
+    length = options.sequence_length or (opened.recipe or {}).get("data", {}).get("sequence_length") or DEFAULT_SEQUENCE_LENGTH
+    if opened.config.max_sequence_length is not None:
+        length = min(length, opened.config.max_sequence_length)
+    with dist_ctx.raise_on_all():
+        stream, split = open_evaluation_dataset(opened, data, options.split, length)
+    score = make_score_fn(opened.model, torch.from_numpy(opened.tokenizer.token_byte_lengths()).to(dist_ctx.device))
+    silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())
+    with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:
+        task = bar.add_task("evaluating", total=None)
+        result = evaluate_loss(
+            score,
+            stream,
+            dist_ctx,
+            num_sequences=options.sequences,
+            batch_size=options.batch_size,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    about = {"model": str(opened.path), "data": str(data), "split": split, "sequence_length": length}
+    return {**about, **result, "targets": int(result["targets"]), "bytes": int(result["bytes"])}
+
+
+def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
+    """What `lmforge evaluate` prints of tasks: `task`, `metrics` and what else there is to tell, of each.
+
+    What was answered goes to the file of `options.answers`, which is not to be there yet: it is made first of all.
+    """
+    with ExitStack() as stack:
+        with dist_ctx.raise_on_all():
+            file = stack.enter_context(_create_file(options.answers)) if options.answers and dist_ctx.is_rank0 else None
+        results, answered = _run_tasks(options, dist_ctx)
+        if file is not None:
+            file.writelines(json.dumps(told, ensure_ascii=False) + "\n" for told in answered)
+    return results
+
+
+@contextmanager
+def _create_file(path: Path) -> Iterator[TextIO]:
+    """A file that was not there, open for writing; it goes again where nothing came of it. Raises UserError."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            try:
+                yield file
+                file.flush()
+            except BaseException:
+                path.unlink()
+                raise
+    except FileExistsError:
+        raise UserError(f"{path}: is there already; name another file") from None
+    except OSError as problem:
+        raise UserError(f"{path}: could not be written ({problem.strerror}); choose another file") from None
+
+
+def _run_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of each task the scores, and of each question of theirs what was answered."""
+    harness: Callable[..., dict[str, dict[str, Any]]] | None = None
+    with dist_ctx.raise_on_all():
+        tasks = [load_task(path) for path in options.tasks]
+        examples = load_task(options.fewshot_file) if options.fewshot_file else None
+        if options.lm_eval:
+            from lmforge.evaluate.lm_eval_model import run_lm_eval as harness
+    opened = _load_on_ranks(dist_ctx, options)
+    common: dict[str, Any] = {"limit": options.limit, "batch_rows": options.batch_size}
+    results, answered = [], []
+    for task in tasks:
+        result = run_task(
+            task,
+            opened,
+            dist_ctx,
+            num_fewshot=options.num_fewshot or 0,
+            fewshot_task=examples,
+            max_tokens=options.max_tokens,
+            stop_strings=options.stop,
+            **common,
+        )
+        answered += [{"task": task.name, **told} for told in result.pop("answered")]
+        results.append({"model": str(opened.path), **result})
+    if harness is not None:
+        scores = harness(
+            opened, options.lm_eval, dist_ctx, folder=options.lm_eval_include_path, few_shot=options.num_fewshot, **common
+        )
+        results += [{"model": str(opened.path), "task": name, "metrics": told} for name, told in scores.items()]
+    return results, answered
+
+
+def _print_scores(results: list[dict[str, Any]], output: str) -> None:
+    if output == "json":
+        print(json.dumps(results, indent=1))
+        return
+    table = Table("task", "metric", "score", "± standard error", "questions", title=results[0]["model"])
+    for result in results:
+        errors, questions = result.get("standard_errors", {}), result.get("questions", "")
+        for name, score in result["metrics"].items():
+            if isinstance(score, int | float):
+                error = f"{errors[name]:.4f}" if name in errors else ""
+                table.add_row(result["task"], name, f"{score:.4f}", error, f"{questions}")
+    Console().print(table)
+
+
+def run_generate(options: GenerateOptions) -> int:
+    """Write after each prompt and print as it comes. Raises UserError."""
+    prompts = list(options.prompts)
+    if not prompts:
+        prompts = [_read_stdin()]
+    opened = load_model(options.model, *resolve_device_and_dtype(options.device, options.dtype), warn=_print_to_stderr)
+    seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
+    sampling = SamplingParams(options.temperature, options.top_k, options.top_p)
+    write = partial(
+        generate,
+        opened.model,
+        opened.tokenizer,
+        prompts,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_strings=options.stop,
+        prefix_ids=opened.prefix_ids,
+        stop_token_ids=opened.stop_token_ids,
+    )
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        write(on_text=lambda row, piece: print(piece, end="", flush=True))
+        print()
+    else:
+        _print_several(prompts, write)
+    if options.temperature > 0 and options.seed is None:
+        print(f"(seed {seed})", file=sys.stderr)
+    return 0
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        print("prompt, ended with Ctrl-D:", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise UserError(f"standard input: not UTF-8 text (byte {problem.start})") from None
+
+
+def _print_several(prompts: list[str], run: Callable[..., list[Completion]]) -> None:
+    """Several prompts are written together: the first one's text as it comes, the others' when all are done."""
+    print(f"--- 1 ---\n{prompts[0]}", end="", flush=True)
+    completions = run(on_text=lambda row, piece: print(piece, end="", flush=True) if row == 0 else None)
+    print()
+    for row in range(1, len(prompts)):
+        print(f"--- {row + 1} ---\n{prompts[row]}{completions[row].text}")

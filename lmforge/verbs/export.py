@@ -1,0 +1,129 @@
+"""`lmforge export`: a checkpoint as a Hugging Face folder, read and written a tensor at a time, without a GPU."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lmforge import checkpoint
+from lmforge.checkpoint import Manifest
+from lmforge.config.verbs import ExportOptions, ImportOptions
+from lmforge.data.chat.templates import ChatTemplate
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
+from lmforge.generate.model_loading import chat_template, training_stage
+from lmforge.interop.export import export_folder
+from lmforge.interop.peft_folder import is_peft_folder, save_peft_folder
+from lmforge.model.config import ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_export(options: ExportOptions) -> int:
+    """Write the folder and say where. Raises UserError."""
+    manifest, passed_over = checkpoint.open_checkpoint(options.model, partial(_export, options))
+    for line in passed_over:
+        print(line, file=sys.stderr)
+    what, whose = (
+        (f"adapters of step {manifest.step}", "PEFT") if options.adapters else (f"step {manifest.step}", "Hugging Face")
+    )
+    print(f"{options.out}: {what} of {options.model}, {options.dtype}, as {whose} has it")
+    return 0
+
+
+def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -> Manifest:
+    stored = checkpoint.StoredModel(checkpoint_path, manifest)
+    if options.adapters:
+        _write_adapters(options, stored, manifest)
+    else:
+        write_model_folder(
+            options,
+            stored,
+            manifest.model_config,
+            checkpoint_path,
+            chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest)),
+        )
+    return manifest
+
+
+def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, manifest: Manifest) -> None:
+    base = manifest.recipe["model"].get("source")
+    if manifest.model_config.reward:
+        raise UserError(f"{options.model}: a reward model, whose head is new and no adapter; export it without --adapters")
+    if stored.lora is None or base is None:
+        raise UserError(f"{options.model}: was not trained with adapters beside another model; export it without --adapters")
+    if is_peft_folder(Path(base)):
+        raise UserError(
+            f"{options.model}: began from {base}, which is adapters too, and adapters cannot belong to adapters; export it"
+            " without --adapters, as a whole model with both merged"
+        )
+    tensors = {name: _cast(name, tensor, options.dtype) for name, tensor in stored.adapters.items()}
+    save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite)
+
+
+def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
+    """A tensor as it is written. Raises UserError where it holds numbers that fp16 does not."""
+    if dtype == "fp16" and not torch.isfinite(value.half()).all():
+        raise UserError(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
+    return value.to(DTYPES[dtype]) if dtype else value
+
+
+class TensorReader(Protocol):
+    """Tensors by name: their shapes and dtypes, and each of them when it is asked for."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+def write_model_folder(
+    options: ExportOptions | ImportOptions,
+    stored: TensorReader,
+    config: ModelConfig,
+    tokenizer_path: Path | None,
+    template: ChatTemplate | None = None,
+) -> None:
+    """Write a model's tensors, one at a time, and its tokenizer, if there is one, as Hugging Face has them.
+
+    `tokenizer_at` is a folder or a tokenizer.json, `template` what a model that chats was taught by.
+    Raises UserError where fp16 is asked for and a tensor does not fit into it.
+    """
+
+    def read(name: str) -> Tensor:
+        return _cast(name, stored.read(name), options.dtype)
+
+    export_folder(
+        stored.tensors,
+        config,
+        options.out,
+        tokenizer_folder=tokenizer_path.parent if tokenizer_path and tokenizer_path.is_file() else tokenizer_path,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        overwrite=options.overwrite,
+        read_tensor=read,
+        extra_files=_companion_files(Tokenizer.open(tokenizer_path), config, template) if tokenizer_path else None,
+    )
+
+
+def _companion_files(
+    tokenizer: Tokenizer, config: ModelConfig, template: ChatTemplate | None
+) -> dict[str, dict[str, Any] | str]:
+    """What generation and transformers' tokenizer want to know, where the run's own tokenizer came without it."""
+    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
+    # A model that came with several ends, as chat models do, keeps them.
+    ends: int | list[int] = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else end
+    if template is not None:
+        ends = sorted({end, *template.stop_ids, *(ends if isinstance(ends, list) else ())})
+    ids = {"eos_token_id": ends, "pad_token_id": end} | ({} if begin is None else {"bos_token_id": begin})
+    if config.reward:
+        del ids["pad_token_id"]  # see shapes.py
+    names = {"eos_token": tokenizer.id_to_token(end), "clean_up_tokenization_spaces": False}
+    return {
+        "config.json": ids,
+        "generation_config.json": {**ids, "do_sample": True},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **names},
+        **({} if template is None else {"chat_template.jinja": template.jinja_source}),
+    }

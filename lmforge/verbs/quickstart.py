@@ -1,0 +1,130 @@
+"""The whole way in a few minutes: the standard library's source → tokenizer → shards → a model that writes → one that answers.
+
+It calls the same verbs that a user types, and prints each before it runs, so that it can be repeated by hand. Each stage is
+measured on what it was not trained on, before and after.
+"""
+
+import shlex
+import time
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lmforge.cluster.launch import launch_local
+from lmforge.config.options import parse_options, read_recipe
+from lmforge.config.post_training import STAGES
+from lmforge.config.run import StageConfig
+from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
+from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE
+from lmforge.errors import RunFailed
+from lmforge.runs import Run
+from lmforge.verbs.prepare import run_prepare
+
+
+@dataclass(frozen=True)
+class QuickstartStage:
+    """A stage of training: its verb, its recipe in lmforge/recipes, and which of its held-out metrics it is to improve."""
+
+    verb: str
+    recipe: str
+    metric: str
+    description: str
+    direction: str  # "lower" or "higher"
+
+
+TRAINING_STAGES = (
+    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of held-out files", "lower"),
+    QuickstartStage("sft", "quickstart-sft", "val/loss", "loss of held-out functions that are asked for", "lower"),
+    QuickstartStage(
+        "align",
+        "quickstart-align",
+        "val/reward",
+        "reward of held-out requests: it parses, runs, is what was asked",
+        "higher",
+    ),
+)
+
+
+def quickstart(options: QuickstartOptions) -> int:
+    """Prepare, pretrain, fine-tune, align, measure. Returns the exit status. Called again, it continues where it stopped.
+
+    Raises UserError and RunFailed as its parts do.
+    """
+    began = time.perf_counter()
+    data = options.folder / "data"
+    _print_title("1 of 6  text → tokenizer → token shards", "prepare", "stdlib", data / "stdlib")
+    run_prepare(PrepareOptions(source="stdlib", out=data / "stdlib", overwrite=options.overwrite))
+    functions = data / "functions"
+    _print_title("2 of 6  functions of the library, to be asked for", "prepare", "functions", functions)
+    if not (functions / TRAIN_FILE).exists():
+        run_prepare(PrepareOptions(source="functions", out=functions))
+    words = {
+        "pretrain": ["--data.folder", str(data / "stdlib")],
+        "sft": ["--data.files", str(functions / TRAIN_FILE), "--data.validation_files", str(functions / VALIDATION_FILE)],
+        "align": ["--data.files", str(functions / TRAIN_FILE), "--data.validation_files", str(functions / VALIDATION_FILE)],
+    }
+    runs: list[Path] = []
+    for number, stage in enumerate(TRAINING_STAGES, start=3):
+        recipe = Path(str(resources.files("lmforge") / "recipes" / f"{stage.recipe}.toml"))
+        more = [*words[stage.verb], "--run.folder", str(options.folder / "runs"), "--run.name", stage.recipe]
+        more += ["--launch.processes", str(options.processes)]
+        if runs:
+            more += ["--model.source", str(runs[-1]), "--data.folder", str(data / "examples")]
+        more += ["--train.steps", str(options.steps)] if options.steps else []
+        more += ["--schedule.warmup_steps", str(options.steps // 10)] if options.steps and not runs else []
+        more += ["--run.overwrite"] if options.overwrite else []
+        config: StageConfig = parse_options(STAGES[stage.verb], more, read_recipe(recipe), str(recipe)).with_name(stage.recipe)
+        run = config.run.folder / config.run.name
+        _print_title(f"{number} of 6  {stage.verb}, {options.processes} local ranks", stage.verb, recipe, *more)
+        if status := _train_stage(stage.verb, config, [str(recipe), *more]):
+            return status
+        runs.append(run)
+
+    base, _, last = runs
+    _print_title("6 of 6  what the first writes, and what it was worth", "generate", base, options.prompt, "--seed", 0)
+    from lmforge.verbs.evaluate import run_evaluate, run_generate
+
+    run_evaluate(EvaluateOptions(model=base, batch_size=8))
+    run_generate(GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0))
+
+    print(f"\nDone in {_format_duration(time.perf_counter() - began)}; on what no stage was trained on:\n")
+    Console(highlight=False).print(_results_table(runs))
+    print("\nTalk to it, or let it go on with code of yours:")
+    print(f"  lmforge chat {shlex.quote(str(last))}")
+    print(f"  lmforge generate {shlex.quote(str(base))} 'class '")
+    return 0
+
+
+def _train_stage(verb: str, config: StageConfig, arguments: list[str]) -> int:
+    if config.launch.processes > 1:
+        status = launch_local(config.launch.processes, [verb, *arguments])
+    else:
+        from lmforge.stages import run as stages
+
+        status = getattr(stages, verb)(config)
+    if status == 1:
+        raise RunFailed(f"{config.run.folder / config.run.name}: training failed; the lines above say why")
+    return int(status)
+
+
+def _results_table(runs: list[Path]) -> Table:
+    """What each stage was to improve, on held-out items, before it and after it."""
+    table = Table("stage", "measured", "before", "after", "")
+    for stage, run in zip(TRAINING_STAGES, runs, strict=True):
+        measured = [record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record]
+        before, after = measured[0], measured[-1]
+        improved = after < before if stage.direction == "lower" else after > before
+        table.add_row(stage.verb, stage.description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
+    return table
+
+
+def _print_title(what: str, *command: Any) -> None:
+    print(f"\n── {what}\n$ lmforge {shlex.join(str(word) for word in command)}", flush=True)
+
+
+def _format_duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
