@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import random
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from lmforge.data.prepare import HELD_OUT, TRAIN, prepare
 from lmforge.data.shards import MANIFEST, UNFINISHED, TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import Mistake
+from tests.seeds import fresh_random
+from tests.tools import need
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "they"]
 
@@ -93,7 +95,7 @@ class Preparation:
             "    except Mistake as mistake:\n"
             "        sys.exit(f'mistake: {mistake}')\n"
         )
-        script = out.parent / f"prepare-{secrets.token_hex(4)}.py"
+        script = Path(tempfile.mkdtemp(dir=out.parent)) / "prepare.py"
         script.write_text(program)
         root = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
@@ -330,9 +332,7 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Path, workers: int) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    generator = random.Random(seed)
+    generator = fresh_random()
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
     options = {"vocab_size": 400, "shard_tokens": 30_000, "workers": workers}
     small = "from lmforge.data import documents; documents.LINES_UNIT_BYTES = 50_000"
@@ -573,16 +573,13 @@ def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
     )
     command = 'mount -t tmpfs -o size=300k tmpfs "$0" && exec "$1" -c "$2"'
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("no right to mount a file system here")
+    need("the right to mount")
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, str(disk), sys.executable, program],
         capture_output=True,
         text=True,
         env=environment,
     )
-    if "mount:" in done.stderr:
-        pytest.skip("no right to mount a file system here")
     assert done.returncode == 1
     assert f"{disk / 'out'}" in done.stderr
     assert "no room to write" in done.stderr

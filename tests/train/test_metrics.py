@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pty
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from lmforge.cluster.environment import Place
 from lmforge.cluster.ranks import Ranks
 from lmforge.train.metrics import Meter, MetricsFile, Teller, clock, measured_peak_flops, peak_memory_gib
+from tests.seeds import fresh_seed
 
 CPU = torch.device("cpu")
 ALONE = Ranks(Place(), CPU, None)
@@ -33,8 +33,7 @@ RECORD: dict[str, Any] = {
 
 def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     meter = Meter(ALONE)
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     sums, counts = torch.rand(50, generator=generator), torch.randint(0, 9, (50,), generator=generator).float()
     for total, count in zip(sums, counts, strict=True):
