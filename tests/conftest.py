@@ -48,8 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
         origin = seeds.settle()
     except ValueError as wrong:
         raise pytest.UsageError(str(wrong)) from None
-    # The order of sets is drawn too: in every process that is started from here.
-    os.environ.setdefault("PYTHONHASHSEED", str(seeds.run_seed() % 2**32))
     config.stash[_SEED] = f"seed {seeds.run_seed()}, {origin} (to repeat what is drawn: {seeds.VARIABLE}={seeds.run_seed()})"
 
 
@@ -105,7 +103,7 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Ite
     """What is shared by several tests draws the same whichever of them is the first to ask for it."""
     if fixturedef.scope == "function":
         return (yield)
-    with seeds.drawing(f"{fixturedef.baseid}:{fixturedef.argname}[{getattr(request, 'param', '')}]"):
+    with seeds.drawing(f"{fixturedef.baseid}:{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
         return (yield)
 
 
