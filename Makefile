@@ -8,12 +8,16 @@ STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 # Processes that share the tests; each holds a few models and starts ranks of its own.
 JOBS ?= 2
+# How often `make repeat` carries out TESTS.
+TIMES ?= 20
 
-.PHONY: help quickstart install install-dev test test-gpu chaos lint format bench bench-gpu clean
+.PHONY: help quickstart install install-dev test test-all test-gpu repeat chaos lint format bench bench-gpu clean
 
 help:
 	@echo "make quickstart   set up, then train a small language model on this machine (a few minutes)"
 	@echo "make test         set up, then run the tests            make test-gpu   those that need a GPU"
+	@echo "make test-all     all tests, slow ones, faults and repetitions too, with fresh seeds; PART=NAME runs one part of them"
+	@echo "make repeat       TESTS=tests/FILE TIMES=20: the same tests again and again, each time with another seed"
 	@echo "make lint         style, types, floors                  make bench      speed, side by side with others"
 	@echo "make chaos        200 faults over runs, and their cost"
 	@echo "                                                        make bench-gpu  the same on one GPU"
@@ -39,7 +43,14 @@ quickstart: $(STAMP)
 	$(BIN)/lmforge quickstart
 
 test: $(STAMP_DEV)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses $(JOBS) --dist loadfile
+
+test-all: $(STAMP_DEV)
+	@$(BIN)/python -m tests.parts --jobs $(JOBS) $(PART)
+
+repeat: $(STAMP_DEV)
+	@test -n "$(TESTS)" || { echo "make repeat TESTS=tests/FILE.py [TIMES=20]: name the tests to repeat"; exit 2; }
+	LMFORGE_TEST_SEED=$${LMFORGE_TEST_SEED:-fresh} $(BIN)/python -m pytest --repeat $(TIMES) $(TESTS)
 
 test-gpu: $(STAMP_DEV)
 	$(BIN)/python -m pytest -m gpu

@@ -1,43 +1,138 @@
-"""What many tests share: a small corpus, prepared once, a small run trained on it, and the command itself."""
+"""What many tests share: a small corpus, prepared once, a small run trained on it, and the command itself.
+
+And what pytest does here around each test: where its draws come from, what it needs of the machine, and how often it is run.
+"""
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
+import torch
 
 from lmforge.cli import run
 from lmforge.data.prepare.prepare import prepare
+from tests import seeds, tools
 from tests.preloaded import preloaded
+from tests.text import write_documents
 
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A folder that is not there may be the name of a model: no test but those with a hub of their own asks for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
-
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Refusal = Callable[..., str]
 
 
-def corpus() -> str:
-    """Real text: Shakespeare where it is at hand, else the source of this repository."""
-    if SHAKESPEARE.exists():
-        return SHAKESPEARE.read_text(encoding="utf-8")
-    return "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[1].rglob("lmforge/**/*.py")))
+# --- what pytest does around a test ------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--repeat", type=int, default=1, metavar="N", help="carry out all chosen tests N times, each with another seed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return  # the process that started this one has settled the seed
+    if config.getoption("repeat") > 1 and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--repeat repeats in one process: leave --numprocesses out")
+    try:
+        origin = seeds.settle()
+    except ValueError as wrong:
+        raise pytest.UsageError(str(wrong)) from None
+    config.stash[_SEED] = f"seed {seeds.run_seed()}, {origin} (to repeat what is drawn: {seeds.VARIABLE}={seeds.run_seed()})"
+
+
+_SEED = pytest.StashKey[str]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and _SEED in session.config.stash:
+        reporter.write_line(session.config.stash[_SEED])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """All tests as often as asked for. Between two repetitions everything is torn down, what a session shares too."""
+    times = session.config.getoption("repeat")
+    if times == 1 or session.testsfailed or session.config.option.collectonly:
+        return None
+    first = seeds.run_seed()
+    for number in range(times):
+        seeds.repetition(first, number)
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with seeds.drawing(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # What draws without a seed of its own draws the same whatever ran before.
+    torch.manual_seed(0)
+    test = getattr(item, "obj", None)
+    if hypothesis.is_hypothesis_test(test):
+        hypothesis.seed(seeds.of_test(item.nodeid))(test)
+    if item.get_closest_marker("gpu"):
+        tools.need("a GPU")
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            tools.need(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is shared by several tests draws the same whichever of them is the first to ask for it."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with seeds.drawing(f"{fixturedef.baseid}:{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    report: pytest.TestReport = yield
+    if report.failed:
+        report.sections.append(("to repeat", f"{seeds.VARIABLE}={seeds.run_seed()} python -m pytest '{item.nodeid}'"))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Once for each thing that is missing: how many tests were not run for it, and how to get it."""
+    skipped = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
+    reasons = [reason[2].removeprefix("Skipped: ") for reason in skipped if isinstance(reason, tuple)]
+    for reason, count in sorted(Counter(reason for reason in reasons if reason.startswith(tools.REASON)).items()):
+        terminalreporter.write_line(f"{count} test{'s' * (count != 1)} not run: {reason}")
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(terminalreporter.config.stash[_SEED])
+
+
+# --- what many tests share -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of token shards: some 200 short documents, vocabulary 512."""
     folder = tmp_path_factory.mktemp("tiny")
-    speeches = corpus()[:200_000].split("\n\n")
-    (folder / "text").mkdir()
-    for number in range(0, len(speeches), 4):
-        (folder / "text" / f"{number:05d}.txt").write_text("\n\n".join(speeches[number : number + 4]), encoding="utf-8")
+    write_documents(folder / "text")
     prepare(str(folder / "text"), folder / "tokens", vocab_size=512, validation_ratio=0.1, workers=1)
     return folder / "tokens"
 

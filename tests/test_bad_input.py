@@ -33,6 +33,7 @@ from lmforge.model.config import get_preset, resolve_model_config
 from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run, write_text_atomic
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
+from tests.tools import need
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -305,13 +306,10 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     words = ["pretrain", *tiny_options, "--run.folder", "disk", "--run.name", "tiny", "--train.steps", "8"]
     words += ["--checkpoint.retry_seconds", "0.1"]
     shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("no right to mount a file system here")
+    need("the right to mount")
     place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [*shell, sys.executable, "-m", "lmforge", *words]
     done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300)
-    if "mount:" in done.stderr:
-        pytest.skip("no right to mount a file system here")
     said = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
     assert said.startswith(complaint)
     assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in said

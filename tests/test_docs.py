@@ -30,9 +30,9 @@ from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import resolve_model_config
-from tests.conftest import corpus
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
+from tests.text import corpus
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -244,7 +244,14 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("number", range(len(PIECES)), ids=[str(piece) for piece in PIECES])
+def needs(piece: Piece) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.needs("a C++ compiler")] if re.search(r"train\.compile[ =]on", piece.text) else []
+
+
+NUMBERS = [pytest.param(number, id=str(piece), marks=needs(piece)) for number, piece in enumerate(PIECES)]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_what_the_documents_tell_to_type_works(reader: Reader, number: int) -> None:
     problem = reader.outcome(number)
     assert problem is None, f"{PIECES[number]}: {problem}"

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-import random
+import secrets
 import shutil
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def main() -> int:
         os.environ[IN_A_NAMESPACE] = "yes" if may else "no"
         command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:]]
         os.execvp("unshare" if may else command[0], ["unshare", "-rm", *command] if may else command)
-    seed = chosen.seed if chosen.seed is not None else random.SystemRandom().randrange(2**32)
+    seed = chosen.seed if chosen.seed is not None else secrets.randbits(32)
     print(f"seed {seed}", flush=True)
     from tests.chaos.lanes import lead_lanes, report
 

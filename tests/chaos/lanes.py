@@ -18,7 +18,7 @@ from lmforge.runs import describe_environment
 from tests.chaos import plan
 from tests.chaos.life import Figures, Life
 from tests.chaos.processes import in_a_child
-from tests.conftest import corpus
+from tests.text import write_documents
 
 DISK_BYTES = 48 * 2**20
 
@@ -74,10 +74,7 @@ def _lead_lane(folder: Path, seed: int, quota: int, lane: int, lanes: int, until
 
 def _prepare(folder: str) -> None:
     text = Path(folder) / "text"
-    text.mkdir()
-    speeches = corpus()[:200_000].split("\n\n")
-    for number in range(0, len(speeches), 4):
-        (text / f"{number:05d}.txt").write_text("\n\n".join(speeches[number : number + 4]), encoding="utf-8")
+    write_documents(text)
     prepare(str(text), Path(folder) / "tokens", vocab_size=512, validation_ratio=0.1, workers=1)
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from lmforge.checkpoint.checksums import BLOCK_BYTES, CorruptCheckpoint, HashingFileSystem, VerifyingFileSystem, digest_file
+from tests.seeds import fresh_random
 
 
 @pytest.fixture
 def chance() -> random.Random:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed: {seed}")
-    return random.Random(seed)
+    return fresh_random()
 
 
 def written(path: Path, content: bytes, chance: random.Random) -> HashingFileSystem:

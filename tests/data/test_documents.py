@@ -2,7 +2,6 @@ import gzip
 import json
 import os
 import pickle
-import secrets
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import zstandard
 from lmforge.data.sources import documents
 from lmforge.data.sources.documents import TextSource, open_text_source
 from lmforge.errors import UserError
+from tests.seeds import fresh_random, fresh_seed
 
 
 def texts(source: TextSource) -> list[str]:
@@ -56,9 +56,7 @@ def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
 
 
 def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(fresh_seed())
     expected = ["é" * int(n) for n in generator.integers(0, 40, 60)]
     (tmp_path / "a.jsonl").write_bytes(lines(*({"text": text} for text in expected)))
     for size in (1, 2, 7, 13, 100, 5000, 10**9):
@@ -215,7 +213,8 @@ def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.zst"])
 def test_a_truncated_compressed_file_is_named_and_not_taken_for_the_end(tmp_path: Path, name: str) -> None:
-    raw = lines(*({"text": secrets.token_hex(50)} for _ in range(2000)))
+    chance = fresh_random()
+    raw = lines(*({"text": chance.randbytes(50).hex()} for _ in range(2000)))
     packed = gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw)
     (tmp_path / name).write_bytes(packed[:-100])
     assert f"{name}: cannot be read" in refusal(tmp_path / name)

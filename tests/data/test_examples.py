@@ -21,6 +21,7 @@ from lmforge.data.packing import IGNORE_INDEX
 from lmforge.data.spill_buffer import ExampleGroup
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from tests.seeds import fresh_random
 
 Make = Callable[..., ExampleFolder]
 
@@ -32,9 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def chance() -> random.Random:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    return random.Random(seed)
+    return fresh_random()
 
 
 def drawn(chance: random.Random, longest: int) -> TokenizedExample:

@@ -2,8 +2,6 @@
 
 import ast
 import json
-import random
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
 from lmforge.errors import UserError
 from lmforge.rewards.sandbox import Sandbox
+from tests.seeds import fresh_random
 
 Lines = list[dict[str, Any]]
 
@@ -61,9 +60,7 @@ def test_no_function_is_twice_and_no_package_is_in_both_splits(written: Path) ->
 
 
 def test_the_librarys_own_answers_pass_their_checks_and_others_do_not(written: Path) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    some = random.Random(seed).sample(lines(written / VALIDATION_FILE), 30)
+    some = fresh_random().sample(lines(written / VALIDATION_FILE), 30)
     programs = [ast.unparse(answer(line)) for line in some]
     with Sandbox() as sandbox:
         right = sandbox.run_all(programs, [line["checks"] for line in some], seconds=30.0)

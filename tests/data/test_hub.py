@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import random
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
 
 from tests.conftest import Command, only_line
 from tests.data.hub_server import COMMIT, Hub, serving, variables
+from tests.seeds import fresh_random
 
 FILES = ("config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 # The hub's library keeps whole blocks of this size of a file that breaks off after 12,000,000 bytes.
@@ -21,9 +20,7 @@ KEPT = DOWNLOAD_CHUNK_SIZE
 
 @pytest.fixture
 def weights() -> bytes:
-    seed = secrets.randbelow(2**32)
-    print(f"seed {seed}")
-    return random.Random(seed).randbytes(15_000_000)
+    return fresh_random().randbytes(15_000_000)
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 import itertools
 import math
-import secrets
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from lmforge.data.order import MAX_TABLE_SIZE, Permutation, _feistel_permutation, derive_key, permutation, splitmix64
+from tests.seeds import fresh_seed
 
 GOLDEN_KEY = 8227339661858151388
 GOLDEN_MIX = [0, 6238072747940578789, 15839785061582574730]
@@ -19,9 +19,7 @@ GOLDEN_LARGE = [67533562499, 399069433650, 16118158689, 878734638538]
 
 @pytest.fixture
 def seed() -> int:
-    seed = secrets.randbits(64)
-    print(f"seed {seed}")
-    return seed
+    return fresh_seed(64)
 
 
 def faults(order: Permutation, n: int) -> list[str]:

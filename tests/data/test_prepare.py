@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import random
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
-from lmforge.data.prepare.prepare import VALIDATION_SPLIT, TRAIN_SPLIT, prepare
+from lmforge.data.prepare.prepare import TRAIN_SPLIT, VALIDATION_SPLIT, prepare
 from lmforge.data.shards import SHARDS_MANIFEST, UNFINISHED, TokenFolder
 from lmforge.data.sources import documents
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from tests.seeds import fresh_random
+from tests.tools import need
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "they"]
 
@@ -93,7 +95,7 @@ class Preparation:
             "    except UserError as mistake:\n"
             "        sys.exit(f'mistake: {mistake}')\n"
         )
-        script = out.parent / f"prepare-{secrets.token_hex(4)}.py"
+        script = Path(tempfile.mkdtemp(dir=out.parent)) / "prepare.py"
         script.write_text(program)
         root = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
@@ -200,7 +202,9 @@ def test_a_tokenizer_that_adds_its_own_end_gives_one_separator(tmp_path: Path, c
 def test_text_that_spells_the_separator_ends_no_document(tmp_path: Path) -> None:
     texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(40)]
     prepare(str(write_lines(tmp_path / "a.jsonl", texts)), tmp_path / "out", vocab_size=300)
-    assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT) + stored_texts(tmp_path / "out", VALIDATION_SPLIT)) == sorted(texts)
+    assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT) + stored_texts(tmp_path / "out", VALIDATION_SPLIT)) == sorted(
+        texts
+    )
 
 
 def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_path: Path) -> None:
@@ -218,7 +222,7 @@ def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_pat
     assert sides[0][0] != sides[1][0]
 
 
-@pytest.mark.parametrize("validation", [1e-9, 0.5, 0.999999])
+@pytest.mark.parametrize("held_out", [1e-9, 0.5, 0.999999])
 @pytest.mark.parametrize("count", [2, 3])
 def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, held_out: float) -> None:
     source = write_lines(tmp_path / "a.jsonl", some_texts(count))
@@ -285,7 +289,7 @@ def test_an_only_document_has_its_tail_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["ab", "  a\n\n b  \n\n\n", "x" * 100, "hello world\n", "\n\na longer text\n\n\n\n\n"])
-@pytest.mark.parametrize("validation", [0.02, 0.98])
+@pytest.mark.parametrize("held_out", [0.02, 0.98])
 def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path, text: str, held_out: float) -> None:
     (tmp_path / "a.txt").write_text(text)
     prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=held_out)
@@ -330,9 +334,7 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Path, workers: int) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    generator = random.Random(seed)
+    generator = fresh_random()
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
     options = {"vocab_size": 400, "shard_tokens": 30_000, "workers": workers}
     small = "from lmforge.data import documents; documents.LINES_UNIT_BYTES = 50_000"
@@ -573,16 +575,13 @@ def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
     )
     command = 'mount -t tmpfs -o size=300k tmpfs "$0" && exec "$1" -c "$2"'
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("no right to mount a file system here")
+    need("the right to mount")
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, str(disk), sys.executable, program],
         capture_output=True,
         text=True,
         env=environment,
     )
-    if "mount:" in done.stderr:
-        pytest.skip("no right to mount a file system here")
     assert done.returncode == 1
     assert f"{disk / 'out'}" in done.stderr
     assert "no room to write" in done.stderr

@@ -1,7 +1,7 @@
 """Rows against an oracle written apart from the code it judges: every token in a Python loop, every order in integers."""
 
 import json
-import secrets
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from lmforge.data.packing import PackedSequence
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.errors import UserError
+from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
 FIELDS = ("tokens", "targets", "positions", "documents")
@@ -88,7 +89,7 @@ def as_lists(row: PackedSequence) -> dict[str, list[int]]:
 def test_any_sample_equals_the_slow_oracle(
     tmp_path: Path, folder_of: Writer, shards: list[list[int]], length: int, seed: int, sample: int
 ) -> None:
-    path = tmp_path / secrets.token_hex(8)
+    path = Path(tempfile.mkdtemp(dir=tmp_path)) / "folder"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stream = TokenDataset(folder_of(path, shards, seed=sample), sequence_length=length, seed=seed)
@@ -104,7 +105,7 @@ def test_any_sample_equals_the_slow_oracle(
 def test_an_epoch_scores_every_transition_within_a_document_exactly_once(
     tmp_path: Path, folder_of: Writer, shards: list[list[int]], length: int, epoch: int
 ) -> None:
-    path = tmp_path / secrets.token_hex(8)
+    path = Path(tempfile.mkdtemp(dir=tmp_path)) / "folder"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stream = TokenDataset(folder_of(path, shards, seed=epoch), sequence_length=length, seed=3)
@@ -169,7 +170,7 @@ def test_a_document_of_ten_million_tokens_is_read_like_any_other(tmp_path: Path,
 
 def test_documents_beyond_one_block_of_offsets_are_found(tmp_path: Path, folder_of: Writer) -> None:
     """A block of the .documents file holds 8,192 offsets."""
-    generator = np.random.default_rng(secrets.randbits(32))
+    generator = np.random.default_rng(fresh_seed())
     lengths = generator.integers(2, 9, 30_000).tolist()
     split = folder_of(tmp_path / "a", [lengths]).split("train")
     ends = np.cumsum(lengths)

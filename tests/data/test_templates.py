@@ -1,6 +1,5 @@
 import json
 import random
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer
 from lmforge.data.chat.templates import LMFORGE_TEMPLATE, ChatTemplate
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from tests.seeds import fresh_random
 
 SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20
 WORDS = [
@@ -127,9 +127,7 @@ def conversation(draw: random.Random, words: list[str] = HARMLESS, exchanges: in
 
 @pytest.fixture
 def draw() -> random.Random:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return random.Random(seed)
+    return fresh_random()
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -1,17 +1,19 @@
 """Real ranks: processes of their own, talking through gloo; what torch's launcher adds is tested where it matters."""
 
 import json
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from lmforge import checkpoint
 from lmforge.model import build_model
 from lmforge.runs import Run
 from tests.preloaded import on_ranks
+from tests.seeds import fresh_seed
 
 HERE = Path(__file__).parent
 Case = tuple[str, list[str]]
@@ -32,11 +34,16 @@ class Trials(dict[int, Path]):
         self._folder, self._words = folder, [kind] if kind else []
 
     def __missing__(self, ranks: int) -> Path:
-        folder, seed = self._folder / f"ranks-{ranks}", secrets.randbelow(10_000)
-        print(f"{ranks} ranks: seed {seed}")
+        folder, seed = self._folder / f"ranks-{ranks}", fresh_seed(13, of=f"strategies {self._words} on {ranks} ranks")
         folder.mkdir()
         on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._words)
         return self.setdefault(ranks, folder)
+
+
+def with_needs(cases: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
+    """Cases to parametrize a test with, the last word of each its name; those that are compiled say what they need."""
+    compiler = pytest.mark.needs("a C++ compiler")
+    return [pytest.param(*case, marks=[compiler] if "compiled" in case[-1] else []) for case in cases]
 
 
 def losses(run: Run, name: str = "loss") -> dict[int, float]:

@@ -1,17 +1,18 @@
 """Law 5, at random: some faults of `python -m tests.chaos`, which does hundreds (`make chaos`)."""
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.seeds import fresh_seed
 
 ROOT = Path(__file__).parents[2]
 FAULTS = 10
 
 
 def test_runs_that_are_killed_stopped_filled_up_and_damaged_end_as_if_nothing_had_been(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(2**32)
+    seed = fresh_seed(32)
     print(f"to repeat: python -m tests.chaos --faults {FAULTS} --seed {seed}")
     output = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "tests.chaos", "--faults", str(FAULTS), "--seed", str(seed), "--output", str(output)]

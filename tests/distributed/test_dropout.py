@@ -9,14 +9,14 @@ import torch
 
 from lmforge.cli import run as lmforge_here
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, Trials, losses, run_cases, weights
+from tests.distributed.conftest import Recipe, Trials, losses, run_cases, weights, with_needs
 from tests.distributed.shapes import dropout_cases, shapes_on
 
 # fp32 sums in another order; with other masks losses differ from the second digit on.
 TOLERANCE = 1e-6
-CASES = [
+CASES = with_needs(
     (ranks, f"{shape} {case.name}") for ranks in (1, 2, 3) for shape in shapes_on(ranks) for case in dropout_cases(shape, ranks)
-]
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import HERE, Trials
+from tests.distributed.conftest import HERE, Trials, with_needs
 from tests.distributed.shapes import lora_cases, shapes_on
 from tests.preloaded import on_ranks
 
@@ -21,7 +21,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Trials(tmp_path_factory.mktemp("lora"), "lora")[2]
 
 
-@pytest.mark.parametrize("name", [f"{shape} {case.name}" for shape in shapes_on(2) for case in lora_cases(shape, 2)])
+@pytest.mark.parametrize(
+    "name", with_needs((f"{shape} {case.name}",) for shape in shapes_on(2) for case in lora_cases(shape, 2))
+)
 def test_losses_gradient_norms_and_adapters_are_those_of_one_process(measured: Path, name: str) -> None:
     found = json.loads((measured / f"{name}.json").read_text())
     assert len(set(found["losses"])) == len(found["losses"])

@@ -1,6 +1,5 @@
 """Laws 1, 2 and 5 for every optimizer: a step does not depend on how its work is spread, nor a run on being resumed."""
 
-import secrets
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from lmforge import checkpoint
 from lmforge.runs import Run
 from tests.distributed.conftest import HERE, Recipe, losses, run_cases, weights
 from tests.preloaded import on_ranks
+from tests.seeds import fresh_seed
 
 # fp32 sums in another order differ by some 1e-7 of the gradient. Muon lifts what is small in it by up to 3.4 to the fifth.
 TOLERANCE = 1e-5
@@ -126,6 +126,5 @@ def test_momentum_is_kept_for_hidden_matrices_and_moments_for_the_rest(runs: dic
 
 
 def test_muon_gives_the_weights_of_one_process_on_any_mesh_and_for_any_sizes(tmp_path: Path) -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     on_ranks(4, HERE / "muon_on_meshes.py", tmp_path, seed)

@@ -5,7 +5,6 @@ One history holds most of it: two ranks, asked to stop, continued, killed withou
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -23,6 +22,7 @@ import torch
 from lmforge.cli import run as lmforge_here
 from lmforge.runs import Run
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.seeds import fresh_random
 
 STEPS = 40
 SCHEDULE = ["--train.steps", str(STEPS), "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "20"]
@@ -107,9 +107,7 @@ class History:
 @pytest.fixture(scope="module")
 def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History:
     folder = tmp_path_factory.mktemp("resume")
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed of the moment to kill: {seed}")
-    chance = random.Random(seed)
+    chance = fresh_random()
     broken = Run(folder / "broken")
 
     def ask_to_stop(process: subprocess.Popen[str]) -> None:
@@ -161,7 +159,7 @@ def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the
     history: History, recipe: Recipe, tmp_path: Path
 ) -> None:
     """At random moments, twice: in a step, in a save, or while the ranks start."""
-    chance = random.SystemRandom()
+    chance = fresh_random()
     run = Run(tmp_path / "restarted")
 
     def kill_ranks(process: subprocess.Popen[str]) -> None:
@@ -207,7 +205,7 @@ def test_three_ranks_under_ddp_go_on_to_the_same_bits(recipe: Recipe, tmp_path: 
 
 def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     """At the keyboard, or by a scheduler that warns before the time is up."""
-    number = random.SystemRandom().choice((signal.SIGINT, signal.SIGUSR1))
+    number = fresh_random().choice((signal.SIGINT, signal.SIGUSR1))
     print(f"interrupted by {number.name}")
     broken, unbroken = Run(tmp_path / "broken"), Run(tmp_path / "unbroken")
 

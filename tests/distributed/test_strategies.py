@@ -10,7 +10,7 @@ import pytest
 
 from lmforge.bench.parity import ParityCase, strategy_cases
 from lmforge.plan.activations import activation_bytes
-from tests.distributed.conftest import Trials
+from tests.distributed.conftest import Trials, with_needs
 from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
@@ -33,7 +33,7 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-ALL = [(ranks, name) for ranks in (1, 2, 3, 4) for name in names(ranks)]
+ALL = with_needs((ranks, name) for ranks in (1, 2, 3, 4) for name in names(ranks))
 
 
 @pytest.mark.parametrize(("ranks", "name"), ALL)

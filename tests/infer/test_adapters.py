@@ -1,7 +1,6 @@
 """Low-rank adapters by themselves: exported as PEFT has them, opened, and trained on with the model they belong to."""
 
 import json
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.stages.pretrained import find_pretrained
 from tests.model.foreign import theirs_of
+from tests.seeds import fresh_seed
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,7 @@ class Tuned:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "bloom"])
 def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    folder, seed = tmp_path_factory.mktemp("tuned"), secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    folder, seed = tmp_path_factory.mktemp("tuned"), fresh_seed()
     byte_tokenizer.save(folder / "tokenizer")
     if request.param == "bloom":  # names as GPT-2's, matrices as everyone's
         theirs_of("bloom", vocab_size=261).save_pretrained(folder / "base")

@@ -2,7 +2,6 @@
 
 import math
 import random
-import secrets
 import string
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +25,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from tests.infer.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, built, drawn_config
+from tests.seeds import fresh_seed
 
 GREEDY = SamplingParams(temperature=0.0)
 SIZES: dict[str, Any] = {
@@ -42,12 +42,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "max_position_embeddings": 40},
 }
 Spelling = Callable[[str], LanguageModel]
-
-
-def fresh_seed() -> int:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
-    return seed
 
 
 def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """From logits to tokens, against the definitions written out plainly and against counted draws."""
 
 import math
-import secrets
 from itertools import accumulate
 
 import pytest
@@ -10,15 +9,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lmforge.generate.sampling import SamplingParams, draw_uniforms, sample_tokens, sampling_probs
+from tests.seeds import fresh_seed
 
 # Apart enough that fp32 tells them apart.
 logits_of_one_row = st.lists(st.integers(-2000, 2000).map(lambda number: number / 100), min_size=1, max_size=12, unique=True)
 
 
 def fresh_generator() -> torch.Generator:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(fresh_seed())
 
 
 def plainly(logits: list[float], sampling: SamplingParams) -> list[float]:

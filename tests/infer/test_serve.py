@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -31,6 +30,7 @@ from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
 from lmforge.serve.model_registry import ModelRegistry
 from tests.infer.conftest import Server
+from tests.seeds import fresh_seed
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 Serving = Callable[..., Server]
@@ -110,8 +110,7 @@ def test_a_text_is_continued_from_text_or_from_ids_one_or_several(server: Server
 
 
 def test_eight_at_once_write_what_each_writes_alone(server: Server) -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     texts = ["x" * (1 + 7 * number) + str(seed + number) for number in range(8)]
 
     def ask(number: int, temperature: float) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import secrets
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
+from tests.seeds import fresh_seed
 
 Capture = pytest.CaptureFixture[str]
 
@@ -132,8 +132,7 @@ def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
 def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
     capsys: Capture, tmp_path: Path, byte_tokenizer: Tokenizer, ends: list[int]
 ) -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     torch.manual_seed(seed)
     byte_tokenizer.save(tmp_path)
     dressed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

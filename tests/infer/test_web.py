@@ -1,24 +1,23 @@
 """The page of `lmforge serve`, used in a real browser by clicking and typing."""
 
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.infer.conftest import Server
+from tests.tools import chromium, need
 
 SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-    assert path, "needs a browser: apt-get install chromium"
+    need("chromium")
     expect.set_options(timeout=SECONDS)
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        running = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         yield running
         running.close()
 

@@ -1,7 +1,6 @@
 """Shapes drawn at random, a fresh seed each time, and rows of packed documents to run through them."""
 
 import random
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from tests.seeds import fresh_seed
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
@@ -18,8 +18,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 @pytest.fixture
 def draw() -> random.Random:
     """A source of randomness whose seed is printed, and with it torch's own."""
-    seed = secrets.randbelow(2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed(32)
     torch.manual_seed(seed)
     return random.Random(seed)
 

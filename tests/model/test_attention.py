@@ -112,7 +112,6 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, dr
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_gpu_gives_the_logits_and_gradients_of_the_cpu(model_type: str, compiled: bool, draw: random.Random) -> None:

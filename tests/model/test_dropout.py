@@ -1,7 +1,6 @@
 """Dropout is a function of keys: its masks are random in every way that training could notice, and the same everywhere."""
 
 import math
-import secrets
 
 import numpy as np
 import pytest
@@ -15,19 +14,13 @@ from lmforge.data.token_rng import token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.dropout import _COUNTER_STEP, _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
-from lmforge.parallel.precision import missing_for_compile
 from tests.distributed.shapes import SHAPES
+from tests.seeds import fresh_seed
 
 # Of a standard normal, further out than this is one in 2 × 10⁹.
 FAR = 6.0
 GOLDEN_KEYS = [-2518527779507189062, -7472023193839922913]
 GOLDEN_MASK = "01010001011100010010010010010100"
-
-
-def fresh_seed() -> int:
-    seed = secrets.randbits(60)
-    print(f"seed {seed}")
-    return seed
 
 
 def keys_of(seed: int, rows: int = 8, length: int = 64, first: int = 0) -> Tensor:
@@ -127,7 +120,7 @@ def test_none_is_none() -> None:
     assert dropout(x, 0.0, keys_of(0, 2, 3), 0) is x
 
 
-@pytest.mark.skipif(missing_for_compile(torch.device("cpu")) is not None, reason="torch.compile lacks what it needs here")
+@pytest.mark.needs("a C++ compiler")
 def test_compiled_it_has_the_same_bits() -> None:
     seed = fresh_seed()
     compiled = torch.compile(dropout, dynamic=False)

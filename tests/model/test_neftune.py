@@ -1,7 +1,6 @@
 """NEFTune's noise is uniform, as loud as the paper has it for the length of a document, and a function of tokens' keys."""
 
 import math
-import secrets
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallelize import ParallelStrategy
 from lmforge.parallel.validate import check_neftune
 from tests.distributed.shapes import SHAPES
+from tests.seeds import fresh_seed
 
 ALPHA = 5.0
 
@@ -42,8 +42,7 @@ def embedded(model: LanguageModel, batch: Batch, keys: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_width(kind: str) -> None:
-    seed = secrets.randbits(60)
-    print(f"seed {seed}")
+    seed = fresh_seed(60)
     model = model_with_noise(kind)
     width, lengths = model.config.hidden_size, [7, 20, 1]
     keys = torch.from_numpy(token_rng_keys(seed, 0, 200, 48))
@@ -65,7 +64,7 @@ def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_wid
 
 def test_a_document_gets_the_same_noise_alone_packed_and_padded() -> None:
     model = model_with_noise("llama")
-    keys = torch.from_numpy(token_rng_keys(secrets.randbits(60), 0, 1, 48))
+    keys = torch.from_numpy(token_rng_keys(fresh_seed(60), 0, 1, 48))
     packed = row([9, 20, 5], 14, keys)
     whole = embedded(model, packed, keys)
     for start, length in ((0, 9), (9, 20), (29, 5)):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,6 +19,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.logprobs import token_logprobs
 from tests.objectives import tiny
+from tests.seeds import fresh_seed
 
 VECTORS = Path(__file__).parent / "vectors"
 # Of losses, and of gradients relative to the norm of the whole: what fp32 leaves after two layers and some sums.
@@ -119,8 +119,7 @@ def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], t
 
 def drawn(seed: int | None = None) -> tuple[torch.Generator, LanguageModel]:
     """Random numbers of a fresh seed, which is printed, and a model drawn from it."""
-    seed = secrets.randbelow(2**31) if seed is None else seed
-    print(f"seed {seed}")
+    seed = fresh_seed() if seed is None else seed
     config = ModelConfig(**{**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}, initializer_range=0.2)
     return torch.Generator().manual_seed(seed), build_model(config, seed=seed)
 

@@ -1,7 +1,6 @@
 """Head and cross-entropy in chunks against the same written plainly: `F.cross_entropy` of whole logits."""
 
 import math
-import secrets
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lmforge.objectives.cross_entropy import CHUNK_TOKENS, IGNORE_INDEX, cross_entropy_sum, token_losses
+from tests.seeds import fresh_seed
 
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -17,8 +17,7 @@ TOKENS = [1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKE
 
 def drawn(tokens: int, dtype: torch.dtype, masked: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, head and targets of a random shape; a share of the targets is masked."""
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     width, vocab = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 40), (2, 90)))
     hidden = torch.randn(tokens, width, dtype=dtype, generator=generator)
@@ -138,7 +137,6 @@ def test_the_weight_gradient_of_a_bf16_model_adds_up_in_fp32() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_on_a_gpu_sum_and_gradients_are_those_of_the_cpu(tokens: int) -> None:
     hidden, weight, targets = drawn(tokens, torch.float64)

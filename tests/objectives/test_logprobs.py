@@ -1,6 +1,5 @@
 """Log-probabilities of single tokens in chunks against `log_softmax` of whole logits, and their sums over documents."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from lmforge.objectives.logprobs import (
     token_logprobs_and_entropy,
 )
 from tests.objectives.test_chunked import TOLERANCE, assert_close, drawn
+from tests.seeds import fresh_seed
 
 TOKENS = [1, CHUNK_TOKENS, CHUNK_TOKENS + 1]
 
@@ -119,8 +119,7 @@ def test_under_autocast_values_are_fp32_of_bf16_logits_and_a_long_sum_of_them_is
 
 
 def test_sums_over_documents_are_those_of_a_loop_and_go_back_to_their_tokens() -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 6, (3, 5), generator=generator)
     documents = torch.full((3, 30), -1, dtype=torch.int32)

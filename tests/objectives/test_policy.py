@@ -56,7 +56,7 @@ IN_TRL = {
 # All presets, and what they leave out.
 SWITCHES = {
     **LOSS_TYPE_PRESETS,
-    "dr_grpo": replace(LOSS_TYPE_PRESETS["dr_grpo"], constant_tokens=9),
+    "dr_grpo": replace(LOSS_TYPE_PRESETS["dr_grpo"], max_completion_length=9),
     "gspo": replace(LOSS_TYPE_PRESETS["gspo"], epsilon=0.03, epsilon_high=0.04),
     "k2, warm": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k2", beta=0.3, temperature=1.7),
     "sequence by token": PolicyLossConfig(

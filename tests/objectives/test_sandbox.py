@@ -220,6 +220,7 @@ def test_ranks_on_one_machine_share_its_cores() -> None:
         assert subprocess.check_output([sys.executable, "-c", code], env=variables, timeout=120) == b"%d\n" % workers
 
 
+@pytest.mark.needs("Landlock")
 def test_no_secret_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     os.chmod(tmp_path / "secret", 0o644)

@@ -46,9 +46,8 @@ def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
     assert ("far slower" in reason) == (not has_native_bf16(CPU))
 
 
+@pytest.mark.needs("a C++ compiler")
 def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
-    if missing_for_compile(CPU):
-        pytest.skip(f"this machine has {missing_for_compile(CPU)}")
     assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE)[0]
     assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1) == (False, "fewer than 200 steps would not repay it")
     assert choose_compile("on", CPU, 1) == (True, "as asked")
@@ -86,7 +85,6 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
     device = torch.device("cuda", 0)
     assert has_native_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))

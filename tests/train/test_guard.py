@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state, step_unless
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
+from tests.seeds import fresh_random
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
 
@@ -52,9 +52,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_bad_and_counted_in_a_row() -> 
 
 
 def test_a_spike_is_bad_and_noise_is_not_and_a_resumed_guard_judges_alike() -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed: {seed}")
-    chance = random.Random(seed)
+    chance = fresh_random()
     guard = BadStepDetector(ALONE, spike_sigmas=6.0, window_steps=32)
     for step in range(1, 200):
         assert not judged(guard, step, 3 + 2 / step + chance.uniform(-0.1, 0.1)), step

@@ -132,6 +132,7 @@ def trained(
         teller.close()
 
 
+@pytest.mark.needs("a C++ compiler")
 @pytest.mark.parametrize("changed", [None, 5])
 def test_blocks_that_are_compiled_again_are_told_of(capsys: Capture, tmp_path: Path, changed: int | None) -> None:
     trained(Rows(changed), 8, tmp_path, device="cpu", compiled=True)
@@ -141,7 +142,6 @@ def test_blocks_that_are_compiled_again_are_told_of(capsys: Capture, tmp_path: P
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_between_log_steps_the_host_never_waits_for_the_gpu(tiny_tokens: Path, tmp_path: Path, compiled: bool) -> None:
     stream = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=128)

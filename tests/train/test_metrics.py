@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pty
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lmforge.train.metrics import (
     measured_peak_flops,
     peak_memory_gib,
 )
+from tests.seeds import fresh_seed
 
 CPU = torch.device("cpu")
 ALONE = DistributedContext(RankInfo(), CPU, None)
@@ -40,8 +40,7 @@ RECORD: dict[str, Any] = {
 
 def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     meter = MetricsAccumulator(ALONE)
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     sums, counts = torch.rand(50, generator=generator), torch.randint(0, 9, (50,), generator=generator).float()
     for total, count in zip(sums, counts, strict=True):

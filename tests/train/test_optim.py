@@ -2,7 +2,6 @@
 
 import math
 import re
-import secrets
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.train.adamw import AdamW, stochastic_round_
 from lmforge.train.muon import orthogonalize
 from lmforge.train.optimizer import build_optimizer, learning_rate, named_optimizer_state, set_learning_rate
+from tests.seeds import fresh_seed
 
 PEAK = 3e-3
 FALLING = ("cosine", "linear", "warmup-stable-decay")
@@ -90,8 +90,7 @@ def test_a_run_may_be_all_warm_up() -> None:
 
 
 def model_of(shape: str) -> LanguageModel:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = build_model(ModelConfig(**sizes, **SHAPES[shape]), seed=seed)
     with torch.no_grad():
@@ -293,8 +292,7 @@ def test_steps_of_sgd_are_those_of_gradient_descent_with_momentum(momentum: floa
 
 @pytest.mark.parametrize("shape", [(1, 24, 24), (3, 16, 48), (2, 48, 16), (1, 1, 7)])
 def test_orthogonalising_brings_all_singular_values_near_one_and_keeps_their_directions(shape: tuple[int, ...]) -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     rows, columns = shape[1:]
     left, _ = torch.linalg.qr(torch.randn(shape[0], rows, min(rows, columns), generator=generator))
@@ -372,8 +370,7 @@ def test_the_second_moment_in_bf16_falls_as_it_does_in_fp32() -> None:
 
 
 def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     numbers = torch.randn(50, 1, generator=torch.Generator().manual_seed(seed))
     dithered = numbers.expand(50, 10_000).contiguous()
     stochastic_round_([dithered], seed)

@@ -1,19 +1,16 @@
 """What is told of groups of answers, against going through all ways to draw some of them."""
 
 import math
-import random
-import secrets
 from itertools import combinations
 
 import torch
 
 from lmforge.stages.rollouts import completion_metric_names, pass_at_k
+from tests.seeds import fresh_random
 
 
 def test_pass_at_k_is_the_share_of_draws_of_k_answers_that_hold_a_pass() -> None:
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = fresh_random()
     for _ in range(20):
         samples = draw.randint(2, 7)
         rows = [[draw.choice([True, False, None]) for _ in range(samples)] for _ in range(4)]

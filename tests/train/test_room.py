@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import re
 import resource
-import secrets
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +17,7 @@ from lmforge.config.run import Config
 from lmforge.model.config import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemoryOptions, is_out_of_memory, suggest_what_fits
+from tests.seeds import fresh_random
 
 STEPS = 2
 # Much memory for little work: narrow layers, and all rows in one micro-batch.
@@ -129,9 +128,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_at_least(tiny_tokens: Path
 
 
 def test_only_what_fits_by_the_estimate_is_proposed_and_nothing_that_fits_is_called_too_large() -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = fresh_random()
     proposed = refused = 0
     for _ in range(200):
         ranks = draw.choice([1, 2, 8])

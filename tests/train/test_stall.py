@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from lmforge.monitor.heartbeat import FILE_BYTES, Heartbeat
 from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer, report_lines, stall_file
+from tests.seeds import fresh_random
 
 STACK = [["/site-packages/torch/x.py", 3, "wait", "work.wait()"], ["/home/me/train.py", 88, "main", "save()"]]
 
@@ -130,9 +130,8 @@ def test_marks_are_counted_within_a_step_and_a_heartbeat_is_one_short_line(tmp_p
 
 def test_what_happened_once_does_not_make_a_phase_patient(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path, 0)
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    seconds = [random.Random(seed).uniform(0.0, 1.0) for _ in range(20)]
+    chance = fresh_random()
+    seconds = [chance.uniform(0.0, 1.0) for _ in range(20)]
     for number, took in enumerate([*seconds, 500.0]):
         heart.set_phase("data", number)
         heart.current = heart.current._replace(began=heart.current.started - took)

@@ -9,13 +9,12 @@ import pytest
 from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import COMPARED_PHASES, StragglerDetector
+from tests.seeds import fresh_random
 
 
 @pytest.fixture
 def chance() -> random.Random:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    return random.Random(seed)
+    return fresh_random()
 
 
 def own(chance: random.Random, ranks: int, forward: dict[int, float] | None = None) -> list[list[float]]:

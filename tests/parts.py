@@ -1,0 +1,88 @@
+"""The whole of the tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
+
+Every file of tests is in exactly one part. Two parts are more than files: `chaos` is faults at random over runs, and
+`repetitions` are tests that draw and take little time, again and again with other seeds. The seed is fresh and printed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import seeds
+
+ROOT = Path(__file__).parents[1]
+CHAOS_MINUTES = 10
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of tests by patterns below tests/, or a command of its own (words after `python`)."""
+
+    patterns: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    def files(self) -> list[str]:
+        return sorted(str(path.relative_to(ROOT)) for pattern in self.patterns for path in (ROOT / "tests").glob(pattern))
+
+
+# Tests that draw and take little time.
+REPEATED = (
+    *("data/test_examples.py", "data/test_order.py", "infer/test_sampling.py", "objectives/test_chunked.py"),
+    *("checkpoint/test_blocks.py", "train/test_guard.py", "train/test_rollouts.py", "train/test_watch_of_pace.py"),
+)
+DISTRIBUTED = ("chaos", "checkpoints", "determinism", "generation", "hub", "overlap", "resume", "tasks", "tuning", "watch")
+STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")
+
+PARTS = {
+    "strategies": Part(tuple(f"distributed/test_{name}.py" for name in STRATEGIES)),
+    "distributed": Part(tuple(f"distributed/test_{name}.py" for name in DISTRIBUTED)),
+    "commands": Part(("test_[!d]*.py", "test_doctor.py", "benchmarks/*.py", "recipes/*.py")),
+    "docs": Part(("test_docs.py",)),
+    "data": Part(("data/test_*.py",)),
+    "model": Part(("model/test_*.py", "parallel/test_*.py")),
+    "train": Part(("train/test_*.py", "objectives/test_*.py", "checkpoint/test_*.py", "cluster/test_*.py")),
+    "infer": Part(("infer/test_*.py",)),
+    "chaos": Part(command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
+    "repetitions": Part(command=("-m", "pytest", "--repeat", "20", *(f"tests/{name}" for name in REPEATED))),
+}
+
+
+def carry_out(name: str, jobs: int) -> int:
+    """Run a part and return its exit status."""
+    part = PARTS[name]
+    words = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
+    if name == "chaos":
+        words += ["--seed", str(seeds.run_seed())]
+    return subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.parts", description="All tests, in parts.")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that share the tests of a part")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.parts if name not in PARTS]
+    if unknown:
+        print(f"PART={unknown[0]}: no such part; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    os.environ.setdefault(seeds.VARIABLE, "fresh")
+    origin = seeds.settle()
+    told = []
+    for name in chosen.parts or PARTS:
+        print(f"--- {name}, seed {seeds.run_seed()} ({origin}) ---", flush=True)
+        began = time.monotonic()
+        status = carry_out(name, chosen.jobs)
+        outcome = "passed" if status == 0 else f"FAILED (status {status})"
+        told.append((status, f"{name:<12} {outcome}, {(time.monotonic() - began) / 60:.1f} minutes"))
+    print(f"\nseed {seeds.run_seed()} (to repeat: {seeds.VARIABLE}={seeds.run_seed()} make test-all)")
+    print("\n".join(line for _, line in told))
+    return 1 if any(status for status, _ in told) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

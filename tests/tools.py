@@ -1,0 +1,92 @@
+"""What tests need that a machine may lack: how it is found and how it is had. `pip` brings everything else.
+
+A test says what it needs by `@pytest.mark.needs("chromium")`, a fixture or helper by `need("chromium")`. Where it is missing
+the test is skipped, and the end of the run says once how many were and how to get it. With LMFORGE_ALL_TOOLS=1, as in
+continuous integration, a tool that can be installed and is missing is a failure.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+ALL_TOOLS = "LMFORGE_ALL_TOOLS"
+REASON = "need "
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something a machine may lack. `how` to get it stands in brackets at the end of a run."""
+
+    find: Callable[[], object]
+    how: str
+    installable: bool = True
+
+
+def chromium() -> str | None:
+    """The path of a browser that Playwright can drive."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def stockfish() -> str | None:
+    """The path of the engine, where the chess recipe looks for it."""
+    return shutil.which("stockfish", path=os.environ.get("PATH", "") + os.pathsep + "/usr/games")
+
+
+def has_compiler() -> bool:
+    """Whether `torch.compile` has what it needs on a CPU."""
+    import torch
+
+    from lmforge.parallel.precision import find_compiler
+
+    return find_compiler(torch.device("cpu")) is None
+
+
+def has_landlock() -> bool:
+    """Whether the kernel can keep generated code to its own folder."""
+    from lmforge.objectives.confine import landlock_version
+
+    return landlock_version() > 0
+
+
+def has_gpu() -> bool:
+    """Whether there is a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def may_mount() -> bool:
+    """Whether this user may mount a small disk for a test, in a namespace of its own."""
+    words = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /tmp"]
+    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True).returncode == 0
+
+
+TOOLS = {
+    "chromium": Tool(chromium, "apt-get install chromium"),
+    "stockfish": Tool(stockfish, "apt-get install stockfish"),
+    "a C++ compiler": Tool(has_compiler, "apt-get install g++ python3-dev"),
+    "git": Tool(lambda: shutil.which("git"), "apt-get install git"),
+    "Landlock": Tool(has_landlock, "Linux 5.13 or newer", installable=False),
+    "a GPU": Tool(has_gpu, "one that torch.cuda can use; make test-gpu", installable=False),
+    "the right to mount": Tool(may_mount, "unshare -rm", installable=False),
+}
+
+
+@cache
+def _is_there(name: str) -> bool:
+    return bool(TOOLS[name].find())
+
+
+def need(name: str) -> None:
+    """Skip the test that calls this where the machine lacks the tool, or fail it where it must not be lacking."""
+    if _is_there(name):
+        return
+    reason = f"{REASON}{name} ({TOOLS[name].how})"
+    if TOOLS[name].installable and os.environ.get(ALL_TOOLS) == "1":
+        pytest.fail(f"{ALL_TOOLS}=1: {reason}", pytrace=False)
+    pytest.skip(reason)
