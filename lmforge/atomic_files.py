@@ -1,44 +1,126 @@
-"""A file exists whole or it does not exist: how everything a preparation writes comes to the disk."""
+"""Atomic writes: a file or a folder appears under its name whole, or not at all, and outlives a power cut once it is there.
+
+Every file that another process may read, or that a crash may not spoil, is written through this module. Heartbeats
+(monitor/heartbeat.py, overwritten in place) and resumable downloads (hub.py) are the exceptions and say why. Object stores
+have no rename: checkpoint/ writes the manifest last there. No torch here.
+"""
 
 import errno
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 from lmforge.errors import UserError
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PARTIAL_SUFFIX = ".partial"
+DELETED_SUFFIX = ".deleted"
+
+
+def partial_path(path: Path) -> Path:
+    """A name beside `path` to write under, which no other process uses."""
+    return path.with_name(f".{path.name}.{uuid4().hex}{PARTIAL_SUFFIX}")
 
 
 @contextmanager
-def atomic_write(path: Path, unique_temporary: bool = False) -> Iterator[BinaryIO]:
-    """A file to write that appears under its name, synced, when the block ends well, and not at all otherwise.
+def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file to write that appears as `path` when the block ends without an exception, and not at all otherwise.
 
-    With `unique` several processes, of other hosts too, may write it at once: the last one's stays. UserError naming the
-    folder when the disk is full.
+    Several processes may write it at once; the last one's stays. `sync=False` leaves out fsync, for files that may be lost
+    with the machine. Raises UserError naming the folder when the disk is full.
     """
-    beside = path.with_name(f"{path.name}{f'.{uuid4().hex}' if unique_temporary else ''}.partial")
+    partial = partial_path(path)
     try:
-        with open(beside, "wb") as file:
+        with open(partial, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        fsync_folder(path.parent)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+        if sync:
+            fsync_folder(path.parent)
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
-            raise
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{path.parent}: no room to write {path.name} ({error.strerror}): free some and run again") from None
+        if error.errno in DISK_FULL_ERRNOS:
+            raise disk_full_error(path, error) from None
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def disk_full_error(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path.parent}: no space to write {path.name} ({error.strerror}): free some and run again")
+
+
+def atomic_write_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write `text` as UTF-8, atomically."""
+    with atomic_write(path, sync=sync) as file:
+        file.write(text.encode())
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    atomic_write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
+    """A folder to fill that appears as `folder` when the block ends without an exception, and not at all otherwise.
+
+    With `replace`, what was there is deleted once the new folder has its name, and stays if anything fails. Without, a folder
+    that another process finished first stays, and this one is dropped.
+    """
+    partial, previous = partial_path(folder), folder.with_name(f".{folder.name}.{uuid4().hex}.previous")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        fsync_tree(partial)
+        if replace and folder.exists():
+            folder.rename(previous)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if replace or not folder.exists():
+                raise
+        fsync_folder(folder.parent)
+    except OSError as error:
+        if error.errno in DISK_FULL_ERRNOS:
+            raise disk_full_error(folder, error) from None
+        raise
+    finally:
+        if previous.exists() and not folder.exists():
+            previous.rename(folder)
+        for leftover in (partial, previous):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder; renamed first, so that a deletion that is cut off leaves nothing under its name."""
+    beside = folder.with_name(f".{folder.name}{DELETED_SUFFIX}")
+    shutil.rmtree(beside, ignore_errors=True)
+    folder.rename(beside)
+    shutil.rmtree(beside)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames in a folder outlive a power cut."""
+    """Make the renames inside `folder` outlive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """fsync every file and folder below `folder`, and `folder` itself."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            fsync_tree(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    fsync_folder(folder)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
+from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.post_training import config_class
 from lmforge.config.run import StageConfig
@@ -29,22 +30,6 @@ from lmforge.errors import UserError
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
-PARTIAL_SUFFIX = ".partial"
-DELETED_SUFFIX = ".dropped"
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old one or the new one, also after a power cut."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def format_bytes(count: float) -> str:
@@ -65,10 +50,7 @@ def remove_checkpoint(folder: Path) -> None:
     if not folder.exists():
         return
     if is_local(folder):
-        beside = folder.with_name(f".{folder.name}{DELETED_SUFFIX}")
-        shutil.rmtree(beside, ignore_errors=True)
-        folder.rename(beside)
-        shutil.rmtree(beside)
+        remove_folder(folder)
         return
     for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
         path.unlink()
@@ -177,7 +159,7 @@ class Run:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
         # The recipe first: a directory with anything else and without one is not ours to touch.
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(
+        atomic_write_text(
             self.recipe_path,
             f"# lmforge {config.of_stage} {self.recipe_path} repeats or continues this run.\n\n{to_toml(config)}",
         )
@@ -188,7 +170,7 @@ class Run:
         attempts = [int(entry.name.removeprefix("attempt-")) for entry in (self.path / "logs").glob("attempt-*")]
         attempt = max(attempts, default=0) + 1
         (self.path / "logs" / f"attempt-{attempt}").mkdir(parents=True)
-        write_text_atomic(self.path / "environment.json", json.dumps(describe_environment(), indent=1) + "\n")
+        atomic_write_json(self.path / "environment.json", describe_environment())
         return attempt
 
     def log_path(self, attempt: int, rank: int) -> Path:

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from lmforge import checkpoint
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text
 from lmforge.cli import run
 from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.stream import TokenDataset
@@ -30,7 +31,7 @@ from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import get_preset, resolve_model_config
-from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run, write_text_atomic
+from lmforge.runs import MANIFEST, Run
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
 from tests.tools import need
@@ -243,7 +244,7 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     (folder / ".metadata").write_bytes(program)
     manifest = checkpoint.read_manifest(folder)
     manifest.files[".metadata"] = {"bytes": len(program), "xxh3": [xxhash.xxh3_64_hexdigest(program)]}
-    write_text_atomic(folder / MANIFEST, manifest.json_text)
+    atomic_write_text(folder / MANIFEST, manifest.json_text)
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
         said = refused(*words)
         assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), said

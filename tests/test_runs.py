@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import validate_options
 from lmforge.config.run import Config
 from lmforge.errors import UserError
-from lmforge.runs import MANIFEST, Run, describe_environment, write_text_atomic
+from lmforge.runs import MANIFEST, Run, describe_environment
 
 HOLD = """
 import sys
@@ -140,10 +141,10 @@ def test_a_step_that_was_trained_twice_counts_as_it_was_last(tmp_path: Path) -> 
 
 def test_a_sealed_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / MANIFEST
-    write_text_atomic(path, "old")
-    write_text_atomic(path, "new")
+    atomic_write_text(path, "old")
+    atomic_write_text(path, "new")
     with pytest.raises(UnicodeEncodeError):
-        write_text_atomic(path, "half \udcff")
+        atomic_write_text(path, "half \udcff")
     assert path.read_text() == "new"
 
 

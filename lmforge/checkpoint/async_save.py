@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS, fsync_folder
+from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX, atomic_write_text, fsync_folder
 from lmforge.checkpoint.checksums import FileDigests, HashingFileSystem, digest_file, make_folder
 from lmforge.checkpoint.manifest import Manifest
 from lmforge.checkpoint.retention import RetentionPolicy, delete_old_checkpoints
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run, format_bytes, is_local, remove_checkpoint, write_text_atomic
+from lmforge.runs import MANIFEST, Run, format_bytes, is_local, remove_checkpoint
 
 StateDict = dict[str, dict[str, Any]]
 DRAIN_SECONDS = 60.0
@@ -205,7 +205,7 @@ class AsyncCheckpointer:
             files[name] = digest_file(folder / name, sync=True)
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
         if is_local(folder):
-            write_text_atomic(folder / MANIFEST, text)
+            atomic_write_text(folder / MANIFEST, text)
             fsync_folder(folder)
             remove_checkpoint(final)  # this step was saved before and is saved again, after a resume from an older one
             os.rename(folder, final)

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
+from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.checkpoint.checksums import CorruptCheckpoint, FileDigests, digest_file
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig, model_config_from_json
-from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run
+from lmforge.runs import MANIFEST, Run
 
 FORMAT = 2
 TENSOR_SUFFIX = ".distcp"

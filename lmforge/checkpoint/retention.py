@@ -4,9 +4,10 @@ import math
 import shutil
 from dataclasses import dataclass
 
+from lmforge.atomic_files import DELETED_SUFFIX, PARTIAL_SUFFIX
 from lmforge.checkpoint.checksums import CorruptCheckpoint
 from lmforge.checkpoint.manifest import Manifest, read_manifest
-from lmforge.runs import DELETED_SUFFIX, MANIFEST, PARTIAL_SUFFIX, STEP_PREFIX, Run, is_local, remove_checkpoint
+from lmforge.runs import MANIFEST, STEP_PREFIX, Run, is_local, remove_checkpoint
 
 
 @dataclass(frozen=True)

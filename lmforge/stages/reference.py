@@ -139,7 +139,7 @@ def precompute_reference_logprobs(
         with dist_ctx.raise_on_all():
             # Hosts may share the folder: what one has written the others leave.
             if dist_ctx.rank_info.local_rank == 0 and not path.exists():
-                with atomic_write(path, unique_temporary=True) as file:
+                with atomic_write(path) as file:
                     np.save(
                         file,
                         np.concatenate(parts)[: min(CHUNK_SEQUENCES, count - number * CHUNK_SEQUENCES)],

@@ -1,6 +1,5 @@
 """What a run does about its bad steps: names the samples of each, and after some in a row goes back to a checkpoint."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +7,13 @@ from typing import Any
 
 import torch
 
+from lmforge.atomic_files import atomic_write_json
 from lmforge.checkpoint import AsyncCheckpointer
 from lmforge.config.post_training import AlignConfig, TunedConfig
 from lmforge.config.run import StageConfig
 from lmforge.errors import RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.runs import Run, remove_checkpoint, write_text_atomic
+from lmforge.runs import Run, remove_checkpoint
 from lmforge.stages.completions import locate_completions
 from lmforge.stages.inputs import RunInputs
 from lmforge.train.bad_steps import BadStep, BadStepDetector
@@ -55,7 +55,7 @@ class Rollback:
         else:
             record |= self._sample_record(bad_step.batch_index)
             told = f"its samples are named in {path}"
-        write_text_atomic(path, json.dumps(record, indent=1) + "\n")
+        atomic_write_json(path, record)
         self.warn(f"step {bad_step.step}: {bad_step.reason}; not used, and {told}")
 
     def _sample_record(self, batch_index: int) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from typing import Any
 import xxhash
 from pydantic import model_validator
 
+from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import Options, option, read_recipe, validate_options
 from lmforge.config.post_training import STAGES
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
-from lmforge.runs import Run, write_text_atomic
+from lmforge.runs import Run
 
 TRAINING_VERBS = tuple(stage for stage in STAGES if stage is not None)
 # Where the run of a stage is: the pipeline's to say, for later stages look for it there.
@@ -267,4 +268,4 @@ class _PipelineState:
 
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(self._path, json.dumps({name: asdict(each) for name, each in self._records.items()}, indent=1) + "\n")
+        atomic_write_text(self._path, json.dumps({name: asdict(each) for name, each in self._records.items()}, indent=1) + "\n")

@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lmforge.runs import MANIFEST, PARTIAL_SUFFIX, Run
+from lmforge.atomic_files import PARTIAL_SUFFIX
+from lmforge.runs import MANIFEST, Run
 from tests.chaos.plan import Fault
 from tests.chaos.processes import Attempt
 
