@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lmforge.bench.parity import ParityCase, ParityData, run_case
 from lmforge.cluster import distributed as cluster
+from lmforge.config.run import ParallelOptions
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.parallelize import ParallelStrategy
 
 SHAPE = ModelConfig(
     vocab_size=131,
@@ -26,7 +26,7 @@ SHAPE = ModelConfig(
 
 if __name__ == "__main__":
     ranks = cluster.init_distributed("cpu", threads=1)
-    fsdp2 = ParityCase("fp32", ParallelStrategy(engine="fsdp2"), model_config=SHAPE)
+    fsdp2 = ParityCase("fp32", ParallelOptions(engine="fsdp2"), model_config=SHAPE)
     told = {}
     for case in (
         fsdp2,
@@ -35,7 +35,7 @@ if __name__ == "__main__":
             fsdp2,
             name="float8, recompute",
             float8_emulated=True,
-            strategy=ParallelStrategy(engine="fsdp2", activation_checkpointing="selective-ops"),
+            options=ParallelOptions(engine="fsdp2", activation_checkpointing="selective-ops"),
         ),
     ):
         outcome = run_case(case, ParityData(sequences=8, sequence_length=50, steps=12), ranks)

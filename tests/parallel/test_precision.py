@@ -9,10 +9,11 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.run import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
         NextTokenObjective().loss,
         dist_ctx=DistributedContext(RankInfo(), CPU, None),
         dtype=torch.bfloat16,
-        strategy=ParallelStrategy(engine="fsdp2"),
+        options=ParallelOptions(engine="fsdp2"),
     )
     seen = []
     for block in trained.model.blocks:
