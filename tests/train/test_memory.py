@@ -95,8 +95,9 @@ OPTIMIZERS = [
     {"name": "adamw", "state_dtype": "bf16"},
     {"name": "muon"},
     {"name": "muon", "state_dtype": "bf16"},
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.0},
 ]
-OPTIMIZERS += [{"name": "sgd"}, {"name": "sgd", "momentum": 0.0}]
 
 
 @pytest.mark.parametrize("with_lora", [False, True], ids=["", "lora"])
@@ -119,9 +120,8 @@ def test_optimizer_states_take_the_bytes_that_are_predicted(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert all(parameter.isfinite().all() for parameter in trained)
     assert any(not torch.equal(one, other) for one, other in zip(before, trained, strict=True))
-    tensors = [
-        value for state in optimizer.state.values() for key, value in state.items() if key != "step" and value is not None
-    ]
+    states = [item for state in optimizer.state.values() for item in state.items()]
+    tensors = [value for key, value in states if key != "step" and value is not None]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     matrices = [each for each in model.blocks.parameters() if each.requires_grad and each.ndim == 2]
     counts = ParameterCounts(*(sum(each.numel() for each in some) for some in (model.parameters(), trained, matrices)))
