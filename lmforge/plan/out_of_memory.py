@@ -21,7 +21,7 @@ from lmforge.config.run import BatchPlan, StageConfig
 from lmforge.errors import RunFailed
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS
+from lmforge.data.labels import CHUNK_TOKENS
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.plan.activations import activation_bytes, block_activation_bytes

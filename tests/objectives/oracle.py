@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Extras, Metrics
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.logprobs import token_logprobs
 from tests.objectives import tiny
 from tests.seeds import fresh_seed

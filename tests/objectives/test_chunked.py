@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS, IGNORE_INDEX, cross_entropy_sum, token_losses
+from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
+from lmforge.objectives.cross_entropy import cross_entropy_sum
+from lmforge.objectives.logprobs import token_losses
 from tests.seeds import fresh_seed
 
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.

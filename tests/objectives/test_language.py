@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.batch import Batch
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.language import NextTokenObjective, score_text
 
 SHAPE: dict[str, Any] = {

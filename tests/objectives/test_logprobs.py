@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS, IGNORE_INDEX, cross_entropy_sum
+from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
+from lmforge.objectives.cross_entropy import cross_entropy_sum
 from lmforge.objectives.logprobs import (
     broadcast_to_tokens,
     document_label_counts,

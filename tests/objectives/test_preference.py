@@ -42,13 +42,13 @@ from tests.objectives.oracle import (
 DPO: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo smoothed": {"label_smoothing": 0.1},
-    "hinge": {"kind": "hinge"},
-    "ipo": {"kind": "ipo"},
-    "robust": {"kind": "robust", "label_smoothing": 0.2},
-    "exo": {"kind": "exo", "label_smoothing": 0.2},
-    "nca": {"kind": "nca"},
-    "apo-zero": {"kind": "apo-zero"},
-    "apo-down": {"kind": "apo-down"},
+    "hinge": {"loss_type": "hinge"},
+    "ipo": {"loss_type": "ipo"},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.2},
+    "exo": {"loss_type": "exo", "label_smoothing": 0.2},
+    "nca": {"loss_type": "nca"},
+    "apo-zero": {"loss_type": "apo-zero"},
+    "apo-down": {"loss_type": "apo-down"},
 }
 OBJECTIVES: dict[str, PreferenceObjective] = {
     **{name: PreferenceObjective(partial(dpo, beta=0.1, **options), uses_reference=True) for name, options in DPO.items()},
@@ -108,13 +108,13 @@ def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
 
 def _loss_and_weight(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
     total, metrics = objective.loss(model, batch)
-    return total, objective.weight(batch), metrics
+    return total, objective.num_items(batch), metrics
 
 
 @pytest.mark.parametrize(("name", "centre", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)])
 def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, centre: float, margins: list[float]) -> None:
     batch = with_extras(packed(one_row(recorded_pairs())), margin=[[margin for each in margins for margin in (each, 0.0)]])
-    objective = RewardModelObjective(center_rewards_coefficient=centre, margins=True)
+    objective = RewardModelObjective(center_rewards_coefficient=centre)
     assert_as_trl(name, lambda model: _loss_and_weight(objective, model, batch), reward=True)
 
 
@@ -214,12 +214,13 @@ def rewarding(seed: int) -> LanguageModel:
     return build_model(ModelConfig(**shape, initializer_range=0.2, reward=True), seed=seed)
 
 
-@pytest.mark.parametrize(("centre", "margins"), [(0.0, False), (0.01, True)])
-def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: float, margins: bool) -> None:
+@pytest.mark.parametrize(("coefficient", "margins"), [(0.0, [0.0] * 4), (0.01, [0.1, 0.2, 0.3, 0.4])])
+def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(coefficient: float, margins: list[float]) -> None:
     generator, _ = drawn()
     model, pairs = rewarding(generator.initial_seed()), drawn_pairs(generator, 4)
-    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[[0.1, 0, 0.2, 0, 0.3, 0], [0.4, 0]])
-    objective = RewardModelObjective(center_rewards_coefficient=centre, margins=margins)
+    by_document = [margin for each in margins for margin in (each, 0.0)]
+    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[by_document[:6], by_document[6:]])
+    objective = RewardModelObjective(center_rewards_coefficient=coefficient)
     total, metrics = objective.loss(model, batch)
     ours = total, gradient(total, model)
     wide = model.double()
@@ -231,9 +232,8 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: 
 
     rewards = [(reward(chosen), reward(rejected)) for chosen, rejected in pairs]
     expected = torch.zeros((), dtype=torch.float64)
-    for number, (chosen, rejected) in enumerate(rewards, start=1):
-        difference = chosen - rejected - (0.1 * number if margins else 0)
-        expected = expected - sigma(difference).log() + centre * (chosen + rejected) ** 2
+    for margin, (chosen, rejected) in zip(margins, rewards, strict=True):
+        expected = expected - sigma(chosen - rejected - margin).log() + coefficient * (chosen + rejected) ** 2
     assert_same(ours, (expected.detach(), gradient(expected, wide)))
     right = sum(float(chosen) > float(rejected) for chosen, rejected in rewards)
     assert [part.item() for part in metrics["rewards/accuracy"]] == [right, 4]
@@ -258,7 +258,7 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch(name: str) -> None:
     whole, _ = objective.loss(model, batch)
     parts = [batch[rows] for rows in (slice(0, 1), slice(1, 3), slice(3, 5))]
     sums = [objective.loss(model, part)[0] for part in parts]
-    assert sum(objective.weight(part) for part in parts) == objective.weight(batch)
+    assert sum(objective.num_items(part) for part in parts) == objective.num_items(batch)
     together = torch.stack([gradient(total, model) for total in sums]).sum(0)
     assert_same((torch.stack(sums).sum().detach(), together), (whole.detach(), gradient(whole, model)), tolerance=1e-12)
 
@@ -282,7 +282,7 @@ def test_a_batch_without_targets_is_worth_zero_and_teaches_nothing(name: str) ->
     batch.labels.fill_(-100)
     total, metrics = EVERY[name].loss(model, batch)
     assert total.item() == 0.0
-    assert EVERY[name].weight(batch).item() == 0.0
+    assert EVERY[name].num_items(batch).item() == 0.0
     assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
     assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
 
