@@ -191,10 +191,10 @@ def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard
         ("short", "returned 1 rewards for 3 completions"),
         ("one_number", "returned float, not a list"),
         ("nothing", "returned NoneType, not a list"),
-        ("words", "gave \"'good'\" for completion 0, not a finite number or None"),
-        ("infinite", "gave 'nan' for completion 0, not a finite number or None"),
+        ("words", "returned \"'good'\" for completion 0, not a finite number or None"),
+        ("infinite", "returned 'nan' for completion 0, not a finite number or None"),
         ("refuses", "this machine will not do"),
-        ("right", "needs the column 'answer', which the data has not"),
+        ("right", "needs the column 'answer', which the data does not have"),
     ],
 )
 def test_a_function_that_is_always_wrong_ends_the_run_with_its_name(
@@ -214,7 +214,7 @@ def test_what_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: P
         named("absent"): "no function 'absent': there are dies, infinite, later, later_too, leaves",
         named("NUMBER"): "no function 'NUMBER'",
         named("other_names"): "takes (inputs, outputs), but is called by name with prompts, completions",
-        "python_cod": "no function 'python_cod': there are code_of, python_code, worth",
+        "python_cod": "no function 'python_cod': there are extract_code, program_reward, python_code",
         "mine.py:": "expected FILE.py:FUNCTION",
         "mine:length": "reward mine:length: expected FILE.py:FUNCTION",
         "mine.py": "reward mine.py: expected FILE.py:FUNCTION",

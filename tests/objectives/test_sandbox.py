@@ -40,7 +40,7 @@ def nothing_left(sandbox: Sandbox) -> Iterator[None]:
     yield
     assert sandbox.run("print('well')").output == "well\n"
     assert leftovers() == []
-    servers = [child for child in psutil.Process().children() if "codeserver" in " ".join(child.cmdline())]
+    servers = [child for child in psutil.Process().children() if "code_server" in " ".join(child.cmdline())]
     assert servers
     assert not [child for server in servers for child in server.children(recursive=True)]
 
@@ -186,8 +186,8 @@ def test_files_are_written_in_its_own_folder_and_nowhere_else(sandbox: Sandbox, 
 def test_the_filter_alone_keeps_a_file_from_being_cut_by_who_opens_it_to_read(tmp_path: Path, mode: int) -> None:
     """Landlock before its third version lets it pass; here there is none at all."""
     (tmp_path / "kept").write_text("kept")
-    filtered = "confine.forgo_new_rights(os.getppid())\nconfine.refuse_calls(writing=True)"
-    attempt = "import os, sys\nfrom lmforge.objectives import confine\nos.open(sys.argv[1], int(sys.argv[2]))"
+    filtered = "confinement.set_no_new_privs(os.getppid())\nconfinement.install_seccomp_filter(allow_writes=True)"
+    attempt = "import os, sys\nfrom lmforge.rewards import confinement\nos.open(sys.argv[1], int(sys.argv[2]))"
     for flags, error in ((mode | os.O_TRUNC, "PermissionError"), (mode, "")):
         code = attempt.replace("\nos.open", f"\n{filtered}\nos.open")
         done = subprocess.run(
@@ -304,7 +304,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)), 0, 0) == 0
 with Sandbox() as sandbox:
     outcomes = [sandbox.run(code) for code in json.loads(sys.argv[1])]
-    print(json.dumps([sandbox.protections, [[outcome.ended, outcome.error, outcome.output] for outcome in outcomes]]))
+    print(json.dumps([sandbox.protections, [[outcome.status, outcome.error, outcome.output] for outcome in outcomes]]))
 """
 
 
