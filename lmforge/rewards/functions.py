@@ -113,7 +113,8 @@ class RewardFunctions:
         """Raise UserError if a function cannot be called with columns of these names."""
         if reserved := [name for name in RESERVED_NAMES if name in column_names]:
             raise UserError(
-                f"column {reserved[0]!r}: reward functions get the run's {' and '.join(RESERVED_NAMES)} by these names; rename it"
+                f"column {reserved[0]!r}: reward functions get the run's {' and '.join(RESERVED_NAMES)} by these names;"
+                " rename it"
             )
         for worker in self._workers:
             for spec, required in worker.required_columns.items():
@@ -174,8 +175,8 @@ def load_reward_functions(
     reward models, each named by its folder, which `open_reward_model` opens.
 
     Each file is imported once, in a process of its own that lives until `close`. `weights` default to 1. `timeout_seconds` is
-    for one call of one function. `log` gets failures. `heartbeat` is called every second while functions run. Raises UserError for
-    a file, function, signature or weight that cannot be used.
+    for one call of one function. `log` gets failures. `heartbeat` is called every second while functions run. Raises UserError
+    for a file, function, signature or weight that cannot be used.
     """
     weights = [1.0] * len(specs) if weights is None else weights
     if len(weights) != len(specs):
