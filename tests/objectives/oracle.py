@@ -58,7 +58,7 @@ def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
     """One row of documents each, completions scored, and at least `padding` tokens of padding behind them."""
     length = padding + max(sum(len(one.prompt + one.completion) for one in row) for row in rows)
     tokens, positions = (torch.zeros(len(rows), length, dtype=torch.int64) for _ in range(2))
-    targets = torch.full((len(rows), length), IGNORE_INDEX)
+    labels = torch.full((len(rows), length), IGNORE_INDEX)
     documents = torch.full((len(rows), length), -1, dtype=torch.int32)
     for row, chosen in enumerate(rows):
         start = 0
@@ -69,9 +69,9 @@ def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
             positions[row, place] = torch.arange(len(ids))
             documents[row, place] = number
             first = start + len(one.prompt) - 1
-            targets[row, first : first + len(one.completion)] = torch.tensor(one.completion)
+            labels[row, first : first + len(one.completion)] = torch.tensor(one.completion)
             start += len(ids)
-    return Batch(tokens, targets, positions, documents)
+    return Batch(tokens, labels, positions, documents)
 
 
 def with_extras(batch: Batch, **extras: Tensor | Sequence[Sequence[float]]) -> Batch:

@@ -188,7 +188,7 @@ def test_it_is_told_in_one_line_and_nothing_is_made(
         (["--rollout.reward_functions", "."], "rollout.reward_functions: config.json: no such file"),
         (
             ["--rollout.reward_functions", "rewards.py:right", "rewards.py:column"],
-            "prompts.jsonl: reward rewards.py:column: needs the column 'answer', which the data has not",
+            "prompts.jsonl: reward rewards.py:column: needs the column 'answer', which the data does not have",
         ),
         (
             [
