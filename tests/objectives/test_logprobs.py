@@ -18,7 +18,7 @@ from lmforge.objectives.logprobs import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
-from tests.objectives.test_chunked import TOLERANCE, assert_close, drawn
+from tests.objectives.test_cross_entropy import TOLERANCE, assert_close, drawn
 from tests.seeds import fresh_seed
 
 TOKENS = [1, CHUNK_TOKENS, CHUNK_TOKENS + 1]
