@@ -370,7 +370,7 @@ VERBS = {
     ),
     "align": Verb(
         "teach a model what is preferred, by pairs, judgements or rewards",
-        "[RECIPE.toml] --method dpo|ipo|kto|orpo|simpo|grpo [--section.option value]",
+        "[RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo [--section.option value]",
         AlignConfig,
         _align,
         TRAINING_NOTES,

@@ -32,7 +32,7 @@ class Part:
 
 # Tests that draw and take little time.
 REPEATED = (
-    *("data/test_examples.py", "data/test_order.py", "infer/test_sampling.py", "objectives/test_chunked.py"),
+    *("data/test_examples.py", "data/test_order.py", "infer/test_sampling.py", "objectives/test_cross_entropy.py"),
     *("checkpoint/test_blocks.py", "train/test_guard.py", "train/test_rollouts.py", "train/test_watch_of_pace.py"),
 )
 DISTRIBUTED = ("chaos", "checkpoints", "determinism", "generation", "hub", "overlap", "resume", "tasks", "tuning", "watch")

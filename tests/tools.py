@@ -48,7 +48,7 @@ def has_compiler() -> bool:
 
 def has_landlock() -> bool:
     """Whether the kernel can keep generated code to its own folder."""
-    from lmforge.objectives.confine import landlock_version
+    from lmforge.rewards.confinement import landlock_version
 
     return landlock_version() > 0
 

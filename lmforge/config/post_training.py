@@ -20,7 +20,8 @@ from lmforge.config.run import (
 )
 from lmforge.errors import UserError
 
-Method = Literal["dpo", "ipo", "kto", "orpo", "simpo", "reward", "grpo"]
+Method = Literal["dpo", "kto", "orpo", "simpo", "reward", "grpo"]
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "robust", "exo", "nca", "apo-zero", "apo-down"]
 
 
 class ExampleOptions(RowOptions):
@@ -170,12 +171,17 @@ class AlignOptions(Options):
     """How a model is aligned."""
 
     method: Method = option(
-        "dpo", "of pairs: dpo, ipo, orpo, simpo, and reward, a model that judges; of single judgements: kto; of rollouts: grpo"
+        "dpo", "on pairs: dpo, orpo, simpo, or reward (a reward model); on labelled completions: kto; on rollouts: grpo"
+    )
+    loss_type: PreferenceLossType = option(
+        "sigmoid", "dpo: the loss of a pair; exo, nca, apo-zero and apo-down are TRL's exo_pair, nca_pair, apo_zero, apo_down"
     )
     beta: float | None = option(
         None, "how far from the reference costs how much; of orpo the odds ratio's weight (default: 0.1; simpo 2.0)", gt=0
     )
-    label_smoothing: float = option(0.0, "dpo: share of the labels taken to be wrong", ge=0, lt=0.5)
+    label_smoothing: float = option(
+        0.0, "dpo: fraction of the labels assumed wrong; for loss_type sigmoid, robust and exo, which needs one", ge=0, lt=0.5
+    )
     gamma: float = option(0.5, "simpo: margin that is asked for", ge=0)
     desirable_weight: float = option(1.0, "kto: weight of desirable completions", gt=0)
     undesirable_weight: float = option(1.0, "kto: weight of the others", gt=0)
@@ -237,14 +243,17 @@ class RolloutOptions(Options):
 
 # Options of alignment that only some methods read.
 READ_BY = {
-    "beta": ("dpo", "ipo", "kto", "orpo", "simpo"),
+    "beta": ("dpo", "kto", "orpo", "simpo"),
+    "loss_type": ("dpo",),
     "label_smoothing": ("dpo",),
     "gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards_coefficient": ("reward",),
-    "reference": ("dpo", "ipo", "kto", "grpo"),
+    "reference": ("dpo", "kto", "grpo"),
 }
+# The values of align.loss_type that read align.label_smoothing.
+SMOOTHED_LOSS_TYPES = ("sigmoid", "robust", "exo")
 
 
 class AlignConfig(TunedConfig):
@@ -285,6 +294,18 @@ class AlignConfig(TunedConfig):
             for name, field in type(self.rollout).model_fields.items():
                 if getattr(self.rollout, name) != field.default:
                     raise ValueError(f"rollout.{name}: {method} does not read it; it is for grpo: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_label_smoothing(self) -> "AlignConfig":
+        loss_type, label_smoothing = self.align.loss_type, self.align.label_smoothing
+        if label_smoothing and loss_type not in SMOOTHED_LOSS_TYPES:
+            readers = ", ".join(SMOOTHED_LOSS_TYPES)
+            raise ValueError(
+                f"align.label_smoothing: align.loss_type = {loss_type} does not read it; it is for {readers}: leave it out"
+            )
+        if loss_type == "exo" and not label_smoothing:
+            raise ValueError("align.loss_type = exo: needs align.label_smoothing above 0, such as 0.001")
         return self
 
     @model_validator(mode="after")

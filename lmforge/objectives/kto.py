@@ -1,10 +1,10 @@
-"""Learning from completions judged one at a time as desirable or not: KTO (arXiv 2402.01306).
+"""Learning from completions that are labelled desirable or undesirable, one at a time: KTO (arXiv 2402.01306).
 
-In a batch the documents of a row are numbered so that 2i is a completion with its prompt and 2i + 1 a mismatched one: the
-same prompt with the completion of another document of the same row, as a rotation of the row's completions gives them. How
-likely the mismatched ones have become estimates the KL divergence to the reference, the point from which gains and
-losses are judged. The estimate is made row by row, so that it is the same for any split of the batch; TRL makes it of
-all rows that happen to share a micro-batch, and averages over ranks.
+In a batch the documents of a sequence are numbered so that 2i is a prompt with its completion, and 2i + 1 the mismatched
+one: the same prompt with the completion of another document of the same sequence (the completions, rotated by one). The
+mismatched completions' log-ratios estimate the KL divergence from the reference, against which gains and losses are
+measured. The estimate is made for each sequence, so that it is the same for any split of the batch; TRL makes it over all
+sequences that happen to share a micro-batch, and averages over ranks.
 """
 
 from functools import partial
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
+from lmforge.objectives.objective import apply_head
 from lmforge.objectives.preference import reference_gap, split_pairs
 
 
@@ -26,52 +27,50 @@ def kto(
     kl: Tensor,
     *,
     beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> tuple[Tensor, Metrics]:
     """The sum over completions of w_d (1 − σ(β(x − z))) where desirable, w_u (1 − σ(β(z − x))) where not.
 
-    All of one shape or broadcast to it: x = `log_ratios`, log π − log reference of whole completions; `labels` bool,
-    desirable; `there` bool, whether there is a completion; z = `divergence`, taken as 0 where it is less, not
-    differentiated.
+    All of one shape or broadcast to it: x = `log_ratios`, log π − log reference of full completions; `desirable` bool;
+    `completion_mask` bool, whether there is a completion; z = `kl`, clamped to at least 0 and not differentiated.
     """
     gain = beta * (log_ratios - kl.detach().clamp(min=0))
     losses = torch.where(desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
     total = torch.where(completion_mask, losses, 0.0).sum()
     metrics = {"loss": (total.detach(), completion_mask.sum().to(total.dtype))}
-    for name, which in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
-        rewards = torch.where(which, beta * log_ratios.detach(), 0.0)
-        metrics[f"rewards/{name}"] = rewards.sum(), which.sum().to(total.dtype)
+    for name, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
+        rewards = torch.where(mask, beta * log_ratios.detach(), 0.0)
+        metrics[f"rewards/{name}"] = rewards.sum(), mask.sum().to(total.dtype)
     return total, metrics
 
 
 class KTOObjective:
-    """The objective. Batches bring the extras "reference" and "label" (1 desirable, 0 not, the same in all of a document)."""
+    """KTO as an objective. Batches bring the extras "reference" and "label" (1 desirable, 0 not; constant in a document)."""
 
-    def __init__(self, *, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
+    def __init__(self, *, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
         self._loss_fn = partial(kto, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
 
     def num_items(self, batch: Batch) -> Tensor:
-        """Number of completions that are judged, an fp32 scalar on the batch's device."""
-        judged, _ = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-        return (judged > 0).sum().float()
+        """Number of labelled completions, an fp32 scalar on the batch's device."""
+        num_labels, _ = split_pairs(document_label_counts(batch.labels, batch.document_ids))
+        return (num_labels > 0).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over completions, metrics as (sum, count) pairs). A batch without completions gives 0, not NaN."""
         reference = batch.extra("reference")
-        hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
-        logprobs = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels))
+        logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
         scored = batch.labels != IGNORE_INDEX
-        matched, mismatched = split_pairs(document_sums(logprobs - reference * scored, batch.document_ids))
+        log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, batch.document_ids))
         lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-        labels, _ = split_pairs(document_sums(batch.extra("label") * scored, batch.document_ids))
-        judged, desirable, estimates = lengths > 0, labels > 0, mismatched_lengths > 0
-        found = torch.where(estimates, mismatched.detach(), 0.0).sum(1, keepdim=True)
-        divergence = found / estimates.sum(1, keepdim=True).clamp(min=1)
-        total, metrics = self._loss_fn(matched, desirable, judged, divergence)
-        summed, _ = split_pairs(document_sums(logprobs.detach(), batch.document_ids))
-        for side, which in (("chosen", judged & desirable), ("rejected", judged & ~desirable)):
-            metrics[f"logps/{side}"] = torch.where(which, summed, 0.0).sum(), which.sum().float()
-            metrics[f"tokens/{side}"] = torch.where(which, lengths, 0.0).sum(), which.sum().float()
-        metrics["kl"] = found.sum(), estimates.sum().float()
+        desirable_tokens, _ = split_pairs(document_sums(batch.extra("label") * scored, batch.document_ids))
+        completion_mask, desirable, kl_mask = lengths > 0, desirable_tokens > 0, mismatched_lengths > 0
+        kl_sum = torch.where(kl_mask, mismatched.detach(), 0.0).sum(1, keepdim=True)
+        kl = kl_sum / kl_mask.sum(1, keepdim=True).clamp(min=1)
+        total, metrics = self._loss_fn(log_ratios, desirable, completion_mask, kl)
+        completion_logprobs, _ = split_pairs(document_sums(logprobs.detach(), batch.document_ids))
+        for name, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
+            metrics[f"logps/{name}"] = torch.where(mask, completion_logprobs, 0.0).sum(), mask.sum().float()
+            metrics[f"tokens/{name}"] = torch.where(mask, lengths, 0.0).sum(), mask.sum().float()
+        metrics["kl"] = kl_sum.sum(), kl_mask.sum().float()
         return total, metrics | reference_gap(batch, logprobs.detach(), reference)

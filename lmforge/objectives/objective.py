@@ -1,17 +1,28 @@
-"""What every objective offers to the loop."""
+"""The interface of every objective, and how an objective runs the model."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
+from lmforge.model.layers import LanguageModel
 
 
 class Objective(Protocol):
-    """What a batch is worth, as a sum that the loop divides once by the weight of the whole global batch."""
+    """The loss of a batch as a sum, which the loop divides once by the number of items of the global batch."""
 
     def num_items(self, batch: Batch) -> Tensor:
-        """What the sum is divided by, before it is summed over micro-batches and ranks: a scalar on the batch's device."""
+        """The number of scored tokens, pairs or completions of a batch: an fp32 scalar on its device.
+
+        The loop sums it over micro-batches and ranks, and divides the global batch's loss by it.
+        """
 
     def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum, metrics as (sum, count) pairs). A batch with nothing to score gives 0, not NaN, and stays differentiable."""
+        """(sum, metrics as (sum, count) pairs). With nothing to score the sum is 0, not NaN, and differentiable."""
+
+
+def apply_head(model: LanguageModel, batch: Batch, head_fn: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    """Run the model on a batch: what `head_fn(hidden, weight)` returns of its hidden states, or the logits without one."""
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
+    return model.lm_head(hidden, head_fn)

@@ -1,36 +1,36 @@
-"""Learning from which of two completions is better: DPO and its kin, ORPO, SimPO, and reward models.
+"""Learning from which of two completions is better: DPO and its variants, ORPO, SimPO, and reward models.
 
-Each method is a pure function of the log-probabilities of whole completions, which returns a *sum* over pairs, and one
-objective serves them all. Completions that are judged one at a time are in kto.py. The normalisations are TRL's but for
-one thing: what TRL divides within a micro-batch is here divided once by the pairs of the global batch.
+Each method is a pure function of the log-probabilities of full completions and returns a *sum* over pairs; one objective
+serves them all. To add a loss of policy and reference log-probabilities, add a case to `dpo` and its name to
+`align.loss_type`; one without a reference is a function of `PairLogprobs` such as `simpo`. Completions that are labelled one
+at a time are in kto.py. The normalisations are TRL's, except that what TRL divides within a micro-batch is divided here once,
+by the number of pairs of the global batch.
 
-In a preference batch the documents of a row are numbered so that 2i is the chosen and 2i + 1 the rejected side of a pair,
-prompt and completion together, and only completions are scored. Where a side has no scored target there is no pair.
+In a batch the documents of a sequence are numbered so that 2i is the chosen and 2i + 1 the rejected side of a pair, prompt
+and completion together, and only completions have labels. Where a side has no label there is no pair.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lmforge.data.batch import Batch, Metrics
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
-
-LossType = Literal["sigmoid", "hinge", "ipo", "robust", "exo", "nca", "apo-zero", "apo-down"]
+from lmforge.objectives.objective import apply_head
 
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """Tensors of one shape, a place for each pair: log-probabilities of whole completions in nats, fp32, and their lengths.
+    """Log-probabilities of full completions in nats, fp32, and their lengths in tokens: tensors of one shape, one entry a pair.
 
-    `there` bool: whether there is a pair in this place. The reference's are None for the methods that have none.
+    `pair_mask` bool: whether the entry holds a pair. The reference's are None for methods without a reference.
     """
 
     chosen: Tensor
@@ -48,19 +48,21 @@ class PairLogprobs:
 
     @property
     def rejected_mean(self) -> Tensor:
+        """Log-probability of the rejected completion, per token."""
         return self.rejected / self.rejected_tokens.clamp(min=1)
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """log π − log reference of the chosen and of the rejected completions. ValueError without a reference."""
+        """log π − log reference of the chosen and of the rejected completions. Raises ValueError without a reference."""
         if self.reference_chosen is None or self.reference_rejected is None:
             raise ValueError("this objective needs the reference's log-probabilities")
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def masked_sum(self, values: Tensor) -> Tensor:
-        """The sum over those pairs that are there."""
+        """The sum over the entries that hold a pair."""
         return torch.where(self.pair_mask, values, 0.0).sum()
 
     def num_pairs(self) -> Tensor:
+        """The number of pairs, a scalar in the dtype of the log-probabilities."""
         return self.pair_mask.sum().to(self.chosen.dtype)
 
 
@@ -68,37 +70,38 @@ PreferenceLoss = Callable[[PairLogprobs], tuple[Tensor, Metrics]]
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the documents 2i and of the documents 2i + 1, of values by document [rows, length]: [rows, length // 2]."""
+    """Values of documents 2i and of documents 2i + 1 [sequences, length // 2], from values by document [sequences, length]."""
     end = values.shape[1] // 2 * 2
     return values[:, 0:end:2], values[:, 1:end:2]
 
 
 def pair_logprobs(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor | None = None) -> PairLogprobs:
-    """The pairs of a batch from log p of each token [rows, length] under the policy and, if any, under the reference."""
-    scored = batch.labels != IGNORE_INDEX
+    """A batch's pairs, from log p of each label [sequences, length] under the policy and, if any, under the reference."""
     lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-    ours = split_pairs(document_sums(logprobs, batch.document_ids))
-    theirs = (
-        (None, None)
-        if reference_logprobs is None
-        else split_pairs(document_sums(reference_logprobs * scored, batch.document_ids))
-    )
-    return PairLogprobs(*ours, *lengths, (lengths[0] > 0) & (lengths[1] > 0), *theirs)
+    policy = split_pairs(document_sums(logprobs, batch.document_ids))
+    reference: tuple[Tensor, ...] = ()
+    if reference_logprobs is not None:
+        scored = batch.labels != IGNORE_INDEX
+        reference = split_pairs(document_sums(reference_logprobs * scored, batch.document_ids))
+    return PairLogprobs(*policy, *lengths, (lengths[0] > 0) & (lengths[1] > 0), *reference)
 
 
 def dpo(
-    pairs: PairLogprobs, *, beta: float, loss_type: LossType = "sigmoid", label_smoothing: float = 0.0
+    pairs: PairLogprobs, *, beta: float, loss_type: str = "sigmoid", label_smoothing: float = 0.0
 ) -> tuple[Tensor, Metrics]:
-    """Direct preference optimisation (arXiv 2305.18290) and losses of the same four log-probabilities.
+    """Direct preference optimisation (arXiv 2305.18290) and other losses of the same four log-probabilities.
 
-    With c and r the log-ratios of policy to reference of the chosen and the rejected side, and Δ = c − r:
-    sigmoid   −log σ(βΔ), with label smoothing ε (1 − ε of it + ε of that with −Δ), the conservative DPO of its authors
-    hinge     max(0, 1 − βΔ) (SLiC, arXiv 2305.10425)
+    With c and r the log-ratios of policy to reference of the chosen and the rejected side, Δ = c − r, and ε the
+    `label_smoothing`, `loss_type` is one of (in brackets what TRL's `DPOConfig.loss_type` calls it, where it differs):
+    sigmoid   −(1 − ε) log σ(βΔ) − ε log σ(−βΔ); with ε > 0 this is conservative DPO, which TRL has in its CPO trainer only
     ipo       (Δ − 1 / 2β)², c and r per token (arXiv 2310.12036; the authors' own normalisation is per token too)
-    robust    sigmoid without the bias of labels of which a share ε is wrong (arXiv 2403.00409)
-    exo       KL from the policy's preference to that of the labels, smoothed by ε > 0 (arXiv 2402.00856, equation 16)
-    nca       −log σ(βc) − ½ log σ(−βc) − ½ log σ(−βr) (arXiv 2402.05369)
-    apo-zero  1 − σ(βc) + σ(βr) (arXiv 2408.06266, equation 7)   apo-down  σ(βc) + 1 − σ(βΔ) (equation 8)
+    hinge     max(0, 1 − βΔ) (SLiC, arXiv 2305.10425)
+    robust    sigmoid without the bias of labels of which a fraction ε < 0.5 is wrong (arXiv 2403.00409)
+    exo       [exo_pair] KL from the policy's preference to that of the labels, smoothed by ε > 0 (arXiv 2402.00856, eq. 16)
+    nca       [nca_pair] −log σ(βc) − ½ log σ(−βc) − ½ log σ(−βr) (arXiv 2402.05369)
+    apo-zero  [apo_zero] 1 − σ(βc) + σ(βr) (arXiv 2408.06266, eq. 7)
+    apo-down  [apo_down] σ(βc) + 1 − σ(βΔ) (eq. 8)
+    Only sigmoid, robust and exo read `label_smoothing`.
     """
     chosen, rejected = pairs.log_ratios()
     preferred, dispreferred = logsigmoid(beta * (chosen - rejected)), logsigmoid(-beta * (chosen - rejected))
@@ -108,8 +111,8 @@ def dpo(
         case "hinge":
             losses = (1 - beta * (chosen - rejected)).clamp(min=0)
         case "ipo":
-            of_tokens = chosen / pairs.chosen_tokens.clamp(min=1) - rejected / pairs.rejected_tokens.clamp(min=1)
-            losses = (of_tokens - 1 / (2 * beta)).square()
+            per_token = chosen / pairs.chosen_tokens.clamp(min=1) - rejected / pairs.rejected_tokens.clamp(min=1)
+            losses = (per_token - 1 / (2 * beta)).square()
         case "robust":
             losses = (label_smoothing * dispreferred - (1 - label_smoothing) * preferred) / (1 - 2 * label_smoothing)
         case "exo":
@@ -121,13 +124,15 @@ def dpo(
             losses = 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
         case "apo-down":
             losses = (beta * chosen).sigmoid() + 1 - preferred.exp()
+        case _:
+            raise ValueError(f"no loss type {loss_type!r}")
     return _with_metrics(pairs, losses, beta * chosen, beta * rejected)
 
 
 def orpo(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Metrics]:
-    """NLL of the chosen side + `weight` × −log σ(log of the ratio of the odds), per-token means (arXiv 2403.07691).
+    """NLL of the chosen side − `beta` × log σ(log of the odds ratio), with per-token means (arXiv 2403.07691).
 
-    The NLL is the mean over each chosen completion's tokens, summed over pairs; TRL takes the mean over all tokens of a
+    The NLL is the mean over each chosen completion's tokens, summed over pairs. TRL takes the mean over all tokens of a
     micro-batch, prompts included, which depends on how the batch is split.
     """
     log_odds = _log_odds(pairs.chosen_mean) - _log_odds(pairs.rejected_mean)
@@ -140,10 +145,10 @@ def orpo(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Metrics]:
 
 def _log_odds(mean: Tensor) -> Tensor:
     """log(p / (1 − p)) of p = exp(mean), stable for p near 0 and near 1."""
-    # The odds of what is certain are infinite and have no gradient.
+    # At p = 1 the odds are infinite and have no gradient.
     mean = mean.clamp(max=-1e-7)
-    rest = torch.where(mean > -math.log(2), (-torch.expm1(mean)).log(), torch.log1p(-mean.exp()))
-    return mean - rest
+    log_complement = torch.where(mean > -math.log(2), (-torch.expm1(mean)).log(), torch.log1p(-mean.exp()))
+    return mean - log_complement
 
 
 def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
@@ -153,16 +158,11 @@ def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Me
 
 
 def bradley_terry(
-    chosen: Tensor,
-    rejected: Tensor,
-    pair_mask: Tensor,
-    *,
-    margin: Tensor | float = 0.0,
-    center_rewards_coefficient: float = 0.0,
+    chosen: Tensor, rejected: Tensor, pair_mask: Tensor, *, margin: Tensor, center_rewards_coefficient: float
 ) -> tuple[Tensor, Metrics]:
-    """−log σ(r_c − r_r − margin) + `centre` × (r_c + r_r)² of scalar rewards, summed over the pairs that are there.
+    """−log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)² of scalar rewards, summed over pairs.
 
-    The margin is that of Llama 2 (arXiv 2307.09288), the second term keeps rewards near zero (arXiv 2312.09244).
+    The margin is that of Llama 2 (arXiv 2307.09288); the second term keeps rewards near zero (arXiv 2312.09244).
     """
     losses = -logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected).square()
     total = torch.where(pair_mask, losses, 0.0).sum()
@@ -171,14 +171,14 @@ def bradley_terry(
 
 @torch.no_grad()
 def reward_metrics(chosen: Tensor, rejected: Tensor, pair_mask: Tensor) -> Metrics:
-    """Rewards of both sides, their margin, and how often the chosen one's is higher, a tie being a failure."""
+    """Rewards of both sides, their margin, and how often the chosen one's is higher. A tie counts as wrong."""
     values = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": (chosen > rejected).float()}
     count = pair_mask.sum().to(chosen.dtype)
     return {f"rewards/{name}": (torch.where(pair_mask, value, 0.0).sum(), count) for name, value in values.items()}
 
 
 def _with_metrics(pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
-    """The sum and the metrics of pairs with these losses and these implied rewards."""
+    """The sum of the losses, and metrics; `chosen` and `rejected` are the implied rewards."""
     total, count = pairs.masked_sum(losses), pairs.num_pairs()
     metrics = {"loss": (total.detach(), count), **reward_metrics(chosen, rejected, pairs.pair_mask)}
     for name in ("chosen", "rejected"):
@@ -188,10 +188,10 @@ def _with_metrics(pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected:
 
 
 class PreferenceObjective:
-    """The objective of pairs under one of the methods above, such as `partial(dpo, beta=0.1)`.
+    """One of the losses above, such as `partial(dpo, beta=0.1)`, as an objective.
 
-    With `reference`, batches bring the extra "reference": its log-probability of each scored target, made in the
-    policy's compute dtype.
+    With `uses_reference`, batches bring the extra "reference": the reference's log-probability of each label, computed in
+    the policy's dtype.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, uses_reference: bool) -> None:
@@ -200,77 +200,69 @@ class PreferenceObjective:
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
-        return count_pairs(batch)
+        return _pair_mask(batch).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
         reference = batch.extra("reference") if self._uses_reference else None
-        hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
-        logprobs = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels))
+        logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
         total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference))
         return total, metrics if reference is None else metrics | reference_gap(batch, logprobs, reference)
 
 
-def count_pairs(batch: Batch) -> Tensor:
-    """Number of pairs with something scored on both sides: an fp32 scalar."""
-    chosen, rejected = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-    return ((chosen > 0) & (rejected > 0)).sum().float()
+def _pair_mask(batch: Batch) -> Tensor:
+    """Where there are labels on both sides: bool [sequences, length // 2]."""
+    chosen_tokens, rejected_tokens = split_pairs(document_label_counts(batch.labels, batch.document_ids))
+    return (chosen_tokens > 0) & (rejected_tokens > 0)
 
 
 @torch.no_grad()
 def reference_gap(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor) -> Metrics:
-    """How far policy and reference are apart: |log π − log reference| of the scored targets."""
+    """The metric "reference_gap": the mean over labels of |log π − log reference|."""
     scored = batch.labels != IGNORE_INDEX
     return {"reference_gap": (torch.where(scored, logprobs - reference_logprobs, 0.0).abs().sum(), scored.sum().float())}
 
 
 def reference_mismatch_warning(first_step_metrics: Mapping[str, float], tolerance: float = 1e-3) -> str | None:
-    """What is to be said if the policy is not its own reference before its first update, else None.
+    """A warning if the policy differs from its reference before the first update, else None.
 
-    `means` are the metrics of the first step. Then every log-ratio is 0: the loss of DPO is ln 2, whatever β and the
-    labels' smoothing. Where it is not the reference has other weights, or runs in another dtype than the policy.
+    `first_step_metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type` sigmoid the loss is
+    ln 2 for any beta and label smoothing.
     """
     gap = first_step_metrics["reference_gap"]
     if gap <= tolerance:
         return None
     return (
-        f"before the first update policy and reference differ by {gap:.2g} nats a token (loss {first_step_metrics['loss']:.4f}; ln 2 is "
-        f"{math.log(2):.4f}): the reference has other weights, or computes in another dtype"
+        f"before the first update policy and reference differ by {gap:.2g} nats a token (loss"
+        f" {first_step_metrics['loss']:.4f}): the reference has other weights, or computes in another dtype"
     )
 
 
 class RewardModelObjective:
-    """The objective of a model whose head has one output: what it gives at a document's last token is the reward.
+    """Bradley-Terry loss of a model whose head has one output; its value at a document's last token is the reward.
 
-    With `margins`, batches bring the extra "margin", the same at every token of a chosen document.
+    Batches bring the extra "margin", constant in a chosen document and 0 elsewhere.
     """
 
-    def __init__(self, *, center_rewards_coefficient: float = 0.0, margins: bool = False) -> None:
+    def __init__(self, *, center_rewards_coefficient: float) -> None:
         self._center_rewards_coefficient = center_rewards_coefficient
-        self._margins = margins
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
-        return count_pairs(batch)
+        return _pair_mask(batch).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
-        rewards = document_rewards(model, batch)
-        last = _is_last_token(batch.document_ids)
-        lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-        there = (lengths[0] > 0) & (lengths[1] > 0)
-        margin: Tensor | float = 0.0
-        if self._margins:
-            margin, _ = split_pairs(document_sums(batch.extra("margin") * last, batch.document_ids))
-        return bradley_terry(
-            *split_pairs(rewards), there, margin=margin, center_rewards_coefficient=self._center_rewards_coefficient
-        )
+        chosen, rejected = split_pairs(document_rewards(model, batch))
+        last_margins = batch.extra("margin") * _is_last_token(batch.document_ids)
+        margin, _ = split_pairs(document_sums(last_margins, batch.document_ids))
+        coefficient = self._center_rewards_coefficient
+        return bradley_terry(chosen, rejected, _pair_mask(batch), margin=margin, center_rewards_coefficient=coefficient)
 
 
 def document_rewards(model: LanguageModel, batch: Batch) -> Tensor:
-    """The reward of each document under a model whose head has one output: fp32 [rows, length], by document number."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
-    values = model.lm_head(hidden).squeeze(-1)
+    """The reward of each document under a model whose head has one output: fp32 [sequences, length], by document number."""
+    values = apply_head(model, batch).squeeze(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     return document_sums(torch.where(_is_last_token(batch.document_ids), values, 0.0), batch.document_ids)
 

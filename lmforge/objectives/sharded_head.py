@@ -1,9 +1,9 @@
-"""A head that tensor parallel has spread over ranks, and how a loss is put together from what each of them has.
+"""An output head that tensor parallel shards over ranks, and how the ranks' results become one loss.
 
-Hidden states come in shared out by sequence: rank r of T has the r-th of T equal parts of each row. A head whose vocabulary
-divides is shared out by rows, and each rank scores all tokens against its own part of the vocabulary (Megatron-LM, arXiv
-1909.08053, section 3): no rank ever has whole logits. A vocabulary that does not divide leaves the head whole on every
-rank, and each scores its own tokens.
+Hidden states come sharded by sequence: rank r of T holds the r-th of T equal parts of each sequence. If T divides the
+vocabulary, the head's weight is sharded over it, and each rank scores all tokens against its part of the vocabulary
+(Megatron-LM, arXiv 1909.08053, section 3): no rank ever holds the full logits. Otherwise every rank has the full weight and
+scores its own tokens.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of the vocabulary is here: from token `first` on; `group` has the other parts, None if that is all."""
+    """This rank's part of the vocabulary: from token `start` on. `group` holds the other parts; None if this is all."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        """The highest of all parts' values, in place."""
+        """The maximum over all parts, in place."""
         if self.group is not None:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
@@ -32,56 +32,70 @@ class VocabShard:
         """The sums over all parts, of tensors of one shape."""
         if self.group is None:
             return values
-        together = torch.stack(values)
-        dist.all_reduce(together, group=self.group)
-        return tuple(together.unbind())
-
-
-UNSHARDED_VOCAB = VocabShard()
+        stacked = torch.stack(values)
+        dist.all_reduce(stacked, group=self.group)
+        return tuple(stacked.unbind())
 
 
 @dataclass(frozen=True)
 class ShardedHead:
-    """A head's weight, the hidden states and targets that this rank scores, and what is done with the sum of losses."""
+    """A head's weight, and the hidden states and labels that this rank scores with it."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
-    vocab_shard: VocabShard
-    # Where ranks score different tokens of one row.
+    vocab_shard: VocabShard = VocabShard()
+    # The ranks that score the other tokens of the same sequences, if any.
     sequence_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_weight(cls, hidden: Tensor, weight: Tensor, labels: Tensor) -> "ShardedHead":
-        """`hidden` [rows, length, width] or, under a spread head, this rank's [rows, length / T, width]; whole targets."""
+        """From `hidden` [sequences, length, width] and `labels` [sequences, length].
+
+        With a sharded `weight` (a DTensor), `hidden` is this rank's [sequences, length / T, width]; `labels` are always full.
+        """
         if not isinstance(weight, DTensor):
-            return cls(hidden, weight, labels, UNSHARDED_VOCAB)
+            return cls(hidden, weight, labels)
         mesh = weight.device_mesh
         group, (placement,) = mesh.get_group(), weight.placements
         if placement.is_replicate():
-            mine = labels.chunk(group.size(), dim=1)[group.rank()]
-            return cls(hidden, weight.to_local(grad_placements=[Partial()]), mine, UNSHARDED_VOCAB, group)
+            local_labels = labels.chunk(group.size(), dim=1)[group.rank()]
+            full_weight = weight.to_local(grad_placements=[Partial()])
+            return cls(hidden, full_weight, local_labels, sequence_group=group)
         gathered = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
-        local = weight.to_local()
+        local_weight = weight.to_local()
         # Each rank's part of the vocabulary contributes to the gradient of every token.
-        whole = gathered.to_local(grad_placements=[Partial()])
-        return cls(whole, local, labels, VocabShard(group.rank() * local.shape[0], group))
+        full_hidden = gathered.to_local(grad_placements=[Partial()])
+        return cls(full_hidden, local_weight, labels, VocabShard(group.rank() * len(local_weight), group))
+
+    def apply(self, function: type[torch.autograd.Function], *options: Any) -> Any:
+        """What `function.apply(hidden [tokens, width], weight, labels [tokens], vocab_shard, *options)` returns.
+
+        Under autocast, hidden states are cast here, once, and the function runs outside of it.
+        """
+        hidden, device_type = self.hidden, self.hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            hidden = hidden.to(torch.get_autocast_dtype(device_type))
+        with torch.autocast(device_type, enabled=False):
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            return function.apply(flat, self.weight, self.labels.reshape(-1), self.vocab_shard, *options)
 
     def sum_over_tokens(self, local_sum: Tensor) -> Tensor:
-        """The sum over all tokens of the rows, the same on every rank, from this rank's sum."""
+        """The sum over all tokens, the same on every rank, from the sum over this rank's tokens."""
         return local_sum if self.sequence_group is None else _SumOverTokens.apply(local_sum, self.sequence_group)
 
-    def gather_tokens(self, losses: Tensor) -> Tensor:
-        """The losses [rows, length] of all tokens, the same on every rank, from those of this rank's."""
-        return losses if self.sequence_group is None else _GatherTokens.apply(losses, self.sequence_group)
+    def gather_tokens(self, values: Tensor) -> Tensor:
+        """Values of all tokens [sequences, length], the same on every rank, from those of this rank's tokens [tokens]."""
+        values = values.view(self.labels.shape)
+        return values if self.sequence_group is None else _GatherTokens.apply(values, self.sequence_group)
 
 
 class _SumOverTokens(torch.autograd.Function):
-    """A sum over ranks each of which goes on with the same sum: so its gradient belongs whole to each rank's own part."""
+    """All-reduce. Every rank goes on with the same sum, so its gradient is already the full one for each rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
+    def forward(ctx: Any, local_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = local_sum.clone()
         dist.all_reduce(total, group=group)
         return total
 
@@ -91,13 +105,13 @@ class _SumOverTokens(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """What all ranks have, side by side; each goes on with the same, so the gradient of its own part belongs to it whole."""
+    """All-gather along the sequence. Every rank goes on with the same values, so each takes its part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local_values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
+        parts = [torch.empty_like(local_values) for _ in range(group.size())]
+        dist.all_gather(parts, local_values.contiguous(), group=group)
         return torch.cat(parts, dim=1)
 
     @staticmethod

@@ -19,10 +19,10 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.run import BatchPlan, ParallelOptions, StageConfig
+from lmforge.data.labels import CHUNK_TOKENS
 from lmforge.errors import RunFailed
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS
 from lmforge.parallel.dims import ParallelDims, parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.plan.activations import activation_bytes, block_activation_bytes

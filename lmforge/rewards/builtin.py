@@ -9,23 +9,23 @@ from typing import Any
 from lmforge.errors import UserError
 from lmforge.rewards.sandbox import ProgramResult, shared_sandbox
 
-# What each part of a good program is worth; of the last, as much as the share of checks that it passes.
+# The reward of each part; of "checks", the fraction that passes.
 PART_REWARDS = {"parses": 0.1, "compiles": 0.1, "runs": 0.2, "checks": 0.6}
-# Of each, at most: where many of a batch never end, their share of the time for all is less.
+# At most, for one program: where many of a batch never end, each gets less.
 PROGRAM_TIMEOUT_SECONDS = 2.0
-# Of the time for all; the rest is for opening the sandbox and for answering.
+# Of the reward time-out, for all programs; the rest is for opening the sandbox and for the response.
 TIME_FRACTION = 0.9
 MEMORY_MIB = 512
 
-# A block with whatever is said of it: of another language too, or its end would be taken for the beginning of one.
+# A fenced block with its language: of any language, or the end of one would be taken for the beginning of another.
 _FENCED = re.compile(r"^( {0,3})```([^\n`]*)\n(.*?)(?:^ {0,3}```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 
 
 def extract_code(completion: str) -> str:
-    """The program in a completion: its fenced blocks of Python, one after another, or all of it where there is none.
+    """The program in a completion: its fenced blocks of Python, one after another, or all of it if there are none.
 
-    A block that is set in by some spaces has as many taken from each of its lines, as CommonMark has it.
+    The indentation of a block's fence is removed from each of its lines, as in CommonMark.
     """
     blocks = [
         re.sub(f"^ {{0,{len(indent)}}}", "", body, flags=re.MULTILINE)
@@ -36,7 +36,7 @@ def extract_code(completion: str) -> str:
 
 
 def program_reward(result: ProgramResult) -> float:
-    """From 0 to 1, by `PARTS`. Without checks, the parts that are left count for all."""
+    """From 0 to 1, by PART_REWARDS. Without checks, the other parts are scaled up to 1."""
     earned = sum(PART_REWARDS[part] for part in result.stages_reached)
     if not result.checks_passed:
         return earned / (1 - PART_REWARDS["checks"])
@@ -50,20 +50,20 @@ def python_code(
     reward_timeout_seconds: float = math.inf,
     **columns: Any,
 ) -> list[float | None]:
-    """How good each completion is as a Python program: it parses, compiles, runs, and passes its checks.
+    """Reward each completion as a Python program: it parses, compiles, runs, and passes its checks.
 
-    The column `checks` has a list of statements for each item, or None, which are run after the program among the names it
-    left and pass where they raise nothing. Nothing but white space earns 0, and so does a program that was not begun within
-    `reward_timeout_seconds`; one that was cut off keeps what it had earned. Raises UserError where `checks` holds something else, or
-    code cannot be run in safety.
+    The column `checks` has for each completion a list of statements, or None. They are run after the program, in its global
+    names, and pass if they raise nothing. White space earns 0, and so does a program that was not begun within
+    `reward_timeout_seconds`; one that was killed keeps what it had earned. Raises UserError if `checks` holds something else,
+    or if code cannot be confined on this machine.
     """
     deadline = time.monotonic() + TIME_FRACTION * reward_timeout_seconds
     programs = [extract_code(completion) for completion in completions]
-    own = [each or [] for each in checks or [None] * len(programs)]
-    for each in own:
+    statements = [each or [] for each in checks or [None] * len(programs)]
+    for each in statements:
         if not isinstance(each, list) or not all(isinstance(check, str) for check in each):
             raise UserError(f"column checks: expected a list of statements, such as ['assert f(1) == 2'], got {each!r:.100}")
     sandbox = shared_sandbox()
-    within = deadline - time.monotonic()
-    outcomes = sandbox.run_all(programs, own, seconds=PROGRAM_TIMEOUT_SECONDS, total_seconds=within, memory_mib=MEMORY_MIB)
-    return [program_reward(outcome) if program.strip() else 0.0 for program, outcome in zip(programs, outcomes, strict=True)]
+    limits = {"seconds": PROGRAM_TIMEOUT_SECONDS, "total_seconds": deadline - time.monotonic()}
+    results = sandbox.run_all(programs, statements, memory_mib=MEMORY_MIB, **limits)
+    return [program_reward(result) if program.strip() else 0.0 for program, result in zip(programs, results, strict=True)]

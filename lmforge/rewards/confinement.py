@@ -1,7 +1,7 @@
-"""How a process gives up its rights before it runs what a model wrote: limits, Landlock, and a filter of system calls.
+"""How a process gives up its rights before it runs a program that a model wrote: limits, Landlock, and a system call filter.
 
-Each step is a promise of the Linux kernel that cannot be taken back by the process, root or not. What is run, watched and
-reported is not decided here. Only the standard library is imported: this is loaded by a bare interpreter.
+The Linux kernel enforces each step, and the process cannot undo it, root or not. code_server.py runs and watches programs.
+Only the standard library is imported: a bare interpreter loads this file.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 MAX_FILE_BYTES = 8 << 20
 MAX_OPEN_FILES = 64
 
-# Names of system calls by (x86-64, arm64); -1 where an architecture has no such call.
-# No socket that reaches anything, no program or process, no word to another process, no memory that no limit counts, and no
-# attributes: Landlock says who may open a file, but not who may change its owner, nor in its first versions its length.
+# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call.
+# Denied are sockets, starting programs and processes, reaching other processes, memory that no limit counts, and changing a
+# file's attributes: Landlock restricts opening files, but not changing their owners, nor in its first versions their length.
 # fmt: off
 DENIED_CALLS = {
     "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
@@ -37,7 +37,7 @@ DENIED_CALLS = {
     "utimensat": (280, 88), "futimesat": (261, -1), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "truncate": (76, 45), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }
-# Where Landlock is missing no file is made, changed or removed at all.
+# Denied too where Landlock is missing: creating, changing and deleting files.
 WRITE_CALLS = {
     "creat": (85, -1), "mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1), "unlink": (87, -1),
     "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, -1),
@@ -48,8 +48,8 @@ CLONE, SOCKETPAIR, OPEN, OPENAT, CAPSET = (56, 220), (53, 199), (2, -1), (257, 5
 # fmt: on
 SECCOMP_ARCHITECTURE = (0xC000003E, 0xC00000B7)
 
-# From here on numbers are the same everywhere. Of these newer calls those that do harm are many (io_uring opens sockets by
-# another way), and libraries do without all of them: what is not known to be harmless does not exist.
+# From this number on, calls are the same on both architectures. Many of these newer ones do harm (io_uring can open sockets),
+# and libraries manage without them: all but those known to be harmless fail as if they did not exist.
 FIRST_COMMON_CALL = 424
 ALLOWED_NEW_CALLS = (436, 439, 441, 449)  # close_range, faccessat2, epoll_pwait2, futex_waitv
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
@@ -58,7 +58,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def architecture() -> int:
-    """The column of the tables above that is this machine's. OSError where it has none."""
+    """This machine's column of the tables above. Raises OSError if it has none."""
     try:
         return ("x86_64", "aarch64").index(platform.machine())
     except ValueError:
@@ -73,30 +73,30 @@ def _check_syscall(result: int) -> int:
 
 
 def set_resource_limits(*, cpu_seconds: int, memory_bytes: int) -> None:
-    """Bound what this process takes: address space, CPU time, the size of a file, open files, no core dump."""
-    for kind, most in (
+    """Limit this process's address space, CPU time, file size and open files; no core dumps."""
+    for resource_type, limit in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
-        ceiling = resource.getrlimit(kind)[1]
-        most = most if ceiling == resource.RLIM_INFINITY else min(most, ceiling)
-        resource.setrlimit(kind, (most, most))
+        hard_limit = resource.getrlimit(resource_type)[1]
+        limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
+        resource.setrlimit(resource_type, (limit, limit))
 
 
 @cache
 def library_paths() -> list[Path]:
-    """What Python reads while it runs: its standard library and the shared libraries below it."""
-    named = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
-    named += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"]
-    named += [sysconfig.get_config_var("LIBDIR")]
-    return [path for path in dict.fromkeys(Path(name) for name in named if name) if path.exists()]
+    """What Python reads while it runs: its standard library, and shared libraries."""
+    names = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    names += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"]
+    names += [sysconfig.get_config_var("LIBDIR")]
+    return [path for path in dict.fromkeys(Path(name) for name in names if name) if path.exists()]
 
 
 def drop_root() -> None:
-    """Become nobody, where that user could still read Python's library; in any case keep no capability."""
+    """Become the user nobody, if that user can read Python's library; in any case drop all capabilities."""
     if os.geteuid() == 0 and _library_is_world_readable():
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -112,13 +112,13 @@ def _library_is_world_readable() -> bool:
 
 
 def fill_caches() -> None:
-    """Find out what is the same for every process to come, so that each need not."""
+    """Compute what is the same in every child, so that the children need not."""
     library_paths()
     _library_is_world_readable()
 
 
 def set_no_new_privs(parent: int) -> None:
-    """Set-uid programs give nothing from here on, and the end of `parent` is the end of this process."""
+    """Set-uid programs grant nothing from now on, and this process is killed when `parent` ends."""
     _check_syscall(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check_syscall(_libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
     if os.getppid() != parent:
@@ -126,14 +126,14 @@ def set_no_new_privs(parent: int) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has, 0 for none (kernel below 5.13, or not enabled)."""
+    """The kernel's version of Landlock; 0 for none (kernel below 5.13, or not enabled)."""
     return max(0, _libc.syscall(LANDLOCK_CREATE, None, 0, 1))
 
 
 def restrict_files_to(folder: str) -> None:
-    """Landlock (kernel documentation, userspace-api/landlock): write below `folder` only, read there and in Python's library.
+    """Landlock (kernel documentation, userspace-api/landlock): write in `folder` only, read there and in Python's library.
 
-    TCP and signals to others are given up where the version knows them. OSError where there is no Landlock.
+    TCP and signals to other processes are denied too, in versions that can. Raises OSError without Landlock.
     """
     version = landlock_version()
     if version == 0:
@@ -151,17 +151,17 @@ def restrict_files_to(folder: str) -> None:
     for path, rights in [(Path(folder), ours), *((path, read | list_folder) for path in library_paths())]:
         if not path.is_dir():
             rights &= read | write
-        at = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _check_syscall(_libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, at), 0))
-        os.close(at)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _check_syscall(_libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, descriptor), 0))
+        os.close(descriptor)
     _check_syscall(_libc.syscall(LANDLOCK_RESTRICT, rules, 0))
     os.close(rules)
 
 
 def install_seccomp_filter(*, allow_writes: bool) -> None:
-    """Install the filter of system calls (seccomp, mode 2). `writing` False refuses to change files anywhere.
+    """Install the system call filter (seccomp, mode 2). Without `allow_writes` files cannot be changed anywhere.
 
-    A refused call fails with EPERM and the program goes on. OSError where the kernel has no seccomp.
+    A denied call fails with EPERM, and the program goes on. Raises OSError if the kernel has no seccomp.
     """
     program = _bpf_program(architecture(), os.getpid(), allow_writes)
     code = ctypes.create_string_buffer(b"".join(program))
@@ -171,45 +171,47 @@ def install_seccomp_filter(*, allow_writes: bool) -> None:
 
 def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     """Classic BPF over struct seccomp_data: number at 0, architecture at 4, argument n at 16 + 8n (its lower half)."""
-    load, equal, at_least, any_bit, give, mask = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+    load, equal, at_least, any_bit, return_, mask = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
     allow, kill = 0x7FFF0000, 0x80000000
     not_permitted, no_such_call = 0x00050000 | 1, 0x00050000 | 38
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
 
-    def judged(call: tuple[int, int], argument: int, *tests: bytes) -> list[bytes]:
-        """Of one call: `tests` end in a refusal when they are passed through, and jump over it when the call is allowed."""
+    def check_argument(call: tuple[int, int], argument: int, *tests: bytes) -> list[bytes]:
+        """Deny one call unless `tests`, which have its argument loaded, jump over the denial."""
         if call[column] < 0:
             return []
-        body = [step(load, 16 + 8 * argument), *tests, step(give, not_permitted), step(give, allow)]
+        body = [step(load, 16 + 8 * argument), *tests, step(return_, not_permitted), step(return_, allow)]
         return [step(equal, call[column], 0, len(body)), *body]
 
-    wrong_machine = [step(load, 4), step(equal, SECCOMP_ARCHITECTURE[column], 1, 0), step(give, kill), step(load, 0)]
-    if column == 0:  # the second table of x86-64, whose numbers would pass the filter
-        wrong_machine += [step(at_least, 0x40000000, 0, 1), step(give, kill)]
-    harmless = [instruction for call in ALLOWED_NEW_CALLS for instruction in (step(equal, call, 0, 1), step(give, allow))]
-    newer = [step(at_least, FIRST_COMMON_CALL, 0, len(harmless) + 1), *harmless, step(give, no_such_call)]
-    refused = [
+    architecture_check = [step(load, 4), step(equal, SECCOMP_ARCHITECTURE[column], 1, 0), step(return_, kill), step(load, 0)]
+    if column == 0:  # the x32 calls of x86-64, whose numbers would pass the filter
+        architecture_check += [step(at_least, 0x40000000, 0, 1), step(return_, kill)]
+    allowed_new = [instruction for call in ALLOWED_NEW_CALLS for instruction in (step(equal, call, 0, 1), step(return_, allow))]
+    newer = [step(at_least, FIRST_COMMON_CALL, 0, len(allowed_new) + 1), *allowed_new, step(return_, no_such_call)]
+    denied = [
         numbers[column]
         for numbers in (DENIED_CALLS if allow_writes else DENIED_CALLS | WRITE_CALLS).values()
         if numbers[column] >= 0
     ]
-    plain = [instruction for call in refused for instruction in (step(equal, call, 0, 1), step(give, not_permitted))]
+    denials = [instruction for call in denied for instruction in (step(equal, call, 0, 1), step(return_, not_permitted))]
     thread_flag, stream = 0x10000, 1
     others = [
-        *judged(CLONE, 0, step(any_bit, thread_flag, 1, 0)),
-        *judged(SOCKETPAIR, 1, step(mask, 0xF), step(equal, stream, 1, 0)),  # a datagram one could be sent to any name
-        *judged(PRLIMIT, 0, step(equal, 0, 1, 0)),
-        *judged(FCNTL, 1, step(equal, 8, 1, 0), step(equal, 15, 0, 1)),  # F_SETOWN(_EX): a signal to another, by a detour
-        *(instruction for call in (KILL, TKILL, TGKILL) for instruction in judged(call, 0, step(equal, pid, 1, 0))),
+        *check_argument(CLONE, 0, step(any_bit, thread_flag, 1, 0)),
+        *check_argument(SOCKETPAIR, 1, step(mask, 0xF), step(equal, stream, 1, 0)),  # a datagram socket could send to any name
+        *check_argument(PRLIMIT, 0, step(equal, 0, 1, 0)),
+        *check_argument(
+            FCNTL, 1, step(equal, 8, 1, 0), step(equal, 15, 0, 1)
+        ),  # F_SETOWN(_EX) makes the kernel signal another process
+        *(instruction for call in (KILL, TKILL, TGKILL) for instruction in check_argument(call, 0, step(equal, pid, 1, 0))),
     ]
     if allow_writes:
-        # Opening to read, or to neither read nor write, and yet cutting to nothing: Landlock before its third version takes
-        # that for no writing.
-        cut, neither = os.O_TRUNC, os.O_WRONLY | os.O_RDWR
-        changing = [step(mask, cut | neither), step(equal, cut, 1, 0), step(equal, cut | neither, 0, 1)]
+        # Truncating while opening to read, or to neither read nor write (both bits): Landlock before its third version does
+        # not count that as writing.
+        truncate, both = os.O_TRUNC, os.O_WRONLY | os.O_RDWR
+        changes = [step(mask, truncate | both), step(equal, truncate, 1, 0), step(equal, truncate | both, 0, 1)]
     else:
-        changing = [step(any_bit, os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0, 1)]
-    others += judged(OPEN, 1, *changing) + judged(OPENAT, 2, *changing)
-    return [*wrong_machine, *newer, *plain, *others, step(give, allow)]
+        changes = [step(any_bit, os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0, 1)]
+    others += check_argument(OPEN, 1, *changes) + check_argument(OPENAT, 2, *changes)
+    return [*architecture_check, *newer, *denials, *others, step(return_, allow)]

@@ -1,4 +1,4 @@
-"""The process that a file of reward functions runs in: started, asked and ended by reward.py."""
+"""The process that a file of reward functions runs in. functions.py starts it, sends it requests and ends it."""
 
 import asyncio
 import importlib
@@ -17,35 +17,45 @@ from types import ModuleType
 from typing import Any
 
 from lmforge.errors import UserError
+from lmforge.rewards.functions import RESERVED_NAMES
 
 
-def serve() -> None:
-    """Import the file, say what is wrong with it or which functions are async, then answer each request until the end."""
-    file, asked, answered = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    for at in (asked, answered):
-        os.set_inheritable(at, False)  # a process that a reward starts does not keep the trainer waiting
+def main() -> None:
+    """Import the file, send what its functions take or what is wrong with it, then answer requests until the input closes.
+
+    The file is the first argument; the first request names functions by their specs.
+    """
+    # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
+    # inherit these two descriptors, or they would keep the trainer waiting.
+    request_fd, response_fd = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(asked, requests), daemon=True).start()
-    named: dict[str, str] = json.loads(requests.get())
+    threading.Thread(target=_listen, args=(request_fd, requests), daemon=True).start()
+    file, names = sys.argv[1], json.loads(requests.get())
     try:
         module = _import_file(file)
-        functions = {spec: _get_function(module, spec, name or spec) for spec, name in named.items()}
-    except UserError as mistake:
-        _send(answered, {"mistake": str(mistake)})
+        functions = {spec: _get_function(module, spec, name or spec) for spec, name in names.items()}
+    except UserError as error:
+        _send(response_fd, {"user_error": str(error)})
         return
-    about = {
-        spec: {"async": inspect.iscoroutinefunction(f), "needs": _required_columns(f), "takes": _accepted_columns(f)}
-        for spec, f in functions.items()
+    descriptions = {
+        spec: {
+            "is_async": inspect.iscoroutinefunction(function),
+            "required_columns": _required_columns(function),
+            "accepted_columns": _accepted_columns(function),
+        }
+        for spec, function in functions.items()
     }
-    _send(answered, about)
+    _send(response_fd, descriptions)
     while True:
         request = json.loads(requests.get())
-        called = {spec: functions[spec] for spec in request["functions"]}
-        _send(answered, _call_functions(called, request))
+        _send(response_fd, _call_functions({spec: functions[spec] for spec in request["functions"]}, request))
 
 
 def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
-    """Hand on what is asked. When nobody asks any more, end at once, whatever a function may be doing."""
+    """Queue the requests. When the input closes, end at once, whatever a function may be doing."""
     with open(request_fd, "rb") as lines:
         for line in lines:
             requests.put(line)
@@ -64,7 +74,7 @@ def _import_file(file: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise UserError(f"reward {file}: no such file")
-    sys.path.insert(0, str(path.parent))  # so that it finds its neighbours, as a script does
+    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as a script can
     name = "reward_functions"  # not the file's own, which may be that of a library
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -81,13 +91,15 @@ def _import_file(file: str) -> ModuleType:
 def _get_function(module: ModuleType, spec: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not inspect.isfunction(function) or name.startswith("_"):
-        own = [thing for thing in vars(module).values() if inspect.isfunction(thing) and thing.__module__ == module.__name__]
-        there = [function.__name__ for function in own if not function.__name__.startswith("_")]
-        raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(sorted(there)) or 'none'}")
+        own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
+        public = sorted(each.__name__ for each in own if not each.__name__.startswith("_"))
+        raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(public) or 'none'}")
     by_name = {name for name, parameter in _parameters(function).items() if parameter.kind is not parameter.POSITIONAL_ONLY}
     if not {"prompts", "completions"} <= by_name and not _accepts_any_column(function):
-        taken = inspect.signature(function)
-        raise UserError(f"reward {spec}: takes {taken}, but is called by name with prompts, completions and the data's columns")
+        signature = inspect.signature(function)
+        raise UserError(
+            f"reward {spec}: takes {signature}, but is called by name with prompts, completions and the data's columns"
+        )
     return function
 
 
@@ -98,17 +110,15 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def _required_columns(function: Callable[..., Any]) -> list[str]:
     """The columns that a function cannot be called without."""
     optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    needed = [p.name for p in _parameters(function).values() if p.default is p.empty and p.kind not in optional]
-    return [name for name in needed if name not in ("prompts", "completions", "reward_timeout_seconds")]
+    required = [p.name for p in _parameters(function).values() if p.default is p.empty and p.kind not in optional]
+    return [name for name in required if name not in RESERVED_NAMES]
 
 
 def _accepted_columns(function: Callable[..., Any]) -> list[str] | None:
-    """The columns that a function is given where they are there; None for all of them."""
-    return (
-        None
-        if _accepts_any_column(function)
-        else [name for name in _parameters(function) if name not in ("prompts", "completions")]
-    )
+    """The columns that a function is given if the data has them; None for all of them."""
+    if _accepts_any_column(function):
+        return None
+    return [name for name in _parameters(function) if name not in ("prompts", "completions")]
 
 
 def _accepts_any_column(function: Callable[..., Any]) -> bool:
@@ -116,21 +126,22 @@ def _accepts_any_column(function: Callable[..., Any]) -> bool:
 
 
 def _call_functions(functions: dict[str, Callable[..., Any]], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each function gave or how it failed; several are all async, and wait at the same time."""
+    """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
 
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
         columns = request["columns"]
         if not _accepts_any_column(function):
             columns = {name: column for name, column in columns.items() if name in _parameters(function)}
-        # Only who asks for it by name is told of the time: others take whatever they are given for columns.
-        told = {"reward_timeout_seconds": request["seconds"]} if "reward_timeout_seconds" in _parameters(function) else {}
-        return {**columns, **told, "prompts": request["prompts"], "completions": request["completions"]}
+        # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
+        if "reward_timeout_seconds" in _parameters(function):
+            columns = {**columns, "reward_timeout_seconds": request["timeout_seconds"]}
+        return {**columns, "prompts": request["prompts"], "completions": request["completions"]}
 
     async def awaited(function: Callable[..., Any]) -> dict[str, Any]:
         try:
-            return _to_response(await asyncio.wait_for(function(**arguments(function)), request["seconds"]))
+            return _to_response(await asyncio.wait_for(function(**arguments(function)), request["timeout_seconds"]))
         except TimeoutError:
-            return {"problem": f"no answer in {request['seconds']:g} seconds", "kind": "time", "mistake": ""}
+            return {"error": f"no answer in {request['timeout_seconds']:g} seconds", "error_type": "timeout"}
         except Exception as error:
             return _error_response(error)
 
@@ -142,17 +153,17 @@ def _call_functions(functions: dict[str, Callable[..., Any]], request: dict[str,
     [(spec, function)] = functions.items()
     try:
         return {spec: _to_response(function(**arguments(function)))}
-    except BaseException as error:  # sys.exit() in a reward ends the reward
+    except BaseException as error:  # sys.exit() in a reward function is a failure of that function only
         return {spec: _error_response(error)}
 
 
 def _to_response(returned: Any) -> dict[str, Any]:
-    """What a function returned, as JSON: a list, with Python's numbers for those of numpy and torch, or its type's name."""
+    """What a function returned, as JSON: a list with Python's numbers for those of numpy and torch, or the name of its type."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
-        return {"given": type(returned).__name__, "problem": "", "mistake": ""}
-    return {"given": [_to_plain_number(reward) for reward in returned], "problem": "", "mistake": ""}
+        return {"rewards": type(returned).__name__}
+    return {"rewards": [_to_plain_number(reward) for reward in returned]}
 
 
 def _to_plain_number(reward: Any) -> Any:
@@ -160,14 +171,14 @@ def _to_plain_number(reward: Any) -> Any:
         reward = reward.item()
     if reward is None or (isinstance(reward, int | float) and math.isfinite(reward)):
         return reward
-    return repr(reward)[:100]  # what is no number is named where it is refused
+    return repr(reward)[:100]  # named where it is refused
 
 
 def _error_response(error: BaseException) -> dict[str, Any]:
-    """What went wrong; its kind is the exception's and the place's, for the words may be others with every batch."""
+    """What went wrong. The error's type is its class and location, since the message may differ with every batch."""
     if isinstance(error, UserError):
-        return {"mistake": str(error)}
-    return {"problem": _last_line(error), "kind": f"{type(error).__qualname__}{_error_location(error)}", "mistake": ""}
+        return {"user_error": str(error)}
+    return {"error": _last_line(error), "error_type": f"{type(error).__qualname__}{_error_location(error)}"}
 
 
 def _last_line(error: BaseException) -> str:
@@ -176,5 +187,5 @@ def _last_line(error: BaseException) -> str:
 
 
 def _error_location(error: BaseException) -> str:
-    places = traceback.extract_tb(error.__traceback__)
-    return f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,48 +1,40 @@
-"""Running a program that a model wrote, in bounded time, memory and reach, and saying what became of it.
+"""Running programs that a model wrote, with bounded time, memory and access, and reporting what became of them.
 
-The program gets no network, no other process, no file but in a folder of its own that is removed afterwards, no environment
-and the standard library only. What shuts these off is in confine.py, who runs and watches it in codeserver.py. Nothing here
-protects the checks from the program: they run in one process, so a program written to deceive them can.
+A program gets no network, no other process, no files but those in a folder of its own, which is deleted afterwards, no
+environment variables and the standard library only. confinement.py takes these away; code_server.py runs and watches programs.
+Nothing here protects the checks from the program: both run in one process, so a program written to deceive them can.
 """
 
 import json
 import math
-import os
 import queue
-import select
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from lmforge.cluster.rank_info import read_rank_info, threads_per_rank
 from lmforge.errors import UserError
+from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, start_code
 
-PACKAGE_PARENT = Path(__file__).parents[2]
-START_CODE = (
-    f"import sys; sys.path.insert(0, {str(PACKAGE_PARENT)!r}); from lmforge.objectives import codeserver; codeserver.main()"
-)
 REQUIRED_PROTECTIONS = ("network", "processes", "signals", "writing")
-# Beyond the time that a program is given: for the server to be scheduled, and to remove what was written.
+# Beyond the time that a program is given: for the server to be scheduled, and to delete what was written.
 GRACE_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class ProgramResult:
     """What became of a program.
 
-    ended: "done" (it ran and so did the checks), "syntax", "raised", "exit" (it left by itself, before the checks were over),
-    "time", "memory", "output" or "files" (more than it may), "killed" (by a signal, such as a crash).
-    reached: of "parses", "compiles", "runs", those that it did. passed: for each check, whether it raised nothing.
-    error: the last line of the traceback, if any. output: what it printed, cut at the limit. seconds: how long it took.
+    status: "done" (program and checks ran), "syntax", "raised", "exit" (it ended itself before the checks were over), "time",
+    "memory", "output" or "files" (more than allowed), "killed" (by a signal, such as a crash).
+    stages_reached: those of "parses", "compiles", "runs" that succeeded. checks_passed: for each check, whether it raised
+    nothing. error: the last line of the traceback, if any. output: what it printed, truncated at the limit. seconds: its time.
     """
 
     status: str
@@ -56,7 +48,7 @@ class ProgramResult:
 class Sandbox:
     """`workers` processes that run programs, each one at a time. Use it in a `with`, or close it.
 
-    Raises UserError where this machine cannot shut off the network, processes or files. It may be used from many threads.
+    Thread-safe. Raises UserError if this machine cannot take away the network, processes or files.
     """
 
     def __init__(self, workers: int = 1):
@@ -82,20 +74,14 @@ class Sandbox:
         memory_mib: int = 512,
         output_bytes: int = 1 << 16,
     ) -> ProgramResult:
-        """Run `code` as a script, then each of `checks`, statements such as "assert f(2) == 4", among the names it left.
+        """Run `code` as a script, then each of `checks`, statements such as "assert f(2) == 4", in its global names.
 
-        `seconds` is for all together. `memory_mib` counts address space, of which the interpreter itself takes some 30.
+        `seconds` is for program and checks together. `memory_mib` limits address space; the interpreter takes about 30.
         """
-        job = {
-            "code": code,
-            "checks": list(checks),
-            "seconds": seconds,
-            "memory_mib": memory_mib,
-            "output_bytes": output_bytes,
-        }
+        limits = {"seconds": seconds, "memory_mib": memory_mib, "output_bytes": output_bytes}
         server = self._idle.get()
         try:
-            return server.run(job)
+            return server.run({"code": code, "checks": list(checks), **limits})
         finally:
             self._idle.put(server)
 
@@ -106,42 +92,42 @@ class Sandbox:
         *,
         seconds: float = 5.0,
         total_seconds: float = math.inf,
-        **limits: Any,
+        memory_mib: int = 512,
     ) -> list[ProgramResult]:
-        """The outcomes of several programs, each with its own checks, spread over the workers; limits as for `run`.
+        """The results of several programs, each with its own checks, in their order; the workers share them.
 
-        `within` is the seconds for all of them. Each gets its share of what is left of that and `seconds` at most, so that
-        some that never end do not take the time of the others; one that finds nothing left ends by "time", not begun.
+        `total_seconds` is for all of them. Each gets an equal part of what is left of it, `seconds` at most, so that programs
+        that never end do not take the time of the others. Those that are not begun in time get the status "time".
         """
         deadline = time.monotonic() + total_seconds
 
-        def outcome(number: int, code: str, own: Sequence[str]) -> ProgramResult:
+        def run_one(number: int, code: str, own_checks: Sequence[str]) -> ProgramResult:
             left = deadline - time.monotonic()
-            share = min(seconds, left, left * self.workers / (len(programs) - number))
-            if share <= 0:
-                return ProgramResult("time", (), (False,) * len(own), "not begun: the time for all was over", "", 0.0)
-            return self.run(code, checks=own, seconds=share, **limits)
+            allowed = min(seconds, left, left * self.workers / (len(programs) - number))
+            if allowed <= 0:
+                return ProgramResult("time", (), (False,) * len(own_checks), "not begun: the time for all was over", "", 0.0)
+            return self.run(code, checks=own_checks, seconds=allowed, memory_mib=memory_mib)
 
         with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(outcome, range(len(programs)), programs, checks))
+            return list(threads.map(run_one, range(len(programs)), programs, checks))
 
     def close(self) -> None:
-        """End the workers, and with them whatever runs."""
+        """End the workers and the programs that they run."""
         for server in self._servers:
             server.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *how: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 class _CodeServerProcess:
-    """One codeserver, and a new one when it is lost."""
+    """A code_server.py process, replaced by a new one when it is lost."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: JsonLineProcess | None = None
         self.protections = self._start()
 
     def run(self, job: dict[str, Any]) -> ProgramResult:
@@ -149,69 +135,35 @@ class _CodeServerProcess:
             self._start()
         assert self._process is not None
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._read_response(job["seconds"] + GRACE_SECONDS)
-        except (EOFError, TimeoutError, BrokenPipeError):
+            result = self._process.request(job, job["seconds"] + GRACE_SECONDS)
+        except (ProcessLost, TimeoutError):
             self.close()
-            lost = "the process that watched it was lost with it"
-            return ProgramResult("killed", (), (False,) * len(job["checks"]), lost, "", job["seconds"])
-        if answer["ended"] == "unconfined":
-            raise UserError(f"generated code cannot be confined here: {answer['error']}")
-        answer["reached"], answer["passed"] = tuple(answer["reached"]), tuple(answer["passed"])
-        return ProgramResult(**answer)
+            error = "the process that watched it was lost with it"
+            return ProgramResult("killed", (), (False,) * len(job["checks"]), error, "", job["seconds"])
+        if result["status"] == "unconfined":
+            raise UserError(f"generated code cannot be confined here: {result['error']}")
+        sequences = {name: tuple(result[name]) for name in ("stages_reached", "checks_passed")}
+        return ProgramResult(**{**result, **sequences})
 
     def _start(self) -> dict[str, bool]:
-        self._process = subprocess.Popen(
-            # No site-packages; not -I, for a fixed seed of hashes makes the same program do the same.
-            [sys.executable, "-s", "-S", "-P", "-c", START_CODE, tempfile.gettempdir()],
-            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        # No site-packages. Not -I, which ignores the hash seed: the same program has to do the same each time.
+        command = [sys.executable, "-s", "-S", "-P", "-c", start_code("lmforge.rewards.code_server"), tempfile.gettempdir()]
+        environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        self._process = JsonLineProcess(command, environment)
         try:
-            probe = self._read_response(GRACE_SECONDS * 2)
-            shut: dict[str, bool] = json.loads(probe["output"])
-        except (EOFError, TimeoutError, ValueError):
+            protections: dict[str, bool] = json.loads(self._process.receive(GRACE_SECONDS * 2)["output"])
+        except (ProcessLost, TimeoutError, ValueError):
             self.close()
             raise UserError("generated code cannot be confined here: it takes Linux on x86-64 or arm64 with seccomp") from None
-        if not all(shut[kind] for kind in REQUIRED_PROTECTIONS):
+        if missing := [name for name in REQUIRED_PROTECTIONS if not protections[name]]:
             self.close()
-            open_ones = ", ".join(kind for kind in REQUIRED_PROTECTIONS if not shut[kind])
-            raise UserError(f"generated code cannot be confined here: the kernel does not shut off {open_ones}")
-        return shut
-
-    def _read_response(self, timeout_seconds: float) -> dict[str, Any]:
-        """The next answer. EOFError when the server is gone, TimeoutError when it says nothing for so long."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        at, line = self._process.stdout.fileno(), b""
-        poll = select.poll()
-        poll.register(at, select.POLLIN)
-        while not line.endswith(b"\n"):
-            if not poll.poll(timeout_seconds * 1000):
-                raise TimeoutError
-            piece = os.read(at, 1 << 16)
-            if not piece:
-                raise EOFError
-            line += piece
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise UserError(f"generated code cannot be confined here: the kernel does not shut off {', '.join(missing)}")
+        return protections
 
     def close(self) -> None:
         if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                with suppress(BrokenPipeError):
-                    pipe.close()
-            try:
-                # It hears that its input is closed, ends what runs, and removes its folder.
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+            # When its input is closed it kills the program that it runs and deletes its folder.
+            self._process.close(CLOSE_SECONDS)
             self._process = None
 
 
@@ -220,10 +172,10 @@ _lock = threading.Lock()
 
 
 def shared_sandbox() -> Sandbox:
-    """One sandbox for this process, with a worker for each of its share of this machine's cores. It ends with the process."""
+    """The one sandbox of this process, with a worker for each core that this rank may use. It ends with the process."""
     global _shared
     with _lock:
         if _shared is None:
-            # Each rank has reward functions of its own, which know of the others by the variables of its launcher.
+            # Reward functions run in a process of each rank, which knows of the other ranks from its launcher's variables.
             _shared = Sandbox(threads_per_rank(read_rank_info().local_world_size))
         return _shared

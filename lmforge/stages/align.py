@@ -43,13 +43,12 @@ from lmforge.train.metrics import MetricsAccumulator
 
 
 def build_preference_objective(config: AlignConfig) -> Objective:
-    """What a batch of pairs or judged answers is worth under a recipe."""
+    """The objective of a recipe on pairs or labelled completions."""
     options, beta = config.align, config.beta
     match options.method:
         case "dpo":
-            return PreferenceObjective(partial(dpo, beta=beta, label_smoothing=options.label_smoothing), uses_reference=True)
-        case "ipo":
-            return PreferenceObjective(partial(dpo, beta=beta, loss_type="ipo"), uses_reference=True)
+            loss_fn = partial(dpo, beta=beta, loss_type=options.loss_type, label_smoothing=options.label_smoothing)
+            return PreferenceObjective(loss_fn, uses_reference=True)
         case "orpo":
             return PreferenceObjective(partial(orpo, beta=beta), uses_reference=False)
         case "simpo":
@@ -58,7 +57,7 @@ def build_preference_objective(config: AlignConfig) -> Objective:
             weights = {"desirable_weight": options.desirable_weight, "undesirable_weight": options.undesirable_weight}
             return KTOObjective(beta=beta, **weights)
         case "reward":
-            return RewardModelObjective(center_rewards_coefficient=options.center_rewards_coefficient, margins=True)
+            return RewardModelObjective(center_rewards_coefficient=options.center_rewards_coefficient)
     raise AssertionError(options.method)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,30 +32,13 @@ from lmforge.stages.pretrained import find_pretrained
 from lmforge.stages.reward_model_scorer import RewardModelScorer
 from lmforge.stages.rollouts import CompletionScorer, PromptPacking, RolloutObjective, Rollouts, completion_metric_names
 
-PRESET_OPTIONS = (
-    "importance_sampling_level",
-    "epsilon",
-    "epsilon_high",
-    "loss_aggregation",
-    "baseline",
-    "scale_rewards",
-    "kl_estimator",
-    "beta",
-    "use_bias_correction_kl",
-    "mask_truncated_completions",
-)
-
 
 def build_policy_loss_config(config: AlignConfig) -> PolicyLossConfig:
-    """The preset with what the recipe changes of it."""
+    """The preset of `rollout.loss_type` with the options of `[rollout]` that the recipe sets."""
     options = config.rollout
-    chosen = {name: value for name in PRESET_OPTIONS if (value := getattr(options, name)) is not None}
-    preset = replace(
-        LOSS_TYPE_PRESETS[options.loss_type],
-        max_completion_length=options.max_completion_length,
-        temperature=options.temperature,
-    )
-    switches = replace(preset, **chosen)
+    given = {field.name: getattr(options, field.name) for field in fields(PolicyLossConfig)}
+    preset = LOSS_TYPE_PRESETS[options.loss_type]
+    switches = replace(preset, **{name: value for name, value in given.items() if value is not None})
     if switches.kl_estimator != "none" and not switches.beta:
         raise UserError(
             f"rollout.kl_estimator = {switches.kl_estimator}: without a weight it does nothing; give rollout.beta, such as 0.04"

@@ -11,6 +11,7 @@ from lmforge.data.chat.preferences import encode_completions
 from lmforge.data.packing import PackedSequence
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
+from lmforge.rewards.functions import FunctionResult
 
 SCORING_BATCH_SIZE = 16
 
@@ -31,7 +32,7 @@ class RewardModelScorer:
         self.required_columns: dict[str, list[str]] = {spec: []}
         self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools"]}
 
-    def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, dict[str, Any]]:
+    def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
         """What it gives each of the job's completions; None for one that is longer than it reads."""
         tools = request["columns"].get("tools")
         encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], tools)
@@ -44,7 +45,7 @@ class RewardModelScorer:
             some = places[first : first + SCORING_BATCH_SIZE]
             for place, reward in zip(some, self._score([encoded[place] for place in some]), strict=True):
                 given[place] = reward
-        return {self._spec: {"given": given, "problem": None, "mistake": None}}
+        return {self._spec: FunctionResult(given)}
 
     @torch.no_grad()
     def _score(self, sequences: list[list[int]]) -> list[float]:

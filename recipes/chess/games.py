@@ -1,11 +1,11 @@
-"""Chess games to train on, played by an engine against itself, and positions that no model is trained on.
+"""Chess games to train on, played by an engine against itself, and validation positions of other games.
 
     python recipes/chess/games.py data/chess --games 10000
 
-writes games.jsonl ({"text": a game}), prompts.jsonl (a position of each game, for fine-tuning or rewards: {"prompt",
-"completion", "engine_move", "fen"}) and validation.jsonl (positions of other games). `completion` is what the engine plays
-there. Stockfish is taken where it is found; where it is not, both sides play any legal move, `completion` is what the game
-went on with, and `engine_move` is null.
+writes games.jsonl ({"text": a game}), prompts.jsonl (one position of each game, for fine-tuning or rewards: {"prompt",
+"completion", "engine_move", "fen"}) and validation.jsonl (positions of other games). `completion` is the engine's move in the
+position. The engine is Stockfish. Without one, both sides play random legal moves, `completion` is the game's next move, and
+`engine_move` is null.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from notation import prompt_of, text_of
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.errors import UserError
 
-GAMES, PROMPTS, HELD_OUT = "games.jsonl", "prompts.jsonl", "validation.jsonl"
-GAMES_A_JOB = 16
-OPENING_PLIES = (4, 10)  # played at random, so that games differ
-LONGEST_PLIES = 240
+GAMES, PROMPTS, VALIDATION = "games.jsonl", "prompts.jsonl", "validation.jsonl"
+GAMES_PER_JOB = 16
+OPENING_PLIES = (4, 10)  # random moves, so that games differ
+MAX_PLIES = 240
 
 
 @dataclass(frozen=True)
 class Game:
-    """Its moves and result, and a position of it: how many moves lead there, and what the engine, if any, plays then."""
+    """Moves, result, and one position: the plies before it, its FEN, and the engine's move in it (None without an engine)."""
 
     moves: list[str]
     result: str
@@ -44,90 +44,90 @@ class Game:
     engine_move: str | None
 
     def position(self) -> dict[str, Any]:
-        """As a line of JSON."""
+        """The position as a line of prompts.jsonl."""
         return {
             "prompt": prompt_of(self.moves[: self.ply]),
-            # With the space before it, which a tokenizer takes as part of the word.
+            # With the space before it, which a tokenizer treats as part of the word.
             "completion": f" {self.engine_move or self.moves[self.ply]}",
             "engine_move": self.engine_move,
             "fen": self.fen,
         }
 
 
-def find_engine(named: str) -> str | None:
-    """The engine's path: the one that is named, else Stockfish if it is there. "random" is none. Raises UserError."""
-    if named == "random":
+def find_engine(name: str) -> str | None:
+    """The path of the engine `name`; of Stockfish for "", None if it is not installed; None for "random". Raises UserError."""
+    if name == "random":
         return None
-    # Debian puts it where the PATH of a service does not look.
-    found = shutil.which(named or "stockfish", path=os.environ.get("PATH", "") + os.pathsep + "/usr/games")
-    if named and found is None:
-        raise UserError(f"{named}: no such engine: give its path, or random for games without one")
-    return found
+    # Debian installs it in /usr/games, which is not on the PATH of a service.
+    path = shutil.which(name or "stockfish", path=os.environ.get("PATH", "") + os.pathsep + "/usr/games")
+    if name and path is None:
+        raise UserError(f"{name}: no such engine: give its path, or random for games without one")
+    return path
 
 
 def play(numbers: range, *, seed: int, engine: str | None, nodes: int) -> list[Game]:
-    """The games of these numbers. A game depends on (seed, its number, engine, nodes) and nothing else."""
-    with ExitStack() as closing:
+    """The games of these numbers. A game depends only on (seed, its number, engine, nodes)."""
+    with ExitStack() as stack:
         player = None
         if engine is not None:
-            player = closing.enter_context(chess.engine.SimpleEngine.popen_uci(engine))
-            player.configure({"Threads": 1, "Hash": 16})  # with one thread and a number of nodes it plays the same again
+            player = stack.enter_context(chess.engine.SimpleEngine.popen_uci(engine))
+            player.configure({"Threads": 1, "Hash": 16})  # deterministic, with one thread and a limit in nodes
         return [_game(random.Random(f"{seed} {number}"), player, nodes) for number in numbers]
 
 
-def _game(draws: random.Random, player: chess.engine.SimpleEngine | None, nodes: int) -> Game:
+def _game(rng: random.Random, player: chess.engine.SimpleEngine | None, nodes: int) -> Game:
     board, moves, fens = chess.Board(), list[str](), list[str]()
-    opening = draws.randint(*OPENING_PLIES)
-    # Sides of unlike strength, so that games are decided.
-    strengths = [chess.engine.Limit(nodes=draws.randint(max(1, nodes // 8), nodes)) for _ in range(2)]
-    this_game = object()  # a new one makes the engine forget the last
+    opening = rng.randint(*OPENING_PLIES)
+    # Sides of different strength, so that games are decided.
+    limits = [chess.engine.Limit(nodes=rng.randint(max(1, nodes // 8), nodes)) for _ in range(2)]
+    game = object()  # a new object makes the engine clear its state
     outcome = None
-    while outcome is None and len(moves) < LONGEST_PLIES:
+    while outcome is None and len(moves) < MAX_PLIES:
         move = None
         if player is not None and len(moves) >= opening:
-            move = player.play(board, strengths[len(moves) % 2], game=this_game).move
+            move = player.play(board, limits[len(moves) % 2], game=game).move
         if move is None:
-            move = draws.choice(list(board.legal_moves))
+            move = rng.choice(list(board.legal_moves))
         fens.append(board.fen())
         moves.append(board.san(move))
         board.push(move)
         outcome = board.outcome(claim_draw=True)
-    ply = draws.randrange(min(opening, len(moves) - 1), len(moves))
-    best = None
+    ply = rng.randrange(min(opening, len(moves) - 1), len(moves))
+    engine_move = None
     if player is not None:
-        there = chess.Board(fens[ply])
-        best = there.san(
-            player.play(there, chess.engine.Limit(nodes=nodes), game=object()).move or next(iter(there.legal_moves))
-        )
-    return Game(moves, outcome.result() if outcome else "1/2-1/2", ply, fens[ply], best)
+        position = chess.Board(fens[ply])
+        best = player.play(position, chess.engine.Limit(nodes=nodes), game=object()).move
+        engine_move = position.san(best or next(iter(position.legal_moves)))
+    return Game(moves, outcome.result() if outcome else "1/2-1/2", ply, fens[ply], engine_move)
 
 
 def write_games(
     out: Path, *, games: int, positions: int, seed: int = 0, engine: str | None = None, nodes: int = 400, workers: int = 1
 ) -> dict[str, int]:
-    """Write the three files below `out`: {"games": …, "plies": …, "validation": …}. Raises UserError where they are there already.
+    """Write the three files to `out`, and return the numbers of "games", "plies" and "validation" positions.
 
-    The same for any number of `workers`. A held-out position is of a game of its own, and of one that begins as none of the
-    others does.
+    The files are the same for any number of `workers`. Validation positions are of further games, and left out if one of the
+    training games begins with the same moves. Raises UserError if a file exists.
     """
-    for name in (GAMES, PROMPTS, HELD_OUT):
+    for name in (GAMES, PROMPTS, VALIDATION):
         if (out / name).exists():
             raise UserError(f"{out / name}: exists; name another folder, or delete it")
     out.mkdir(parents=True, exist_ok=True)
-    jobs = [range(start, min(start + GAMES_A_JOB, games + positions)) for start in range(0, games + positions, GAMES_A_JOB)]
+    jobs = [range(start, min(start + GAMES_PER_JOB, games + positions)) for start in range(0, games + positions, GAMES_PER_JOB)]
     by_job: dict[int, list[Game]] = {}
-    with WorkerPool(workers) as crew:
-        for index, played in crew.map_unordered(partial(play, seed=seed, engine=engine, nodes=nodes), jobs):
+    with WorkerPool(workers) as pool:
+        for index, played in pool.map_unordered(partial(play, seed=seed, engine=engine, nodes=nodes), jobs):
             by_job[index] = played
-            _show(sum(map(len, by_job.values())), games + positions)
-    every = [game for index in range(len(jobs)) for game in by_job[index]]
-    texts = [text_of(game.moves, game.result) for game in every[:games]]
+            _print_progress(sum(map(len, by_job.values())), games + positions)
+    all_games = [game for index in range(len(jobs)) for game in by_job[index]]
+    training, others = all_games[:games], all_games[games:]
+    texts = [text_of(game.moves, game.result) for game in training]
     _write(out / GAMES, ({"text": text} for text in texts))
-    _write(out / PROMPTS, (game.position() for game in every[:games]))
-    begun = {" ".join(text.split()[:length]) for text in texts for length in range(len(text.split()))}
-    unseen = [line for game in every[games:] if (line := game.position())["prompt"] not in begun]
-    _write(out / HELD_OUT, unseen)
-    return {"games": games, "plies": sum(len(game.moves) for game in every[:games]), "validation": len(unseen)}
+    _write(out / PROMPTS, (game.position() for game in training))
+    prefixes = {" ".join(text.split()[:length]) for text in texts for length in range(len(text.split()))}
+    unseen = [line for game in others if (line := game.position())["prompt"] not in prefixes]
+    _write(out / VALIDATION, unseen)
+    return {"games": games, "plies": sum(len(game.moves) for game in training), "validation": len(unseen)}
 
 
 def _write(path: Path, lines: Any) -> None:
@@ -135,42 +135,33 @@ def _write(path: Path, lines: Any) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def _show(done: int, all_games: int) -> None:
+def _print_progress(done: int, total: int) -> None:
     if sys.stderr.isatty():
-        print(f"\r{done:,} of {all_games:,} games", end="" if done < all_games else "\n", file=sys.stderr)
+        print(f"\r{done:,} of {total:,} games", end="" if done < total else "\n", file=sys.stderr)
 
 
-def main() -> int:
-    """The command line."""
-    words = argparse.ArgumentParser(description="Chess games to train on, and positions to measure by.")
-    words.add_argument("out", type=Path)
-    words.add_argument("--games", type=int, default=10_000)
-    words.add_argument("--positions", type=int, default=500, help="held out")
-    words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--nodes", type=int, default=400, help="that the stronger engine looks at for a move")
-    words.add_argument("--engine", default="", help="path of a UCI engine, or random; Stockfish where it is found")
-    words.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    given = words.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Chess games to train on, and positions to measure by.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--games", type=int, default=10_000)
+    parser.add_argument("--positions", type=int, default=500, help="for validation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=400, help="that the stronger side searches for a move")
+    parser.add_argument("--engine", default="", help="path of a UCI engine, or random (default: Stockfish, if installed)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    options = vars(parser.parse_args(arguments))
     try:
-        engine = find_engine(given.engine)
+        engine = options["engine"] = find_engine(options["engine"])
         if engine is None:
-            print("no engine: both sides play any legal move, and the move to learn is the game's own", file=sys.stderr)
-        counts = write_games(
-            given.out,
-            games=given.games,
-            positions=given.positions,
-            seed=given.seed,
-            engine=engine,
-            nodes=given.nodes,
-            workers=given.workers,
-        )
-    except UserError as mistake:
-        print(f"games.py: {mistake}", file=sys.stderr)
+            print("no engine: both sides play random legal moves, and the move to learn is the game's own", file=sys.stderr)
+        counts = write_games(**options)
+    except UserError as error:
+        print(f"games.py: {error}", file=sys.stderr)
         return 2
+    games, plies, positions = (f"{counts[name]:,}" for name in ("games", "plies", "validation"))
     by = Path(engine).name if engine else "chance"
-    print(
-        f"{given.out}: {counts['games']:,} games by {by}, {counts['plies']:,} moves, {counts['held_out']:,} positions held out"
-    )
+    print(f"{options['out']}: {games} games by {by}, {plies} moves, {positions} validation positions")
     return 0
 
 

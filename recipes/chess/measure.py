@@ -1,8 +1,8 @@
-"""How well a model plays by its text alone: the share of its moves that are legal, and that are the engine's.
+"""How well a model plays chess in text: the fractions of its moves that are legal, and that are the engine's.
 
     python recipes/chess/measure.py runs/chess data/chess/validation.jsonl
 
-Greedy, one move a position, on positions that games.py held out.
+The model writes one move for each validation position of games.py, by greedy decoding.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
 from lmforge.parallel.precision import choose_dtype
 
-ROWS = 32
-MOST_TOKENS = 12  # the longest move, "Qa1xb2+", a byte a token, and the space before it
+BATCH_SIZE = 32
+MAX_TOKENS = 12  # enough for the longest move, "Qa1xb2+", and the space before it, at a byte a token
 
 
 def rates(positions: Sequence[dict[str, Any]], completions: Sequence[str]) -> dict[str, float | int | None]:
-    """{"positions", "legal", "agrees"}: shares from 0 to 1; "agrees" is None where no engine has answered."""
+    """{"positions", "legal", "agrees"}: a count and two fractions; "agrees" is None without an engine's moves."""
     prompts = [position["prompt"] for position in positions]
     legal = _mean(legal_move(prompts, completions))
     agrees = _mean(engine_move(prompts, completions, [position.get("engine_move") for position in positions]))
@@ -38,42 +38,43 @@ def _mean(rewards: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def written(model: Path, prompts: Sequence[str], device: str = "auto") -> list[str]:
-    """What a model writes after each prompt, greedily. Raises UserError."""
-    chosen = choose_device(device)
-    opened = load_model(model, chosen, choose_dtype("auto", chosen)[0], warn=lambda line: print(line, file=sys.stderr))
+def complete(path: Path, prompts: Sequence[str], device_name: str) -> list[str]:
+    """The completions of a model by greedy decoding. Raises UserError."""
+    device = choose_device(device_name)
+    loaded = load_model(path, device, choose_dtype("auto", device)[0], warn=lambda line: print(line, file=sys.stderr))
     completions: list[str] = []
-    for start in range(0, len(prompts), ROWS):
-        came = generate(
-            opened.model,
-            opened.tokenizer,
-            prompts[start : start + ROWS],
-            max_tokens=MOST_TOKENS,
+    for start in range(0, len(prompts), BATCH_SIZE):
+        results = generate(
+            loaded.model,
+            loaded.tokenizer,
+            prompts[start : start + BATCH_SIZE],
+            max_tokens=MAX_TOKENS,
             sampling=SamplingParams(temperature=0.0),
             seed=0,
-            prefix_ids=opened.prefix_ids,
-            stop_token_ids=opened.stop_token_ids,
+            prefix_ids=loaded.prefix_ids,
+            stop_token_ids=loaded.stop_token_ids,
         )
-        completions += [completion.text for completion in came]
+        completions += [completion.text for completion in results]
     return completions
 
 
-def main() -> int:
-    """The command line."""
-    words = argparse.ArgumentParser(description="Legal moves and agreement with the engine.")
-    words.add_argument("model", type=Path)
-    words.add_argument("positions", type=Path)
-    words.add_argument("--device", default="auto")
-    given = words.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Legal moves and agreement with the engine.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("positions", type=Path)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args(arguments)
     try:
-        positions = [json.loads(line) for line in given.positions.read_text("utf-8").splitlines()]
-        print(json.dumps(rates(positions, written(given.model, [position["prompt"] for position in positions], given.device))))
+        positions = [json.loads(line) for line in options.positions.read_text("utf-8").splitlines()]
+        completions = complete(options.model, [position["prompt"] for position in positions], options.device)
     except OSError as error:
-        print(f"measure.py: {given.positions}: {error.strerror}", file=sys.stderr)
+        print(f"measure.py: {options.positions}: {error.strerror}", file=sys.stderr)
         return 2
-    except UserError as mistake:
-        print(f"measure.py: {mistake}", file=sys.stderr)
+    except UserError as error:
+        print(f"measure.py: {error}", file=sys.stderr)
         return 2
+    print(json.dumps(rates(positions, completions)))
     return 0
 
 

@@ -82,7 +82,7 @@ if __name__ == "__main__":
         for name, objective in OBJECTIVES.items():
             model = build_model(shape, seed=seed)
             batch = whole_batch(model, seed)
-            weight = objective.weight(batch)
+            weight = objective.num_items(batch)
             total, _ = objective.loss(model, batch)
             (total / weight).backward()
             expected = {key: parameter.grad for key, parameter in model.named_parameters()}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS
+from lmforge.data.labels import CHUNK_TOKENS
 from tests.conftest import Command
 
 BLOCKS = 3

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Extras, Metrics
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.logprobs import token_logprobs
 from tests.objectives import tiny
 from tests.seeds import fresh_seed
@@ -58,7 +58,7 @@ def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
     """One row of documents each, completions scored, and at least `padding` tokens of padding behind them."""
     length = padding + max(sum(len(one.prompt + one.completion) for one in row) for row in rows)
     tokens, positions = (torch.zeros(len(rows), length, dtype=torch.int64) for _ in range(2))
-    targets = torch.full((len(rows), length), IGNORE_INDEX)
+    labels = torch.full((len(rows), length), IGNORE_INDEX)
     documents = torch.full((len(rows), length), -1, dtype=torch.int32)
     for row, chosen in enumerate(rows):
         start = 0
@@ -69,9 +69,9 @@ def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
             positions[row, place] = torch.arange(len(ids))
             documents[row, place] = number
             first = start + len(one.prompt) - 1
-            targets[row, first : first + len(one.completion)] = torch.tensor(one.completion)
+            labels[row, first : first + len(one.completion)] = torch.tensor(one.completion)
             start += len(ids)
-    return Batch(tokens, targets, positions, documents)
+    return Batch(tokens, labels, positions, documents)
 
 
 def with_extras(batch: Batch, **extras: Tensor | Sequence[Sequence[float]]) -> Batch:

@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.batch import Batch
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import IGNORE_INDEX
 from lmforge.objectives.language import NextTokenObjective, score_text
 
 SHAPE: dict[str, Any] = {
@@ -38,7 +38,7 @@ def model(tokens: TokenFolder) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def batch(tokens: TokenFolder) -> Batch:
-    """Held-out rows with several documents in each, the last of them partly padding."""
+    """Validation sequences with several documents in each, the last of them partly padding."""
     stream = TokenDataset(tokens, split="validation", sequence_length=200, shuffle=False)
     batch = Batch.from_sequences(stream.sequences(stream.sequences_per_epoch - 5, stream.sequences_per_epoch))
     assert (batch.document_ids.amax(1) > 0).any()
@@ -50,13 +50,13 @@ def whole_logits(model: LanguageModel, batch: Batch) -> torch.Tensor:
     return model.lm_head(model(batch.tokens, batch.positions, batch.document_ids))
 
 
-def test_the_weight_of_a_batch_is_its_number_of_scored_targets(batch: Batch) -> None:
-    weight = NextTokenObjective().num_items(batch)
-    assert weight.item() == sum(target != IGNORE_INDEX for row in batch.labels.tolist() for target in row)
-    assert weight.dtype == torch.float32
+def test_num_items_of_a_batch_is_its_number_of_labels(batch: Batch) -> None:
+    num_items = NextTokenObjective().num_items(batch)
+    assert num_items.item() == sum(target != IGNORE_INDEX for row in batch.labels.tolist() for target in row)
+    assert num_items.dtype == torch.float32
 
 
-def test_the_loss_is_the_sum_of_cross_entropies_of_the_scored_targets(model: LanguageModel, batch: Batch) -> None:
+def test_the_loss_is_the_sum_of_the_cross_entropies_of_the_labels(model: LanguageModel, batch: Batch) -> None:
     total, metrics = NextTokenObjective().loss(model, batch)
     logits = whole_logits(model, batch).flatten(0, 1)
     reference = cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -83,7 +83,7 @@ def test_losses_of_parts_of_a_batch_add_up_to_the_whole(model: LanguageModel, ba
     assert objective.num_items(batch) == sum(objective.num_items(batch[rows]) for rows in (slice(0, 2), slice(2, 5)))
 
 
-def test_a_batch_without_targets_is_worth_zero_and_teaches_nothing(model: LanguageModel, batch: Batch) -> None:
+def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(model: LanguageModel, batch: Batch) -> None:
     nothing = Batch(batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.document_ids)
     total, metrics = NextTokenObjective().loss(model, nothing)
     assert total.item() == 0.0
@@ -98,26 +98,26 @@ def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
     tokenizer = tokens.tokenizer
     with torch.no_grad():
         log_probabilities = whole_logits(model, batch).log_softmax(-1)
-    nats = targets = text_nats = text_bytes = 0.0
+    nats = labels = text_nats = text_bytes = 0.0
     for row in range(batch.batch_size):
         for place in range(batch.sequence_length):
             target = int(batch.labels[row, place])
             if target == IGNORE_INDEX:
                 continue
             loss = -float(log_probabilities[row, place, target])
-            nats, targets = nats + loss, targets + 1
+            nats, labels = nats + loss, labels + 1
             if target != tokenizer.eos_token_id:
                 # A byte of a character that is split over tokens decodes to U+FFFD alone: count by what it stands for.
                 text_nats, text_bytes = text_nats + loss, text_bytes + int(tokenizer.token_byte_lengths()[target])
     scored = score_text(model, batch, torch.from_numpy(tokenizer.token_byte_lengths()))
     assert scored.dtype == torch.float64
-    assert scored.tolist() == pytest.approx([nats, targets, text_nats, text_bytes], rel=1e-12)
+    assert scored.tolist() == pytest.approx([nats, labels, text_nats, text_bytes], rel=1e-12)
     assert nats > text_nats > 0
 
 
-def test_the_bytes_that_are_scored_are_those_of_the_text(model: LanguageModel, tokens: TokenFolder) -> None:
-    """Every byte of the held-out documents counts once, but for each document's first token, which nothing predicts,
-    and the separators, which are no text."""
+def test_the_scored_bytes_are_those_of_the_text(model: LanguageModel, tokens: TokenFolder) -> None:
+    """Every byte of the validation documents counts once, except each document's first token, which nothing predicts, and
+    the separators, which are not text."""
     stream = TokenDataset(tokens, split="validation", sequence_length=64, shuffle=False)
     sizes = torch.from_numpy(tokens.tokenizer.token_byte_lengths())
     batch = Batch.from_sequences(stream.sequences(0, stream.sequences_per_epoch))
@@ -130,15 +130,15 @@ def test_the_bytes_that_are_scored_are_those_of_the_text(model: LanguageModel, t
     assert text_bytes == whole_text - sum(int(sizes[ids[start]]) for start in starts)
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte_of_single_byte_tokens() -> None:
+def test_a_uniform_model_over_256_single_byte_tokens_has_eight_bits_per_byte() -> None:
     """Uniform over V tokens of one byte each: log2(V) bits per byte, whatever the text."""
     config = ModelConfig(vocab_size=256, **SHAPE)
     uniform = build_model(config, seed=0)
     torch.nn.init.zeros_(uniform.lm_head.weight)
     ids = torch.randint(0, 256, (2, 30))
-    targets = ids.roll(-1, 1)
-    targets[:, -1] = IGNORE_INDEX
-    batch = Batch(ids, targets, torch.arange(30).expand(2, 30), torch.zeros(2, 30, dtype=torch.int32))
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = IGNORE_INDEX
+    batch = Batch(ids, labels, torch.arange(30).expand(2, 30), torch.zeros(2, 30, dtype=torch.int32))
     nats, _, text_nats, text_bytes = score_text(uniform, batch, torch.ones(256, dtype=torch.int32)).tolist()
     assert text_bytes == 2 * 29
     assert text_nats / math.log(2) / text_bytes == pytest.approx(8.0, rel=1e-6)

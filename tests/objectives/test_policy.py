@@ -1,4 +1,4 @@
-"""The policy objective and its advantages against loops over tokens in fp64, and against what TRL's own trainers gave."""
+"""The policy objective and its advantages against fp64 loops over tokens, and against recorded results of TRL's trainers."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from tests.objectives.oracle import (
     with_extras,
 )
 
-# What TRL's figures were recorded with; every switch is said.
+# The configurations that TRL's results were recorded with (regenerate.py).
 ADVANTAGES = [1.2, -0.7, 0.4, -1.5, 0.9, -0.3, 0.0, 0.6]
 IN_TRL = {
     "grpo token": PolicyLossConfig(loss_aggregation="sequence"),
@@ -53,8 +53,8 @@ IN_TRL = {
     ),
     "rloo": PolicyLossConfig(importance_sampling_level="product", loss_aggregation="sequence"),
 }
-# All presets, and what they leave out.
-SWITCHES = {
+# All presets, and combinations that no preset has.
+CONFIGS = {
     **LOSS_TYPE_PRESETS,
     "dr_grpo": replace(LOSS_TYPE_PRESETS["dr_grpo"], max_completion_length=9),
     "gspo": replace(LOSS_TYPE_PRESETS["gspo"], epsilon=0.03, epsilon_high=0.04),
@@ -75,16 +75,16 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", IN_TRL)
 def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
-    switches = IN_TRL[name]
+    config = IN_TRL[name]
     completions = [Document(pair["prompt"], pair[side]) for pair in tiny.pairs() for side in ("chosen", "rejected")]
     batch = packed([completions[:3], completions[3:]])
     batch = with_extras(
         batch,
         advantage=[ADVANTAGES[:3], ADVANTAGES[3:]],
-        old=logprobs_under(tiny_model(0.004, 2), batch, switches.temperature),
-        reference=logprobs_under(tiny_model(0.02, 1), batch, switches.temperature),
+        old=logprobs_under(tiny_model(0.004, 2), batch, config.temperature),
+        reference=logprobs_under(tiny_model(0.02, 1), batch, config.temperature),
     )
-    objective = PolicyObjective(switches)
+    objective = PolicyObjective(config)
 
     def loss(model: LanguageModel) -> tuple[Tensor, Tensor, Metrics]:
         total, metrics = objective.loss(model, batch)
@@ -93,10 +93,10 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
     metrics = {key: float(total / count) for key, (total, count) in assert_as_trl(name, loss).items()}
     theirs = trl()[0][name]
     assert metrics["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
-    if switches.importance_sampling_level == "token":
+    if config.importance_sampling_level == "token":
         assert metrics["clip/low"] == pytest.approx(theirs["clip_ratio/low_mean"], rel=1e-5)
         assert metrics["clip/high"] == pytest.approx(theirs["clip_ratio/high_mean"], rel=1e-5)
-    if switches.kl_estimator != "none":
+    if config.kl_estimator != "none":
         assert metrics["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
 
 
@@ -104,6 +104,7 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
 def test_advantages_are_those_of_trl_with_a_reward_missing(name: str) -> None:
     case = trl()[0][f"advantages {name}"]
     baseline, scale = name.split()
+    scale = {"bessel": "group"}.get(scale, scale)
     rewards = torch.tensor([math.nan if reward is None else reward for reward in case["rewards"]]).view(2, 4)
     ours = compute_advantages(rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale))  # type: ignore[arg-type]
     torch.testing.assert_close(ours.flatten(), torch.tensor(case["advantages"]), rtol=1e-6, atol=1e-6)
@@ -111,7 +112,7 @@ def test_advantages_are_those_of_trl_with_a_reward_missing(name: str) -> None:
 
 @pytest.mark.parametrize("baseline", ["group", "leave-one-out"])
 @pytest.mark.parametrize("scale", ["none", "group-population", "group"])
-def test_advantages_are_those_of_a_loop_over_samples(baseline: Any, scale: Any) -> None:
+def test_advantages_are_those_of_a_loop_over_completions(baseline: Any, scale: Any) -> None:
     generator, _ = drawn()
     rewards = torch.randn(6, 5, dtype=torch.float64, generator=generator)
     rewards[torch.rand(6, 5, generator=generator) < 0.3] = math.nan
@@ -131,7 +132,7 @@ def test_advantages_are_those_of_a_loop_over_samples(baseline: Any, scale: Any) 
             assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_two_deviations_differ_by_15_percent_at_four_samples() -> None:
+def test_the_two_standard_deviations_differ_by_15_percent_at_four_completions() -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0]])
     wide, narrow = (
         compute_advantages(rewards, PolicyLossConfig(scale_rewards=scale)) for scale in ("group-population", "group")
@@ -139,41 +140,41 @@ def test_the_two_deviations_differ_by_15_percent_at_four_samples() -> None:
     torch.testing.assert_close(wide / narrow, torch.full((1, 4), math.sqrt(4 / 3)), rtol=1e-3, atol=0)
 
 
-def test_a_group_without_spread_has_nothing_to_teach() -> None:
+def test_a_group_of_equal_rewards_has_no_advantages() -> None:
     rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, math.nan], [math.nan, 2.0, math.nan], [math.nan] * 3])
     assert has_nonzero_std(rewards).tolist() == [False, True, False, False]
     assert compute_advantages(rewards, PolicyLossConfig())[[0, 2, 3]].abs().max() == 0
 
 
-def test_the_divergence_is_taken_off_the_reward_where_that_is_its_place() -> None:
+def test_the_kl_penalty_is_subtracted_from_rewards_with_k1_only() -> None:
     rewards, old, reference = torch.tensor([1.0, 2.0]), torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -2.0])
     assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["rloo"]).tolist() == pytest.approx([0.95, 2.15])
     assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["grpo"]) is rewards
 
 
 def plain_sum(
-    switches: PolicyLossConfig, model: LanguageModel, documents: Sequence[Document], extras: Sequence[dict[str, Any]]
+    config: PolicyLossConfig, model: LanguageModel, documents: Sequence[Document], extras: Sequence[dict[str, Any]]
 ) -> tuple[Tensor, float]:
     """(sum, weight) as the papers write it: completions one at a time, tokens one at a time."""
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
     for one, about in zip(documents, extras, strict=True):
-        if switches.mask_truncated_completions and about["overlong"]:
+        if config.mask_truncated_completions and about["overlong"]:
             continue
-        logprobs = plain(model, one, switches.temperature)
+        logprobs = plain(model, one, config.temperature)
         size, advantage = len(logprobs), about["advantage"]
         logs = [now - before for now, before in zip(logprobs, about["old"], strict=True)]
-        if switches.importance_sampling_level != "token":
-            logs = [sum(logs) / (size if switches.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
+        if config.importance_sampling_level != "token":
+            logs = [sum(logs) / (size if config.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
         losses = []
         for log, logprob, reference in zip(logs, logprobs, about["reference"], strict=True):
             ratio = log.exp()
-            clipped = min(max(float(ratio), 1 - switches.epsilon), 1 + switches.epsilon_high)
+            clipped = min(max(float(ratio), 1 - config.epsilon), 1 + config.epsilon_high)
             loss = -ratio * advantage if float(ratio) * advantage <= clipped * advantage else torch.tensor(-clipped * advantage)
             further = reference - logprob
-            divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(switches.kl_estimator, torch.zeros(()))
-            losses.append(loss + switches.beta * divergence * (ratio if switches.use_bias_correction_kl else 1))
-        total = total + sum(losses) / (size if switches.loss_aggregation == "sequence" else 1)  # type: ignore[operator]
-        weight += {"sequence": 1, "token": size, "constant": switches.max_completion_length}[switches.loss_aggregation]
+            divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(config.kl_estimator, torch.zeros(()))
+            losses.append(loss + config.beta * divergence * (ratio if config.use_bias_correction_kl else 1))
+        total = total + sum(losses) / (size if config.loss_aggregation == "sequence" else 1)  # type: ignore[operator]
+        weight += {"sequence": 1, "token": size, "constant": config.max_completion_length}[config.loss_aggregation]
     return total, weight
 
 
@@ -181,24 +182,24 @@ def completions_of(generator: torch.Generator, counts: Sequence[int]) -> list[li
     return [[side for pair in drawn_pairs(generator, count) for side in pair] for count in counts]
 
 
-def told(
-    batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, switches: PolicyLossConfig, seed: int
+def with_policy_extras(
+    batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, config: PolicyLossConfig, seed: int
 ) -> Batch:
-    """With advantages of both signs, the log-probabilities of an older policy and of a reference, some overlong.
+    """Add advantages of both signs, log-probabilities of an older policy and of a reference, and truncated completions.
 
-    Under the older policy the very first completion is as likely as now: a batch in which all are clipped teaches nothing.
+    The older policy gives the first completion the same log-probabilities: if all were clipped, there would be no gradient.
     """
     count = len(rows) * max(map(len, rows))
     first = torch.zeros_like(batch.document_ids, dtype=torch.bool)
     first[0] = batch.document_ids[0] == 0
-    now, older = (logprobs_under(each, batch, switches.temperature) for each in (model, moved(model, 0.01, seed)))
+    now, older = (logprobs_under(each, batch, config.temperature) for each in (model, moved(model, 0.01, seed)))
     values = torch.randn(len(rows), count, generator=torch.Generator().manual_seed(seed))
     return with_extras(
         batch,
         advantage=[values[row, : len(of)].tolist() for row, of in enumerate(rows)],
         overlong=[[float(number % 3 == 1) for number in range(len(of))] for of in rows],
         old=torch.where(first, now, older).detach(),
-        reference=logprobs_under(moved(model, 0.03, seed + 1), batch, switches.temperature),
+        reference=logprobs_under(moved(model, 0.03, seed + 1), batch, config.temperature),
     )
 
 
@@ -213,28 +214,28 @@ def by_document(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_losses_and_gradients_are_those_of_an_oracle_that_goes_token_by_token(name: str) -> None:
     generator, model = drawn()
-    switches, rows = SWITCHES[name], completions_of(generator, (3, 1))
-    batch = told(packed(rows), rows, model, switches, generator.initial_seed())
-    objective = PolicyObjective(switches)
+    config, rows = CONFIGS[name], completions_of(generator, (3, 1))
+    batch = with_policy_extras(packed(rows), rows, model, config, generator.initial_seed())
+    objective = PolicyObjective(config)
     total, _ = objective.loss(model, batch)
     loss = total / objective.num_items(batch)
     ours = loss.detach(), gradient(loss, model)
     wide = model.double()
-    expected, weight = plain_sum(switches, wide, [one for row in rows for one in row], by_document(batch, rows))
+    expected, weight = plain_sum(config, wide, [one for row in rows for one in row], by_document(batch, rows))
     # A ratio at the very bound may be clipped in one precision and not in the other; fresh seeds have not met one.
     assert_same(ours, (expected.detach() / weight, gradient(expected / weight, wide)))
     assert objective.num_items(batch).item() == weight
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_gradient_is_the_same_for_any_split_of_the_batch_and_any_packing(name: str) -> None:
     generator, model = drawn()
     model.double()
-    switches, rows = SWITCHES[name], completions_of(generator, (1, 3, 2, 1))
-    batch, objective = told(packed(rows), rows, model, switches, generator.initial_seed()), PolicyObjective(switches)
+    config, rows = CONFIGS[name], completions_of(generator, (1, 3, 2, 1))
+    batch, objective = with_policy_extras(packed(rows), rows, model, config, generator.initial_seed()), PolicyObjective(config)
     whole, _ = objective.loss(model, batch)
     reference = whole.detach(), gradient(whole, model)
     parts = [batch[rows_] for rows_ in (slice(0, 1), slice(1, 4))]
@@ -253,36 +254,36 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch_and_any_packing(nam
     assert_same((unpacked.detach(), gradient(unpacked, model)), reference, tolerance=1e-11)
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_batch_without_completions_is_worth_zero_and_teaches_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_batch_without_completions_has_zero_loss_and_zero_gradients(name: str) -> None:
     generator, model = drawn()
     rows = completions_of(generator, (1, 2))
-    batch = told(packed(rows), rows, model, SWITCHES[name], generator.initial_seed())
+    batch = with_policy_extras(packed(rows), rows, model, CONFIGS[name], generator.initial_seed())
     batch.labels.fill_(-100)
-    total, metrics = PolicyObjective(SWITCHES[name]).loss(model, batch)
+    total, metrics = PolicyObjective(CONFIGS[name]).loss(model, batch)
     assert total.item() == 0.0
-    assert PolicyObjective(SWITCHES[name]).num_items(batch).item() == 0.0
+    assert PolicyObjective(CONFIGS[name]).num_items(batch).item() == 0.0
     assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
     assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
 
 
-def test_an_overlong_completion_that_is_masked_teaches_nothing_and_is_not_counted() -> None:
+def test_a_masked_truncated_completion_adds_nothing_and_is_not_counted() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2,))
-    switches = LOSS_TYPE_PRESETS["dapo"]
-    batch = told(packed(rows), rows, model, switches, generator.initial_seed())
+    config = LOSS_TYPE_PRESETS["dapo"]
+    batch = with_policy_extras(packed(rows), rows, model, config, generator.initial_seed())
     cut = with_extras(batch, overlong=[[0.0, 1.0, 0.0, 0.0]])
     shorter = with_extras(batch, overlong=[[0.0] * 4])
     shorter.labels[shorter.document_ids == 1] = -100
-    ours, reference = (PolicyObjective(switches).loss(model, each)[0] for each in (cut, shorter))
+    ours, reference = (PolicyObjective(config).loss(model, each)[0] for each in (cut, shorter))
     assert ours.item() == reference.item()
-    assert PolicyObjective(switches).num_items(cut).item() == sum(len(rows[0][place].completion) for place in (0, 2, 3))
+    assert PolicyObjective(config).num_items(cut).item() == sum(len(rows[0][place].completion) for place in (0, 2, 3))
 
 
-def test_as_it_was_sampled_every_ratio_is_one_and_nothing_is_clipped() -> None:
+def test_under_the_sampling_policy_every_ratio_is_one_and_nothing_is_clipped() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2, 1))
-    batch = told(packed(rows), rows, model, PolicyLossConfig(), generator.initial_seed())
+    batch = with_policy_extras(packed(rows), rows, model, PolicyLossConfig(), generator.initial_seed())
     batch = with_extras(batch, old=logprobs_under(model, batch))
     _, metrics = PolicyObjective(PolicyLossConfig()).loss(model, batch)
     assert float(metrics["ratio"][0] / metrics["ratio"][1]) == pytest.approx(1.0, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Preference objectives against an oracle that goes token by token in fp64, and against what TRL's own trainers gave."""
+"""Preference objectives against an fp64 oracle that goes token by token, and against recorded results of TRL's trainers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,13 +42,13 @@ from tests.objectives.oracle import (
 DPO: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo smoothed": {"label_smoothing": 0.1},
-    "hinge": {"kind": "hinge"},
-    "ipo": {"kind": "ipo"},
-    "robust": {"kind": "robust", "label_smoothing": 0.2},
-    "exo": {"kind": "exo", "label_smoothing": 0.2},
-    "nca": {"kind": "nca"},
-    "apo-zero": {"kind": "apo-zero"},
-    "apo-down": {"kind": "apo-down"},
+    "hinge": {"loss_type": "hinge"},
+    "ipo": {"loss_type": "ipo"},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.2},
+    "exo": {"loss_type": "exo", "label_smoothing": 0.2},
+    "nca": {"loss_type": "nca"},
+    "apo-zero": {"loss_type": "apo-zero"},
+    "apo-down": {"loss_type": "apo-down"},
 }
 OBJECTIVES: dict[str, PreferenceObjective] = {
     **{name: PreferenceObjective(partial(dpo, beta=0.1, **options), uses_reference=True) for name, options in DPO.items()},
@@ -86,49 +86,52 @@ def recorded_pairs(**ranges: tuple[int, int]) -> list[tuple[Document, Document]]
     return [tuple(Document(pair["prompt"], pair[side]) for side in ("chosen", "rejected")) for pair in made]  # type: ignore[misc]
 
 
-def rotated(ones: Sequence[Document]) -> list[Document]:
-    """Each completion, followed by the mismatched one of its prompt."""
-    before = [ones[-1], *ones[:-1]]
-    return [each for one, other in zip(ones, before, strict=True) for each in (one, Document(one.prompt, other.completion))]
+def with_mismatched(completions: Sequence[Document]) -> list[Document]:
+    """Each completion, followed by its prompt with the completion before it, as KTO needs them."""
+    rotated = [completions[-1], *completions[:-1]]
+    pairs = zip(completions, rotated, strict=True)
+    return [each for one, other in pairs for each in (one, Document(one.prompt, other.completion))]
 
 
-def referred(batch: Batch, reference: LanguageModel) -> Batch:
+def with_reference(batch: Batch, reference: LanguageModel) -> Batch:
     return with_extras(batch, reference=logprobs_under(reference, batch))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
     pairs = recorded_pairs(prompt=(1, 1), chosen=(8, 8)) if name == "orpo" else recorded_pairs()
-    batch = referred(packed(one_row(pairs)), tiny_model(0.02, 1))
+    batch = with_reference(packed(one_row(pairs)), tiny_model(0.02, 1))
     if name == "dpo smoothed":
-        # TRL smooths labels where there is no reference, which is one that is certain of everything.
+        # TRL smooths labels in its CPO trainer only, which has no reference: log-probabilities of 0 take its place.
         batch = with_extras(batch, reference=torch.zeros(batch.batch_size, batch.sequence_length))
-    assert_as_trl(IN_TRL[name], lambda model: _loss_and_weight(OBJECTIVES[name], model, batch))
+    assert_as_trl(IN_TRL[name], lambda model: _loss_and_num_items(OBJECTIVES[name], model, batch))
 
 
-def _loss_and_weight(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+def _loss_and_num_items(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
     total, metrics = objective.loss(model, batch)
-    return total, objective.weight(batch), metrics
+    return total, objective.num_items(batch), metrics
 
 
-@pytest.mark.parametrize(("name", "centre", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)])
-def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, centre: float, margins: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "coefficient", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)]
+)
+def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, coefficient: float, margins: list[float]) -> None:
     batch = with_extras(packed(one_row(recorded_pairs())), margin=[[margin for each in margins for margin in (each, 0.0)]])
-    objective = RewardModelObjective(center_rewards_coefficient=centre, margins=True)
-    assert_as_trl(name, lambda model: _loss_and_weight(objective, model, batch), reward=True)
+    objective = RewardModelObjective(center_rewards_coefficient=coefficient)
+    assert_as_trl(name, lambda model: _loss_and_num_items(objective, model, batch), reward=True)
 
 
 def test_loss_and_gradients_of_fine_tuning_are_those_of_trl() -> None:
     batch = packed([[chosen for chosen, _ in recorded_pairs()]])
-    assert_as_trl("sft", lambda model: _loss_and_weight(NextTokenObjective(), model, batch))
+    assert_as_trl("sft", lambda model: _loss_and_num_items(NextTokenObjective(), model, batch))
 
 
 def test_loss_and_gradients_of_kto_are_those_of_trl() -> None:
-    documents = rotated([chosen for chosen, _ in recorded_pairs()])
-    batch = referred(packed([documents]), tiny_model(0.02, 1))
+    documents = with_mismatched([chosen for chosen, _ in recorded_pairs()])
+    batch = with_reference(packed([documents]), tiny_model(0.02, 1))
     batch = with_extras(batch, label=[[1, 1, 0, 0, 1, 1, 0, 0]])
-    metrics = assert_as_trl("kto", lambda model: _loss_and_weight(KTOObjective(**KTO_WEIGHTS), model, batch))
-    # TRL's own estimate of the divergence, as it was told; above zero, or it would have had no part in the loss.
+    metrics = assert_as_trl("kto", lambda model: _loss_and_num_items(KTOObjective(**KTO_WEIGHTS), model, batch))
+    # TRL's own estimate of the KL divergence, from its log. It is above zero; otherwise the loss would not depend on it.
     assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(1.0061497688293457, rel=1e-5)
 
 
@@ -172,7 +175,7 @@ def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by
     generator, model = drawn()
     pairs = drawn_pairs(generator, 4)
     reference = moved(model, 0.02, generator.initial_seed())
-    batch = referred(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), reference)
+    batch = with_reference(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), reference)
     total, metrics = OBJECTIVES[name].loss(model, batch)
     ours = total, gradient(total, model)
     wide, wide_reference = model.double(), reference.double()
@@ -186,13 +189,13 @@ def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by
     assert torch.equal(metrics["loss"][0], ours[0].detach())
 
 
-def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_an_estimate_for_each_row() -> None:
+def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_a_kl_estimate_for_each_sequence() -> None:
     generator, model = drawn()
     ones = [chosen for chosen, _ in drawn_pairs(generator, 6)]
     labels = [[1, 0, 1], [0, 1, 0]]
     rows = [ones[:3], ones[3:]]
     reference = moved(model, 0.05, generator.initial_seed())
-    batch = referred(packed([rotated(row) for row in rows]), reference)
+    batch = with_reference(packed([with_mismatched(row) for row in rows]), reference)
     batch = with_extras(batch, label=[[label for label in row for _ in range(2)] for row in labels])
     objective = KTOObjective(**KTO_WEIGHTS)
     total, _ = objective.loss(model, batch)
@@ -200,7 +203,7 @@ def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_an_estimate_for_ea
     wide, wide_reference = model.double(), reference.double()
     expected = torch.zeros((), dtype=torch.float64)
     for row, of_row in zip(rows, labels, strict=True):
-        ratios = [sum(plain(wide, one)) - sum(plain(wide_reference, one)) for one in rotated(row)]  # type: ignore[arg-type]
+        ratios = [sum(plain(wide, one)) - sum(plain(wide_reference, one)) for one in with_mismatched(row)]  # type: ignore[arg-type]
         z = max(0.0, sum(float(ratio) for ratio in ratios[1::2]) / 3)
         for ratio, label in zip(ratios[::2], of_row, strict=True):
             gain = 0.1 * (ratio - z)
@@ -209,17 +212,18 @@ def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_an_estimate_for_ea
     assert objective.num_items(batch).item() == 6
 
 
-def rewarding(seed: int) -> LanguageModel:
+def reward_model(seed: int) -> LanguageModel:
     shape = {**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
     return build_model(ModelConfig(**shape, initializer_range=0.2, reward=True), seed=seed)
 
 
-@pytest.mark.parametrize(("centre", "margins"), [(0.0, False), (0.01, True)])
-def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: float, margins: bool) -> None:
+@pytest.mark.parametrize(("coefficient", "margins"), [(0.0, [0.0] * 4), (0.01, [0.1, 0.2, 0.3, 0.4])])
+def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(coefficient: float, margins: list[float]) -> None:
     generator, _ = drawn()
-    model, pairs = rewarding(generator.initial_seed()), drawn_pairs(generator, 4)
-    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[[0.1, 0, 0.2, 0, 0.3, 0], [0.4, 0]])
-    objective = RewardModelObjective(center_rewards_coefficient=centre, margins=margins)
+    model, pairs = reward_model(generator.initial_seed()), drawn_pairs(generator, 4)
+    by_document = [margin for each in margins for margin in (each, 0.0)]
+    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[by_document[:6], by_document[6:]])
+    objective = RewardModelObjective(center_rewards_coefficient=coefficient)
     total, metrics = objective.loss(model, batch)
     ours = total, gradient(total, model)
     wide = model.double()
@@ -231,9 +235,8 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(centre: 
 
     rewards = [(reward(chosen), reward(rejected)) for chosen, rejected in pairs]
     expected = torch.zeros((), dtype=torch.float64)
-    for number, (chosen, rejected) in enumerate(rewards, start=1):
-        difference = chosen - rejected - (0.1 * number if margins else 0)
-        expected = expected - sigma(difference).log() + centre * (chosen + rejected) ** 2
+    for margin, (chosen, rejected) in zip(margins, rewards, strict=True):
+        expected = expected - sigma(chosen - rejected - margin).log() + coefficient * (chosen + rejected) ** 2
     assert_same(ours, (expected.detach(), gradient(expected, wide)))
     right = sum(float(chosen) > float(rejected) for chosen, rejected in rewards)
     assert [part.item() for part in metrics["rewards/accuracy"]] == [right, 4]
@@ -243,9 +246,9 @@ EVERY: dict[str, Any] = {**OBJECTIVES, "kto": KTOObjective(**KTO_WEIGHTS)}
 
 
 def full_batch(generator: torch.Generator, model: LanguageModel, arrange: Callable[..., Rows] = one_row) -> Batch:
-    """Five rows of one to three pairs with all that any of the objectives asks for."""
+    """Five sequences of one to three pairs with the extras of all objectives."""
     rows = [arrange(drawn_pairs(generator, count))[0] for count in (1, 3, 2, 1, 2)]
-    batch = referred(packed(rows), moved(model, 0.02, generator.initial_seed()))
+    batch = with_reference(packed(rows), moved(model, 0.02, generator.initial_seed()))
     return with_extras(batch, label=[[number // 2 % 2 for number in range(len(row))] for row in rows])
 
 
@@ -258,36 +261,36 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch(name: str) -> None:
     whole, _ = objective.loss(model, batch)
     parts = [batch[rows] for rows in (slice(0, 1), slice(1, 3), slice(3, 5))]
     sums = [objective.loss(model, part)[0] for part in parts]
-    assert sum(objective.weight(part) for part in parts) == objective.weight(batch)
+    assert sum(objective.num_items(part) for part in parts) == objective.num_items(batch)
     together = torch.stack([gradient(total, model) for total in sums]).sum(0)
     assert_same((torch.stack(sums).sum().detach(), together), (whole.detach(), gradient(whole, model)), tolerance=1e-12)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_packed_pairs_are_worth_what_they_are_worth_alone(name: str) -> None:
+def test_packed_pairs_have_the_losses_that_they_have_alone(name: str) -> None:
     generator, model = drawn()
     model.double()
     pairs, reference = drawn_pairs(generator, 4), moved(model, 0.02, generator.initial_seed())
     results = []
     for rows in (one_row(pairs), row_each(pairs)):
-        total, _ = OBJECTIVES[name].loss(model, referred(packed(rows), reference))
+        total, _ = OBJECTIVES[name].loss(model, with_reference(packed(rows), reference))
         results.append((total.detach(), gradient(total, model)))
     assert_same(*results, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_batch_without_targets_is_worth_zero_and_teaches_nothing(name: str) -> None:
+def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(name: str) -> None:
     generator, model = drawn()
     batch = full_batch(generator, model)
     batch.labels.fill_(-100)
     total, metrics = EVERY[name].loss(model, batch)
     assert total.item() == 0.0
-    assert EVERY[name].weight(batch).item() == 0.0
+    assert EVERY[name].num_items(batch).item() == 0.0
     assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
     assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
 
 
-def test_a_side_without_targets_makes_no_pair() -> None:
+def test_a_side_without_labels_makes_no_pair() -> None:
     generator, model = drawn()
     pairs = drawn_pairs(generator, 3)
     batch, fewer = packed(one_row(pairs)), packed(one_row(pairs[:2]))
@@ -298,9 +301,9 @@ def test_a_side_without_targets_makes_no_pair() -> None:
 
 
 @pytest.mark.parametrize("name", ["dpo", "dpo smoothed"])
-def test_at_its_own_reference_the_loss_is_ln_2_and_no_pair_counts_as_right(name: str) -> None:
+def test_with_the_policy_as_reference_the_loss_is_ln_2_and_no_pair_counts_as_correct(name: str) -> None:
     generator, model = drawn()
-    batch = referred(packed(one_row(drawn_pairs(generator, 3))), model)
+    batch = with_reference(packed(one_row(drawn_pairs(generator, 3))), model)
     total, metrics = OBJECTIVES[name].loss(model, batch)
     assert total.item() == pytest.approx(3 * math.log(2), rel=1e-6)
     assert metrics["rewards/accuracy"][0].item() == 0
@@ -308,21 +311,21 @@ def test_at_its_own_reference_the_loss_is_ln_2_and_no_pair_counts_as_right(name:
     assert reference_mismatch_warning(means) is None
 
 
-def test_a_reference_in_another_dtype_is_told() -> None:
+def test_a_reference_in_another_dtype_is_warned_of() -> None:
     generator, model = drawn()
     batch = packed(one_row(drawn_pairs(generator, 3)))
     with torch.autocast("cpu", torch.bfloat16):
-        batch = referred(batch, model)
+        batch = with_reference(batch, model)
     _, metrics = OBJECTIVES["dpo"].loss(model, batch)
-    said = reference_mismatch_warning({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
-    assert said is not None
-    assert "nats a token" in said
+    warning = reference_mismatch_warning({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
+    assert warning is not None
+    assert "nats a token" in warning
 
 
 def test_metrics_are_of_the_pairs() -> None:
     generator, model = drawn()
     pairs, reference = drawn_pairs(generator, 3), moved(model, 0.1, generator.initial_seed())
-    _, metrics = OBJECTIVES["dpo"].loss(model, referred(packed(one_row(pairs)), reference))
+    _, metrics = OBJECTIVES["dpo"].loss(model, with_reference(packed(one_row(pairs)), reference))
     policy = [[float(sum(plain(model, side))) for side in pair] for pair in pairs]
     before = [[float(sum(plain(reference, side))) for side in pair] for pair in pairs]
     rewards = [[0.1 * (ours - theirs) for ours, theirs in zip(*each, strict=True)] for each in zip(policy, before, strict=True)]
@@ -341,7 +344,7 @@ def test_metrics_are_of_the_pairs() -> None:
         assert metrics[name][1].item() == 3
 
 
-def test_a_batch_that_came_without_its_reference_is_refused_by_name() -> None:
+def test_a_batch_without_reference_logprobs_is_refused_by_name() -> None:
     generator, model = drawn()
     batch = packed(one_row(drawn_pairs(generator, 1)))
     with pytest.raises(ValueError, match="'reference'"):

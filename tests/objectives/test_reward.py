@@ -1,4 +1,4 @@
-"""Reward functions: each failure has its clear error or its None, and nothing hangs."""
+"""Reward functions: each failure gives a clear error or None, and nothing hangs."""
 
 import datetime
 import os
@@ -16,7 +16,6 @@ from lmforge.rewards.functions import load_reward_functions
 
 FUNCTIONS = """
 import asyncio, os, sys, time
-import numpy
 from lmforge.errors import UserError
 
 def timed(prompts, completions, reward_timeout_seconds):
@@ -29,6 +28,7 @@ def right(prompts, completions, answer):
     return [float(completion == a) if a else None for completion, a in zip(completions, answer)]
 
 def of_numpy(prompts, completions):
+    import numpy
     return numpy.array([len(prompt) for prompt in prompts], dtype=numpy.float32)
 
 def process(**everything):
@@ -109,7 +109,7 @@ def named(tmp_path: Path) -> Callable[[str], str]:
 PROMPTS, COMPLETIONS = ["1+1=", "2+2=", "?"], ["2", "5", "no"]
 
 
-def test_what_lies_in_the_working_directory_is_not_imported_in_place_of_what_is_meant(
+def test_modules_in_the_working_directory_do_not_shadow_ours(
     named: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "work" / "lmforge").mkdir(parents=True)
@@ -120,7 +120,7 @@ def test_what_lies_in_the_working_directory_is_not_imported_in_place_of_what_is_
         assert rewards(PROMPTS, COMPLETIONS, {}).rewards == [1.0, 1.0, 2.0]
 
 
-def test_rewards_are_weighted_and_summed_and_none_is_left_out(named: Callable[[str], str]) -> None:
+def test_rewards_are_weighted_and_summed_without_none(named: Callable[[str], str]) -> None:
     length, right, of_numpy = map(named, ("length", "right", "of_numpy"))
     with load_reward_functions([length, right, of_numpy], weights=[0.5, 10.0, 1.0]) as rewards:
         scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], "level": [1, 2, 3]})
@@ -129,13 +129,13 @@ def test_rewards_are_weighted_and_summed_and_none_is_left_out(named: Callable[[s
     assert scores.failures == {length: 0, right: 0, of_numpy: 0}
 
 
-def test_an_item_of_which_no_function_says_anything_has_no_reward(named: Callable[[str], str]) -> None:
+def test_a_completion_that_no_function_scores_has_no_reward(named: Callable[[str], str]) -> None:
     with load_reward_functions([named("right")]) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""]}).rewards == [1.0, 0.0, None]
 
 
-def test_async_functions_wait_together(named: Callable[[str], str]) -> None:
-    """Each waits for the other to be called: in turn, the first would wait for ever."""
+def test_async_functions_run_at_the_same_time(named: Callable[[str], str]) -> None:
+    """Each waits until the other is called: one after the other, the first would wait forever."""
     with load_reward_functions([named("later"), named("later_too")]) as rewards:
         assert rewards(["a"], ["b"], {}).rewards == [3.0]
 
@@ -148,8 +148,8 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
         assert first == second != os.getpid()
         assert psutil.pid_exists(int(first or 0))
     assert not psutil.pid_exists(int(first or 0))
-    told = capfd.readouterr()
-    assert (told.out, told.err) == ("", "printed by a reward\n" * 2)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "printed by a reward\n" * 2)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
         ("never_async", "no answer in 0.5 seconds"),
     ],
 )
-def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard(
+def test_a_failure_gives_none_is_logged_once_and_counted_and_leaves_the_other_function_alone(
     named: Callable[[str], str], function: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.rewards.functions.GRACE_SECONDS", 0.5)
-    told: list[str] = []
+    logged: list[str] = []
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     bad, good = named(function), named("length")
-    with load_reward_functions([bad, good], timeout_seconds=0.5, log=told.append) as rewards:
+    with load_reward_functions([bad, good], timeout_seconds=0.5, log=logged.append) as rewards:
         began = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for _ in range(2):
             scores = rewards(PROMPTS, COMPLETIONS, {})
@@ -179,7 +179,7 @@ def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard
             assert scores.failures[bad] == 3
             assert scores.by_function[good] in ([1.0, 1.0, 2.0], [None, None, None])
         assert rewards.failures[bad] == 6
-    assert len([line for line in told if f"reward {bad}: {problem}" in line]) == 1
+    assert len([line for line in logged if f"reward {bad}: {problem}" in line]) == 1
     assert began
     assert not {process.pid for process in psutil.Process().children(recursive=True)} - others
     assert not [p for p in psutil.process_iter(["cmdline", "ppid"]) if p.info["cmdline"] == ["sleep", "1234.5"]]
@@ -191,13 +191,13 @@ def test_a_failure_is_none_told_once_and_counted_and_the_other_function_is_heard
         ("short", "returned 1 rewards for 3 completions"),
         ("one_number", "returned float, not a list"),
         ("nothing", "returned NoneType, not a list"),
-        ("words", "gave \"'good'\" for completion 0, not a finite number or None"),
-        ("infinite", "gave 'nan' for completion 0, not a finite number or None"),
+        ("words", "returned \"'good'\" for completion 0, not a finite number or None"),
+        ("infinite", "returned 'nan' for completion 0, not a finite number or None"),
         ("refuses", "this machine will not do"),
-        ("right", "needs the column 'answer', which the data has not"),
+        ("right", "needs the column 'answer', which the data does not have"),
     ],
 )
-def test_a_function_that_is_always_wrong_ends_the_run_with_its_name(
+def test_a_function_that_always_returns_something_invalid_ends_the_run_with_its_name(
     named: Callable[[str], str], function: str, problem: str
 ) -> None:
     with load_reward_functions([named(function)]) as rewards, pytest.raises(UserError) as caught:
@@ -206,7 +206,7 @@ def test_a_function_that_is_always_wrong_ends_the_run_with_its_name(
     assert problem in str(caught.value)
 
 
-def test_what_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
     cases: dict[str, Any] = {
         f"{tmp_path / 'none.py'}:f": "no such file",
@@ -214,7 +214,7 @@ def test_what_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: P
         named("absent"): "no function 'absent': there are dies, infinite, later, later_too, leaves",
         named("NUMBER"): "no function 'NUMBER'",
         named("other_names"): "takes (inputs, outputs), but is called by name with prompts, completions",
-        "python_cod": "no function 'python_cod': there are code_of, python_code, worth",
+        "python_cod": "no function 'python_cod': there are extract_code, program_reward, python_code",
         "mine.py:": "expected FILE.py:FUNCTION",
         "mine:length": "reward mine:length: expected FILE.py:FUNCTION",
         "mine.py": "reward mine.py: expected FILE.py:FUNCTION",
@@ -235,15 +235,13 @@ NOT_PLAIN = {
 }
 
 
-def test_a_column_that_is_no_plain_data_is_refused(named: Callable[[str], str]) -> None:
+def test_a_column_that_is_not_plain_data_is_refused(named: Callable[[str], str]) -> None:
     with load_reward_functions([named("length")]) as rewards, pytest.raises(UserError, match="not plain data"):
         rewards(["a"], ["b"], {"thing": [object()]})
 
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
-def test_a_column_that_is_no_plain_data_is_named_before_it_is_handed_to_what_takes_it(
-    name: str, named: Callable[[str], str]
-) -> None:
+def test_a_column_that_is_not_plain_data_is_named_before_a_function_gets_it(name: str, named: Callable[[str], str]) -> None:
     plain = {"answer": "2", "level": 1, "share": 0.5, "right": True, "none": None, "tags": ["a"], "about": {"b": [1]}}
     with load_reward_functions([named("right"), named("length")]) as rewards:
         rewards.check_serializable(plain)
@@ -255,14 +253,14 @@ def test_a_column_that_is_no_plain_data_is_named_before_it_is_handed_to_what_tak
             rewards.check_serializable({**plain, "answer": NOT_PLAIN[name]})
 
 
-def test_what_no_function_takes_may_be_anything(named: Callable[[str], str]) -> None:
+def test_a_column_that_no_function_takes_may_hold_anything(named: Callable[[str], str]) -> None:
     columns = {name: [value] * 3 for name, value in NOT_PLAIN.items()}
     with load_reward_functions([named("right"), named("of_numpy")]) as rewards:
         scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], **columns})
     assert scores.rewards == [5.0, 4.0, 1.0]
 
 
-def test_python_code_is_worth_what_it_can_do() -> None:
+def test_python_code_rewards_each_stage_a_program_reaches() -> None:
     fenced = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles."
     completions = [fenced, "def double(x):\n    return x", "def double(x):\n    return y\ndouble(1)", "return 1", "def (", "  "]
     checks = [["assert double(2) == 4", "assert double(0) == 0"]] * len(completions)
@@ -271,20 +269,20 @@ def test_python_code_is_worth_what_it_can_do() -> None:
         assert rewards([""] * 2, completions[1:3], {}).rewards == pytest.approx([1.0, 0.5])
 
 
-def test_programs_that_never_end_cost_the_others_of_their_set_nothing() -> None:
-    # More of them than their usual time would fit into the function's, on any number of cores.
-    endless = ["while True:\n    pass"] * (20 * len(os.sched_getaffinity(0)))
+def test_programs_that_never_end_take_no_time_from_the_others_of_their_batch() -> None:
+    # With the full time for each, they would exceed the time-out on any number of cores.
+    endless = ["while True:\n    pass"] * (8 * len(os.sched_getaffinity(0)))
     completions = ["x = 1", *endless, "x = 1", "x = 2"]
-    told: list[str] = []
-    with load_reward_functions(["python_code"], timeout_seconds=12.0, log=told.append) as rewards:
+    logged: list[str] = []
+    with load_reward_functions(["python_code"], timeout_seconds=6.0, log=logged.append) as rewards:
         scores = rewards([""] * len(completions), completions, {"checks": [["assert x == 1"]] * len(completions)})
-    assert told == []
+    assert logged == []
     first, *middle, last, wrong = scores.rewards
     assert (first, last, wrong) == pytest.approx((1.0, 1.0, 0.4))
     assert set(middle) == {0.2}
 
 
-def test_a_function_that_asks_is_told_how_long_it_may_take(named: Callable[[str], str]) -> None:
+def test_a_function_with_that_parameter_gets_the_time_out(named: Callable[[str], str]) -> None:
     with load_reward_functions([named("timed")], timeout_seconds=7.5) as rewards:
         assert rewards(["a"], ["b"], {}).rewards == [7.5]
 
@@ -301,11 +299,11 @@ def test_a_function_that_asks_is_told_how_long_it_may_take(named: Callable[[str]
         ("x = 1", "x = 1"),
     ],
 )  # fmt: skip
-def test_code_is_what_is_fenced_as_python_and_no_other_block_nor_what_is_between(completion: str, code: str) -> None:
+def test_code_is_the_blocks_fenced_as_python_and_nothing_else(completion: str, code: str) -> None:
     assert extract_code(completion) == code
 
 
-def test_checks_may_be_missing_and_what_is_no_list_of_them_is_refused() -> None:
+def test_checks_may_be_missing_and_must_otherwise_be_a_list() -> None:
     with load_reward_functions(["python_code"]) as rewards:
         assert rewards([""] * 2, ["x = 1"] * 2, {"checks": [None, ["assert x == 1"]]}).rewards == pytest.approx([1.0, 1.0])
         for bad in ("assert x == 1", [1], {"a": 1}, 3):
@@ -313,16 +311,16 @@ def test_checks_may_be_missing_and_what_is_no_list_of_them_is_refused() -> None:
                 rewards([""], ["x = 1"], {"checks": [bad]})
 
 
-def test_failures_of_one_kind_are_told_once_whatever_their_words(named: Callable[[str], str]) -> None:
-    told: list[str] = []
-    with load_reward_functions([named("raises_with_other_words")], log=told.append) as rewards:
+def test_failures_of_one_type_are_logged_once_whatever_their_messages(named: Callable[[str], str]) -> None:
+    logged: list[str] = []
+    with load_reward_functions([named("raises_with_other_words")], log=logged.append) as rewards:
         for number in range(3):
             assert rewards(["a"], [f"completion {number}"], {}).rewards == [None]
-    assert len(told) == 1
-    assert "KeyError: 'completion 0'" in told[0]
+    assert len(logged) == 1
+    assert "KeyError: 'completion 0'" in logged[0]
 
 
-def test_a_column_may_have_any_name_but_those_of_what_every_function_gets(named: Callable[[str], str]) -> None:
+def test_a_column_may_have_any_name_except_reserved_ones(named: Callable[[str], str]) -> None:
     with load_reward_functions([named("strict")]) as rewards:
         columns = {"self": [1, 2], "seconds": [1, 3], "name": [0, 0], "spec": [0, 0]}
         assert rewards(["a", "b"], ["c", "d"], columns).rewards == [1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Generated code: what it does wrong has a clear outcome in bounded time, and leaves nothing behind."""
+"""Generated code: whatever it does, it has a clear result in bounded time and leaves nothing behind."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    """One whose programs have their folders in one of its own, so that another's are not taken for left behind."""
+    """A sandbox with a scratch folder of its own, so that folders of other sandboxes do not count as left behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
         with Sandbox() as opened:
@@ -36,35 +36,37 @@ def leftovers() -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(sandbox: Sandbox) -> Iterator[None]:
-    """Whatever a program does, afterwards its folder is gone, and the server has no child."""
+    """After a test, the programs' folders are deleted, and the server has no children."""
     yield
-    assert sandbox.run("print('well')").output == "well\n"
+    assert sandbox.run("print('well')", seconds=60.0).output == "well\n"
     assert leftovers() == []
-    servers = [child for child in psutil.Process().children() if "codeserver" in " ".join(child.cmdline())]
+    children = psutil.process_iter(["pid", "ppid", "cmdline"])  # which skips processes that end meanwhile
+    found = [child.info for child in children]
+    servers = {each["pid"] for each in found if each["ppid"] == os.getpid() and "code_server" in str(each["cmdline"])}
     assert servers
-    assert not [child for server in servers for child in server.children(recursive=True)]
+    assert not [each for each in found if each["ppid"] in servers]
 
 
 def test_each_check_is_passed_or_failed(sandbox: Sandbox) -> None:
     checks = ["assert double(2) == 4", "assert double(2) == 5", "assert double('a') == 'aa'", "double()", "this is no code"]
-    outcome = sandbox.run("def double(x):\n    return 2 * x\nprint('dé', double(3))", checks=checks)
-    assert outcome.status == "done"
-    assert outcome.stages_reached == ("parses", "compiles", "runs")
-    assert outcome.checks_passed == (True, False, True, False, False)
-    assert outcome.output == "dé 6\n"
-    assert "check 5: SyntaxError" in outcome.error
+    result = sandbox.run("def double(x):\n    return 2 * x\nprint('dé', double(3))", checks=checks)
+    assert result.status == "done"
+    assert result.stages_reached == ("parses", "compiles", "runs")
+    assert result.checks_passed == (True, False, True, False, False)
+    assert result.output == "dé 6\n"
+    assert "check 5: SyntaxError" in result.error
 
 
-def test_programs_are_spread_over_workers_and_answered_in_their_order() -> None:
+def test_workers_share_the_programs_and_results_come_in_their_order() -> None:
     with Sandbox(2) as pair:
-        outcomes = pair.run_all([f"x = {number}" for number in range(8)], [[f"assert x == {number}"] for number in range(8)])
-    assert [outcome.checks_passed for outcome in outcomes] == [(True,)] * 8
+        results = pair.run_all([f"x = {number}" for number in range(8)], [[f"assert x == {number}"] for number in range(8)])
+    assert [result.checks_passed for result in results] == [(True,)] * 8
 
 
-def test_a_program_that_finds_no_time_left_is_not_begun_and_is_worth_nothing(sandbox: Sandbox) -> None:
-    for outcome in sandbox.run_all(["x = 1"] * 2, [["assert x == 1"], []], total_seconds=0.0):
-        assert (outcome.status, outcome.stages_reached, any(outcome.checks_passed)) == ("time", (), False)
-        assert program_reward(outcome) == 0.0
+def test_without_time_left_a_program_is_not_begun_and_earns_nothing(sandbox: Sandbox) -> None:
+    for result in sandbox.run_all(["x = 1"] * 2, [["assert x == 1"], []], total_seconds=0.0):
+        assert (result.status, result.stages_reached, any(result.checks_passed)) == ("time", (), False)
+        assert program_reward(result) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -77,14 +79,16 @@ def test_a_program_that_finds_no_time_left_is_not_begun_and_is_worth_nothing(san
         ("return 1", ("parses",), "SyntaxError: 'return' outside function"),
     ],
 )
-def test_what_is_no_program_is_told_from_what_fails(sandbox: Sandbox, code: str, reached: tuple[str, ...], error: str) -> None:
-    outcome = sandbox.run(code)
-    assert (outcome.status, outcome.stages_reached) == ("syntax", reached)
-    assert error in outcome.error
+def test_code_that_is_not_a_program_is_distinguished_from_one_that_fails(
+    sandbox: Sandbox, code: str, reached: tuple[str, ...], error: str
+) -> None:
+    result = sandbox.run(code)
+    assert (result.status, result.stages_reached) == ("syntax", reached)
+    assert error in result.error
 
 
 @pytest.mark.parametrize(
-    ("code", "ended", "error"),
+    ("code", "status", "error"),
     [
         ("1 / 0", "raised", "ZeroDivisionError: division by zero"),
         ("def f():\n    f()\nf()", "raised", "RecursionError"),
@@ -110,18 +114,18 @@ def test_what_is_no_program_is_told_from_what_fails(sandbox: Sandbox, code: str,
         ("n = 0\nwhile True:\n    open(str(n), 'w').write('x' * 1000000)\n    n += 1", "files", ""),
     ],
 )  # fmt: skip
-def test_each_offence_has_its_outcome_in_bounded_time(sandbox: Sandbox, code: str, ended: str, error: str) -> None:
+def test_each_violation_has_its_status_in_bounded_time(sandbox: Sandbox, code: str, status: str, error: str) -> None:
     began = time.monotonic()
-    outcome = sandbox.run(code, checks=["pass"], seconds=SECONDS if ended == "time" else 20.0, memory_mib=256)
-    assert outcome.status == ended, outcome
-    assert error in outcome.error
-    assert outcome.checks_passed == (False,)
+    result = sandbox.run(code, checks=["pass"], seconds=SECONDS if status == "time" else 20.0, memory_mib=256)
+    assert result.status == status, result
+    assert error in result.error
+    assert result.checks_passed == (False,)
     # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy machine.
     assert time.monotonic() - began < 20 + 20
-    assert len(outcome.output) <= 1 << 16
+    assert len(result.output) <= 1 << 16
 
 
-def test_a_grandchild_that_would_live_on_is_never_born(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_program_cannot_start_a_process_that_outlives_it(sandbox: Sandbox, tmp_path: Path) -> None:
     mark = f"sleep {90_000 + os.getpid()}"
     code = f"import os\nos.system('setsid {mark} &')\nos.posix_spawn('/bin/sh', ['sh', '-c', '{mark} &'], {{}})"
     assert sandbox.run(code).status == "raised"
@@ -141,9 +145,9 @@ def test_no_connection_reaches_a_port_that_listens(sandbox: Sandbox, tmp_path: P
         ]
         for attempt in attempts:
             code = f"import ctypes, socket, urllib.request\ndef throw(error):\n    raise error\n{attempt}"
-            outcome = sandbox.run(code)
-            assert outcome.status == "raised", attempt
-            assert "Error" in outcome.error
+            result = sandbox.run(code)
+            assert result.status == "raised", attempt
+            assert "Error" in result.error
         listening.settimeout(0.2)
         with pytest.raises(TimeoutError):
             listening.accept()
@@ -152,7 +156,7 @@ def test_no_connection_reaches_a_port_that_listens(sandbox: Sandbox, tmp_path: P
             named.recv(1)
 
 
-def test_files_are_written_in_its_own_folder_and_nowhere_else(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_program_writes_files_in_its_own_folder_only(sandbox: Sandbox, tmp_path: Path) -> None:
     outside, kept = tmp_path / "outside", tmp_path / "kept"
     kept.write_text("kept")
     os.chmod(tmp_path, 0o777)
@@ -171,10 +175,10 @@ def test_files_are_written_in_its_own_folder_and_nowhere_else(sandbox: Sandbox, 
         f"import os\nos.chmod({str(kept)!r}, 0)",
         f"import os\nos.utime({str(kept)!r}, (0, 0))",
     ):
-        outcome = sandbox.run(code)
-        assert outcome.status == "raised", code
+        result = sandbox.run(code)
+        assert result.status == "raised", code
         # Landlock calls a link or a move out of or into the folder one between devices.
-        assert "PermissionError" in outcome.error or "Invalid cross-device link" in outcome.error
+        assert "PermissionError" in result.error or "Invalid cross-device link" in result.error
     assert not outside.exists()
     assert not (Path(tempfile.gettempdir()) / outside.name).exists()
     assert kept.read_text() == "kept"
@@ -183,11 +187,11 @@ def test_files_are_written_in_its_own_folder_and_nowhere_else(sandbox: Sandbox, 
 
 
 @pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_WRONLY | os.O_RDWR])
-def test_the_filter_alone_keeps_a_file_from_being_cut_by_who_opens_it_to_read(tmp_path: Path, mode: int) -> None:
-    """Landlock before its third version lets it pass; here there is none at all."""
+def test_the_system_call_filter_alone_refuses_truncation_while_opening_to_read(tmp_path: Path, mode: int) -> None:
+    """Landlock before its third version permits it; here there is no Landlock at all."""
     (tmp_path / "kept").write_text("kept")
-    filtered = "confine.forgo_new_rights(os.getppid())\nconfine.refuse_calls(writing=True)"
-    attempt = "import os, sys\nfrom lmforge.objectives import confine\nos.open(sys.argv[1], int(sys.argv[2]))"
+    filtered = "confinement.set_no_new_privs(os.getppid())\nconfinement.install_seccomp_filter(allow_writes=True)"
+    attempt = "import os, sys\nfrom lmforge.rewards import confinement\nos.open(sys.argv[1], int(sys.argv[2]))"
     for flags, error in ((mode | os.O_TRUNC, "PermissionError"), (mode, "")):
         code = attempt.replace("\nos.open", f"\n{filtered}\nos.open")
         done = subprocess.run(
@@ -198,7 +202,7 @@ def test_the_filter_alone_keeps_a_file_from_being_cut_by_who_opens_it_to_read(tm
         assert (tmp_path / "kept").read_text() == "kept"
 
 
-def test_what_cannot_be_confined_is_told_and_not_run(sandbox: Sandbox) -> None:
+def test_a_program_that_cannot_be_confined_is_refused_and_not_run(sandbox: Sandbox) -> None:
     """More memory than a limit can be set to."""
     with pytest.raises(UserError, match="generated code cannot be confined here: OverflowError"):
         sandbox.run("print('run')", memory_mib=1 << 60)
@@ -208,14 +212,8 @@ def test_ranks_on_one_machine_share_its_cores() -> None:
     code = "from lmforge.rewards.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
     cores = len(os.sched_getaffinity(0))
     for ranks, workers in ((1, cores), (cores, 1), (2 * cores, 1)):
-        place = {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "",
-            "MASTER_PORT": 0,
-        }
+        local = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        place = {**local, "MASTER_ADDR": "", "MASTER_PORT": 0}
         variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
         assert subprocess.check_output([sys.executable, "-c", code], env=variables, timeout=120) == b"%d\n" % workers
 
@@ -261,20 +259,20 @@ print(asyncio.run(soon()), sqlite3.connect(":memory:").execute("select 2").fetch
 with concurrent.futures.ThreadPoolExecutor(2) as threads:
     print(list(threads.map(abs, [-3])), __name__)
 """
-    outcome = sandbox.run(code, seconds=30.0)
-    assert outcome.output == "Point(x=1) (2,)\n[3] __main__\n", outcome
+    result = sandbox.run(code, seconds=30.0)
+    assert result.output == "Point(x=1) (2,)\n[3] __main__\n", result
 
 
-def test_when_the_server_is_lost_its_program_has_an_outcome_and_the_next_a_new_server() -> None:
+def test_when_the_server_dies_its_program_has_a_result_and_the_next_gets_a_new_server() -> None:
     with Sandbox() as own:
         # The newest of this process's children is the server of the newest sandbox.
         max(psutil.Process().children(), key=psutil.Process.create_time).kill()
-        outcome = own.run("x = 1", checks=["pass"])
-        assert (outcome.status, outcome.checks_passed) == ("killed", (False,))
+        result = own.run("x = 1", checks=["pass"])
+        assert (result.status, result.checks_passed) == ("killed", (False,))
         assert own.run("x = 1").status == "done"
 
 
-def test_programs_end_with_whoever_ran_them() -> None:
+def test_programs_end_with_the_process_that_runs_them() -> None:
     code = """
 from lmforge.rewards.sandbox import Sandbox
 sandbox = Sandbox()
@@ -303,31 +301,31 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)), 0, 0) == 0
 with Sandbox() as sandbox:
-    outcomes = [sandbox.run(code) for code in json.loads(sys.argv[1])]
-    print(json.dumps([sandbox.protections, [[outcome.ended, outcome.error, outcome.output] for outcome in outcomes]]))
+    results = [sandbox.run(code) for code in json.loads(sys.argv[1])]
+    print(json.dumps([sandbox.protections, [[result.status, result.error, result.output] for result in results]]))
 """
 
 
-def test_without_landlock_nothing_is_written_at_all_and_it_says_that_files_can_be_read(tmp_path: Path) -> None:
+def test_without_landlock_nothing_is_written_and_a_warning_says_that_files_can_be_read(tmp_path: Path) -> None:
     programs = ["print(6 * 7)", "open('own', 'w')", f"open({str(tmp_path / 'x')!r}, 'w')", "import os\nos.mkdir('d')"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LANDLOCK, json.dumps(programs)], capture_output=True, text=True, timeout=120
     )
-    protections, outcomes = json.loads(done.stdout)
+    protections, results = json.loads(done.stdout)
     assert protections == {"network": True, "processes": True, "signals": True, "writing": True, "reading": False}
     assert "can read this user's files" in done.stderr
-    assert outcomes[0] == ["done", "", "42\n"]
-    assert all("PermissionError" in error for _, error, _ in outcomes[1:])
+    assert results[0] == ["done", "", "42\n"]
+    assert all("PermissionError" in error for _, error, _ in results[1:])
     assert not (tmp_path / "x").exists()
 
 
-def test_where_nothing_can_be_shut_off_no_code_is_run() -> None:
-    """seccomp itself refused, as under some container runtimes."""
+def test_without_seccomp_no_code_is_run() -> None:
+    """seccomp itself is refused, as under some container runtimes."""
     refusing = WITHOUT_LANDLOCK.replace("(0x15, 0, 1, 444)", "(0x15, 0, 1, 157)")
     done = subprocess.run([sys.executable, "-c", refusing, "[]"], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert "UserError: generated code cannot be confined here" in done.stderr
 
 
-def test_an_outcome_is_plain_data(sandbox: Sandbox) -> None:
+def test_a_result_has_these_fields(sandbox: Sandbox) -> None:
     assert sandbox.run("") == ProgramResult("done", ("parses", "compiles", "runs"), (), "", "", pytest.approx(0, abs=60))

@@ -138,9 +138,8 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         (
             "align",
             ["--method", "grpo", "--align.beta", "0.2"],
-            "align.beta: grpo does not read it; it is for dpo, ipo, kto, orpo",
+            "align.beta: grpo does not read it; it is for dpo, kto, orpo",
         ),
-        ("align", ["--method", "ipo", "--align.label_smoothing", "0.1"], "align.label_smoothing: ipo does not read it"),
         ("align", ["--method", "grpo", "--data.packing", "none"], "data.packing = none: grpo has a row for each answer"),
         (
             "align",
@@ -160,7 +159,7 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         (
             "align",
             ["--method", "ppo"],
-            "--align.method: expected 'dpo', 'ipo', 'kto', 'orpo', 'simpo', 'reward' or 'grpo', got \"ppo\"",
+            "--align.method: expected 'dpo', 'kto', 'orpo', 'simpo', 'reward' or 'grpo', got \"ppo\"",
         ),
     ],
 )
@@ -189,7 +188,7 @@ def test_it_is_told_in_one_line_and_nothing_is_made(
         (["--rollout.reward_functions", "."], "rollout.reward_functions: config.json: no such file"),
         (
             ["--rollout.reward_functions", "rewards.py:right", "rewards.py:column"],
-            "prompts.jsonl: reward rewards.py:column: needs the column 'answer', which the data has not",
+            "prompts.jsonl: reward rewards.py:column: needs the column 'answer', which the data does not have",
         ),
         (
             [

@@ -1,4 +1,4 @@
-"""Head and cross-entropy in chunks against the same written plainly: `F.cross_entropy` of whole logits."""
+"""Head and cross-entropy in chunks against `F.cross_entropy` of the full logits."""
 
 import math
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS, IGNORE_INDEX, cross_entropy_sum, token_losses
+from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
+from lmforge.objectives.cross_entropy import cross_entropy_sum
+from lmforge.objectives.logprobs import token_losses
 from tests.seeds import fresh_seed
 
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.
@@ -16,14 +18,14 @@ TOKENS = [1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKE
 
 
 def drawn(tokens: int, dtype: torch.dtype, masked: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, head and targets of a random shape; a share of the targets is masked."""
+    """Hidden states, head and labels of a random shape; the fraction `masked` of the labels is ignored."""
     seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     width, vocab = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 40), (2, 90)))
     hidden = torch.randn(tokens, width, dtype=dtype, generator=generator)
     weight = torch.randn(vocab, width, dtype=dtype, generator=generator)
-    targets = torch.randint(0, vocab, (tokens,), generator=generator)
-    return hidden, weight, targets.masked_fill(torch.rand(tokens, generator=generator) < masked, IGNORE_INDEX)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    return hidden, weight, labels.masked_fill(torch.rand(tokens, generator=generator) < masked, IGNORE_INDEX)
 
 
 def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -37,12 +39,12 @@ def assert_close(ours: Tensor, reference: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_sum_and_gradients_are_those_of_whole_logits(tokens: int, dtype: torch.dtype) -> None:
-    hidden, weight, targets = drawn(tokens, dtype)
+def test_sum_and_gradients_are_those_of_full_logits(tokens: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels = drawn(tokens, dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
-    ours = cross_entropy_sum(hidden, weight, targets)
-    reference = cross_entropy(hidden @ weight.t(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    ours = cross_entropy_sum(hidden, weight, labels)
+    reference = cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
     assert ours.shape == ()
     assert ours.dtype == dtype
     torch.testing.assert_close(ours, reference, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -51,15 +53,15 @@ def test_sum_and_gradients_are_those_of_whole_logits(tokens: int, dtype: torch.d
         assert_close(mine, theirs, TOLERANCE[dtype])
 
 
-def test_gradients_pass_gradcheck_through_rows_and_masked_targets() -> None:
-    hidden, weight, targets = drawn(12, torch.float64)
-    hidden, targets = hidden.view(3, 4, -1).requires_grad_(), targets.view(3, 4)
-    targets[0, 0] = IGNORE_INDEX
-    assert torch.autograd.gradcheck(lambda h, w: cross_entropy_sum(h, w, targets), (hidden, weight.requires_grad_()))
+def test_gradients_pass_gradcheck_with_several_sequences_and_ignored_labels() -> None:
+    hidden, weight, labels = drawn(12, torch.float64)
+    hidden, labels = hidden.view(3, 4, -1).requires_grad_(), labels.view(3, 4)
+    labels[0, 0] = IGNORE_INDEX
+    assert torch.autograd.gradcheck(lambda h, w: cross_entropy_sum(h, w, labels), (hidden, weight.requires_grad_()))
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK_TOKENS + 5])
-def test_nothing_scored_gives_zero_and_zero_gradients(tokens: int) -> None:
+def test_without_labels_loss_and_gradients_are_zero(tokens: int) -> None:
     hidden, weight, _ = drawn(tokens, torch.float32)
     nothing = torch.full((tokens,), IGNORE_INDEX)
     loss = cross_entropy_sum(hidden.requires_grad_(), weight.requires_grad_(), nothing)
@@ -69,54 +71,54 @@ def test_nothing_scored_gives_zero_and_zero_gradients(tokens: int) -> None:
     assert torch.equal(token_losses(hidden, weight, nothing), torch.zeros(tokens))
 
 
-def test_it_is_a_sum_so_that_parts_of_a_batch_add_up() -> None:
-    hidden, weight, targets = drawn(100, torch.float64)
-    whole = cross_entropy_sum(hidden, weight, targets)
-    parts = [cross_entropy_sum(hidden[rows], weight, targets[rows]) for rows in (slice(0, 1), slice(1, 60), slice(60, 100))]
+def test_losses_of_parts_of_a_batch_add_up() -> None:
+    hidden, weight, labels = drawn(100, torch.float64)
+    whole = cross_entropy_sum(hidden, weight, labels)
+    parts = [cross_entropy_sum(hidden[rows], weight, labels[rows]) for rows in (slice(0, 1), slice(1, 60), slice(60, 100))]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(cross_entropy_sum(hidden.repeat(2, 1), weight, targets.repeat(2)), 2 * whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(cross_entropy_sum(hidden.repeat(2, 1), weight, labels.repeat(2)), 2 * whole, rtol=1e-12, atol=0)
 
 
-def test_a_masked_token_has_no_gradient_and_no_influence() -> None:
-    hidden, weight, targets = drawn(50, torch.float64)
-    targets[::2] = IGNORE_INDEX
+def test_a_token_without_label_has_no_gradient_and_no_influence() -> None:
+    hidden, weight, labels = drawn(50, torch.float64)
+    labels[::2] = IGNORE_INDEX
     disturbed = hidden.clone()
     disturbed[::2] += 100
     hidden.requires_grad_()
-    loss = cross_entropy_sum(hidden, weight, targets)
+    loss = cross_entropy_sum(hidden, weight, labels)
     assert torch.equal(gradients(loss, hidden)[0][::2], torch.zeros(25, hidden.shape[1], dtype=torch.float64))
-    assert cross_entropy_sum(disturbed, weight, targets).item() == loss.item()
+    assert cross_entropy_sum(disturbed, weight, labels).item() == loss.item()
 
 
-def test_losses_of_tokens_are_those_that_are_summed() -> None:
-    hidden, weight, targets = drawn(2 * CHUNK_TOKENS + 10, torch.float64)
-    losses = token_losses(hidden.view(2, -1, hidden.shape[1]), weight, targets.view(2, -1))
-    reference = cross_entropy(hidden @ weight.t(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+def test_token_losses_add_up_to_the_sum() -> None:
+    hidden, weight, labels = drawn(2 * CHUNK_TOKENS + 10, torch.float64)
+    losses = token_losses(hidden.view(2, -1, hidden.shape[1]), weight, labels.view(2, -1))
+    reference = cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="none")
     assert losses.shape == (2, CHUNK_TOKENS + 5)
     torch.testing.assert_close(losses.flatten(), reference, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(losses.sum(), cross_entropy_sum(hidden, weight, targets), rtol=1e-12, atol=0)
+    torch.testing.assert_close(losses.sum(), cross_entropy_sum(hidden, weight, labels), rtol=1e-12, atol=0)
 
 
 def test_large_logits_stay_finite() -> None:
-    hidden, weight, targets = drawn(20, torch.float32, masked=0.0)
+    hidden, weight, labels = drawn(20, torch.float32, masked=0.0)
     hidden = (hidden * 1e4).requires_grad_()
-    loss = cross_entropy_sum(hidden, weight, targets)
+    loss = cross_entropy_sum(hidden, weight, labels)
     assert loss.isfinite()
     assert gradients(loss, hidden)[0].isfinite().all()
 
 
 def test_under_autocast_logits_are_bf16_and_the_sum_and_the_weight_gradient_are_fp32() -> None:
-    hidden, weight, targets = drawn(64, torch.float32)
+    hidden, weight, labels = drawn(64, torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy_sum(hidden, weight, targets)
+        loss = cross_entropy_sum(hidden, weight, labels)
     assert loss.dtype == torch.float32
     ours = gradients(loss, hidden, weight)
     assert [gradient.dtype for gradient in ours] == [torch.float32, torch.float32]
     rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
     logits = (rounded[0] @ rounded[1].t()).float()
-    reference = cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    reference = cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
     # The gradient of the logits is rounded to the 8 bits of bf16 on its way, once more than by autograd.
     for mine, theirs in zip(ours, gradients(reference, *rounded), strict=True):
@@ -127,10 +129,10 @@ def test_the_weight_gradient_of_a_bf16_model_adds_up_in_fp32() -> None:
     """After a chunk that adds 1,024 come forty that add a half each: to a bf16 sum they would add nothing."""
     hidden = torch.ones(41 * CHUNK_TOKENS, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.full((len(hidden),), IGNORE_INDEX)
-    targets[:CHUNK_TOKENS] = 0
-    targets[CHUNK_TOKENS::CHUNK_TOKENS] = 0
-    loss = cross_entropy_sum(hidden, weight, targets)
+    labels = torch.full((len(hidden),), IGNORE_INDEX)
+    labels[:CHUNK_TOKENS] = 0
+    labels[CHUNK_TOKENS::CHUNK_TOKENS] = 0
+    loss = cross_entropy_sum(hidden, weight, labels)
     assert loss.item() == pytest.approx((CHUNK_TOKENS + 40) * math.log(2), rel=1e-6)
     total = (CHUNK_TOKENS + 40) / 2
     torch.testing.assert_close(gradients(loss, weight)[0].float(), torch.tensor([[-total], [total]]), rtol=2**-8, atol=0)
@@ -139,11 +141,11 @@ def test_the_weight_gradient_of_a_bf16_model_adds_up_in_fp32() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_on_a_gpu_sum_and_gradients_are_those_of_the_cpu(tokens: int) -> None:
-    hidden, weight, targets = drawn(tokens, torch.float64)
+    hidden, weight, labels = drawn(tokens, torch.float64)
     results = []
     for device in ("cpu", "cuda"):
         inputs = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
-        loss = cross_entropy_sum(*inputs, targets.to(device))
+        loss = cross_entropy_sum(*inputs, labels.to(device))
         results.append([loss, *gradients(loss, *inputs)])
     for ours, reference in zip(*results, strict=True):
         assert_close(reference.cpu(), ours, 1e-12)

@@ -1,0 +1,92 @@
+"""A child process that is spoken to by lines of JSON: requests on its standard input, responses on its standard output."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+HEARTBEAT_SECONDS = 1.0
+# Of one response: rewards of a batch, or the output of a program, are far smaller.
+MAX_RESPONSE_BYTES = 64 << 20
+
+
+class ProcessLost(Exception):
+    """The process ended, or sent something that is not a response. It has to be closed."""
+
+
+def start_code(module: str) -> str:
+    """Code for `python -c` that runs `main()` of one of our modules, whatever the working directory and sys.path."""
+    return f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
+
+
+class JsonLineProcess:
+    """The process of `command`, in a session of its own. Only one thread may use it at a time."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def request(self, message: object, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Send a message and return its response.
+
+        Raises TypeError or ValueError if the message is not JSON, and as `receive` does.
+        """
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._stdin.fileno(), line) :]
+        except BrokenPipeError:
+            raise ProcessLost("its process died") from None
+        return self.receive(timeout_seconds, heartbeat)
+
+    def receive(self, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """The next response. `heartbeat` is called every second while it is awaited.
+
+        Raises TimeoutError if it takes longer than `timeout_seconds`, and ProcessLost if the process died or the response is
+        not JSON or larger than MAX_RESPONSE_BYTES.
+        """
+        poll = select.poll()
+        poll.register(self._stdout, select.POLLIN)
+        line, deadline = bytearray(), time.monotonic() + timeout_seconds
+        while not line.endswith(b"\n"):
+            heartbeat()
+            if not poll.poll(1000 * max(0.0, min(HEARTBEAT_SECONDS, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                continue
+            piece = os.read(self._stdout.fileno(), 1 << 16)
+            if not piece:
+                raise ProcessLost("its process died")
+            line += piece
+            if len(line) > MAX_RESPONSE_BYTES:
+                raise ProcessLost(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
+        try:
+            response: dict[str, Any] = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ProcessLost("its response is not JSON") from None
+        return response
+
+    def close(self, grace_seconds: float = 0.0) -> None:
+        """Close its input and give it `grace_seconds` to end; then kill it, with all that it started in its session."""
+        for pipe in (self._stdin, self._stdout):
+            with suppress(BrokenPipeError):
+                pipe.close()
+        if grace_seconds:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_seconds)
+        # Without a return code it was not reaped, and its pid is still its own.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
