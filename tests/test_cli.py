@@ -12,7 +12,7 @@ import pytest
 
 from lmforge.cli import VERBS, load_config
 from lmforge.config.options import iter_options, validate_options
-from lmforge.config.run import Config
+from lmforge.config.pretrain import PretrainConfig
 from lmforge.errors import UserError
 from tests.conftest import Command
 
@@ -141,7 +141,7 @@ def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     recipe, _, arithmetic = done.stdout.partition("\n\nbatch ")
-    resolved = validate_options(Config, tomllib.loads(recipe))
+    resolved = validate_options(PretrainConfig, tomllib.loads(recipe))
     assert (resolved.run.name, resolved.train.micro_batch_size, resolved.launch.processes) == ("a", 3, 2)
     assert "24 rows × 64 tokens = 1,536 tokens a step = 2 data-parallel ranks × 4 micro-batches × 3 rows" in arithmetic
     assert "1,000 steps = 1,536,000 tokens" in arithmetic

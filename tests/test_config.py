@@ -13,9 +13,11 @@ from lmforge.cli import load_config
 from lmforge.config import post_training as config_post
 from lmforge.config import run as config_runs
 from lmforge.config import verbs as config_verbs
+from lmforge.config.batch_plan import batch_plan
+from lmforge.config.load import config_class
 from lmforge.config.options import Options, iter_options, read_recipe, to_toml, validate_options
-from lmforge.config.post_training import config_class
-from lmforge.config.run import COMFORTABLE_MICRO_BATCH_TOKENS, Config, TrainOptions, batch_plan
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
 from lmforge.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
@@ -29,8 +31,8 @@ TREES = [
 counts = st.integers(1, 400)
 
 
-def config(**sections: dict[str, Any]) -> Config:
-    return validate_options(Config, sections, "a.toml")
+def config(**sections: dict[str, Any]) -> PretrainConfig:
+    return validate_options(PretrainConfig, sections, "a.toml")
 
 
 @given(rows=counts, length=st.sampled_from([16, 100, 1024, 8192, 40_000]), ranks=st.integers(1, 16), data=st.data())
@@ -128,7 +130,7 @@ def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules
 
 
 def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
-    for name, field in Config.model_fields.items():
+    for name, field in PretrainConfig.model_fields.items():
         assert field.description, name
         assert isinstance(field.annotation, type), name
         assert issubclass(field.annotation, BaseModel), name
@@ -183,15 +185,15 @@ def test_what_is_typed_stands_in_place_of_the_recipes_other_way_to_say_it(
 
 
 def test_an_option_without_a_value_is_written_so_where_it_has_one_by_default() -> None:
-    read = validate_options(Config, {"watch": {"timeout_seconds": "none"}})
+    read = validate_options(PretrainConfig, {"watch": {"timeout_seconds": "none"}})
     assert read.watch.timeout_seconds is None
-    assert validate_options(Config, tomllib.loads(to_toml(read))) == read
+    assert validate_options(PretrainConfig, tomllib.loads(to_toml(read))) == read
 
 
 def test_a_run_is_called_what_its_options_say_and_else_what_its_recipe_is_called() -> None:
-    assert Config().with_name("recipe").run.name == "recipe"
+    assert PretrainConfig().with_name("recipe").run.name == "recipe"
     assert config(run={"name": "mine"}).with_name("recipe").run.name == "mine"
-    assert Config().with_name("recipe").train == Config().train
+    assert PretrainConfig().with_name("recipe").train == PretrainConfig().train
 
 
 @pytest.mark.parametrize(("steps", "asked", "every"), [(1000, None, 100), (5, None, 1), (1000, 7, 7)])
@@ -201,6 +203,6 @@ def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(steps
 
 
 def test_shape_options_are_handed_on_only_where_they_were_given() -> None:
-    assert Config().model.overrides() == {}
+    assert PretrainConfig().model.overrides() == {}
     chosen = config(model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False})
     assert chosen.model.overrides() == {"hidden_size": 64, "attention_bias": False}

@@ -23,9 +23,10 @@ import pytest
 import zstandard
 
 from lmforge.cli import VERBS
+from lmforge.config.align import AlignConfig
+from lmforge.config.bench import BenchConfig
 from lmforge.config.options import iter_options
-from lmforge.config.post_training import AlignConfig, SftConfig
-from lmforge.config.run import BenchConfig
+from lmforge.config.sft import SftConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model

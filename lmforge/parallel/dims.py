@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lmforge.config.run import BatchPlan, StageConfig, batch_plan
+from lmforge.config.batch_plan import BatchPlan, batch_plan
+from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
 
 if TYPE_CHECKING:  # a dry run asks for a strategy without importing torch

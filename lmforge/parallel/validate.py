@@ -1,6 +1,6 @@
 """Whether a model, its rows and its micro-batches can be spread as asked: known before torch is imported."""
 
-from lmforge.config.run import BatchPlan
+from lmforge.config.batch_plan import BatchPlan
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import ParallelSettings

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.run import BatchPlan, StageConfig
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count

@@ -9,7 +9,7 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.post_training import AlignConfig
+from lmforge.config.align import AlignConfig
 from lmforge.data.stream import PackedDataset
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
@@ -46,9 +46,8 @@ def build_preference_objective(config: AlignConfig) -> Objective:
     options, beta = config.align, config.beta
     match options.method:
         case "dpo":
-            return PreferenceObjective(partial(dpo, beta=beta, label_smoothing=options.label_smoothing), uses_reference=True)
-        case "ipo":
-            return PreferenceObjective(partial(dpo, beta=beta, loss_type="ipo"), uses_reference=True)
+            loss = partial(dpo, beta=beta, loss_type=options.loss_type, label_smoothing=options.label_smoothing)
+            return PreferenceObjective(loss, uses_reference=True)
         case "orpo":
             return PreferenceObjective(partial(orpo, beta=beta), uses_reference=False)
         case "simpo":

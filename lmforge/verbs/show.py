@@ -1,14 +1,17 @@
 """`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
 
-import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lmforge.cluster.rank_info import read_rank_info
+from lmforge.config.align import AlignConfig
+from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
-from lmforge.config.post_training import AlignConfig, TunedConfig, config_class
-from lmforge.config.run import Config, StageConfig
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.config.verbs import ShowOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
@@ -24,12 +27,32 @@ from lmforge.model.presets import PRESETS
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.runs import MANIFEST, Run, format_bytes
+from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 
 
+def run_show(options: ShowOptions) -> int:
+    """Print what a thing is, or samples of data. Raises UserError."""
+    reading = options.model_dump(include={"mask", "format", "fields", "apply_chat_template"}, exclude_defaults=True)
+    if reading and options.tokenizer is None:
+        raise UserError(f"show: --{next(iter(reading))} is for `lmforge show data FILE --tokenizer MODEL` alone")
+    if options.thing != "data" or options.of is None:
+        if options.of is not None or options.samples is not None or options.tokenizer is not None:
+            raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
+        print(show(options.thing))
+        return 0
+    from lmforge.verbs.show_data import ExampleReader, show_examples, show_samples
+
+    if options.tokenizer is None:
+        print(show_samples(options.of, options.samples))
+    else:
+        print(show_examples(options.of, options.tokenizer, ExampleReader(**reading), options.samples))
+    return 0
+
+
 def show(thing: str) -> str:
-    """A description of `thing` in a few lines. Raises UserError where it is nothing that we know."""
+    """A description of `thing` in a few lines. Raises UserError for anything unknown."""
     path = Path(thing)
     if thing == "presets":
         return _list_presets()
@@ -46,8 +69,8 @@ def show(thing: str) -> str:
     if (path / "recipe.toml").exists():
         return _describe_run(Run.open(path))
     if (path / MANIFEST).exists():
-        table = _read_manifest(path)
-        return _describe_checkpoint(path, table) if "samples" in table else _describe_token_folder(path)
+        is_checkpoint = "hf_config" in read_json(path / MANIFEST, dict[str, Any], max_bytes=MAX_MANIFEST_BYTES)
+        return _describe_checkpoint(path) if is_checkpoint else _describe_token_folder(path)
     if (path / "config.json").exists():
         return _describe_model(resolve_model_config(path, {}, implementation="auto"), f"Hugging Face folder {path}")
     raise UserError(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
@@ -56,13 +79,6 @@ def show(thing: str) -> str:
 def dry_run(config: StageConfig) -> str:
     """The resolved recipe and the batch arithmetic. Raises UserError where they do not fit together."""
     return f"{to_toml(config)}\n{_describe_batch_and_cost(config)}"
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f"{folder / MANIFEST}: cannot be read as the manifest of a shard folder or a checkpoint") from None
 
 
 def _describe_batch_and_cost(config: StageConfig) -> str:
@@ -74,12 +90,12 @@ def _describe_batch_and_cost(config: StageConfig) -> str:
     length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
     lines = [f"batch      {plan}", f"run        {length}"]
     vocabulary = None
-    if isinstance(config, Config) and (config.data.folder / MANIFEST).exists():
+    if isinstance(config, PretrainConfig) and (config.data.folder / MANIFEST).exists():
         tokens = TokenFolder.open(config.data.folder)
         vocabulary = tokens.tokenizer.vocab_size
         held = tokens.split("train").num_tokens
         lines.append(f"data       {config.data.folder}: {held:,} tokens, so {steps * plan.tokens / held:.2f} epochs")
-    elif isinstance(config, Config):
+    elif isinstance(config, PretrainConfig):
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
     shape = _model_config(config, vocabulary)
     lines.append(_describe_cost(shape, config.data.sequence_length))
@@ -176,19 +192,43 @@ def _describe_token_folder(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _describe_checkpoint(path: Path, manifest: dict[str, Any]) -> str:
-    implementation = manifest["recipe"].get("model", {}).get("implementation", "lmforge")
-    shape = model_config_from_json(manifest["hf_config"], str(path / MANIFEST), implementation)
-    length = manifest["recipe"]["data"]["sequence_length"]
-    size = sum(file["bytes"] for file in manifest["files"].values())
-    world = manifest["written_by"]
-    ranks = f"{world['ranks']} {'rank' if world['ranks'] == 1 else 'ranks'}"
+@dataclass(frozen=True)
+class _FileEntry:
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Writer:
+    ranks: int
+    engine: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _CheckpointSummary:
+    """The part of a checkpoint's manifest that is shown. `checkpoint/` reads all of it, but with torch."""
+
+    step: int
+    consumed_sequences: int
+    hf_config: dict[str, Any]
+    recipe: dict[str, dict[str, Any]]
+    written_by: _Writer
+    files: dict[str, _FileEntry]
+
+
+def _describe_checkpoint(path: Path) -> str:
+    manifest = read_json(path / MANIFEST, _CheckpointSummary, max_bytes=MAX_MANIFEST_BYTES)
+    data, writer = manifest.recipe["data"], manifest.written_by
+    implementation = manifest.recipe.get("model", {}).get("implementation", "lmforge")
+    config = model_config_from_json(manifest.hf_config, str(path / MANIFEST), implementation)
+    length, consumed = data["sequence_length"], manifest.consumed_sequences
+    size = sum(file.bytes for file in manifest.files.values())
     return (
         f"checkpoint {path}\n"
-        f"step       {manifest['step']:,}: {manifest['consumed_sequences']:,} sequences, {manifest['consumed_sequences'] * length:,} tokens\n"
-        f"written by {ranks}, engine {world['engine']}, {world['dtype']}\n"
-        f"on disk    {format_bytes(size)} in {len(manifest['files'])} files\n"
-        + _describe_model(shape, f"trained on {manifest['recipe']['data']['folder']}", length)
+        f"step       {manifest.step:,}: {consumed:,} sequences, {consumed * length:,} tokens\n"
+        f"written by {writer.ranks} {'rank' if writer.ranks == 1 else 'ranks'}, engine {writer.engine}, {writer.dtype}\n"
+        f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
+        + _describe_model(config, f"trained on {data['folder']}", length)
     )
 
 
@@ -202,5 +242,5 @@ def _describe_run(run: Run) -> str:
         lines.append("last       " + ", ".join(f"{name} {last[name]:,.4g}" for name in shown if name in last))
     lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
     if steps and (run.checkpoint_path(steps[-1]) / MANIFEST).exists():
-        lines.append(_describe_checkpoint(run.checkpoint_path(steps[-1]), _read_manifest(run.checkpoint_path(steps[-1]))))
+        lines.append(_describe_checkpoint(run.checkpoint_path(steps[-1])))
     return "\n".join(lines)

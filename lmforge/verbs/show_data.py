@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from lmforge.config.post_training import TunedConfig
-from lmforge.config.run import Config, ExampleFormat, StageConfig, renamed_fields
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import ExampleFormat
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig, renamed_fields
 from lmforge.data.chat.colour import format_example
 from lmforge.data.chat.conversations import FORMAT_FIELDS, TokenizedExample, read_conversations, read_renamed_records
 from lmforge.data.chat.examples import EXAMPLES_MANIFEST as EXAMPLES
@@ -191,7 +193,7 @@ def show_examples(file: Path, model: Path, reader: ExampleReader, sample_range: 
 
 def _data_folder(config: StageConfig) -> tuple[Path, bool]:
     """Where a run's data lies, and whether several examples share a row."""
-    if isinstance(config, Config):
+    if isinstance(config, PretrainConfig):
         return config.data.folder, True
     assert isinstance(config, TunedConfig)
     if config.kind == "prompts":

@@ -11,7 +11,8 @@ from lmforge import checkpoint
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cli import run as command
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import BatchPlan, CheckpointOptions, OptimizerOptions
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.sections import CheckpointOptions, OptimizerOptions
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmforge.cli import load_config
-from lmforge.config.run import Config
+from lmforge.config.pretrain import PretrainConfig
 from lmforge.model.config import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemoryOptions, is_out_of_memory, suggest_what_fits
@@ -57,7 +57,7 @@ def options(tokens: Path, folder: Path, name: str, *more: str) -> list[str]:
     return [*words, "--data.folder", str(tokens), "--run.folder", str(folder), "--run.name", name, *more]
 
 
-def need_of(config: Config) -> MemoryEstimator:
+def need_of(config: PretrainConfig) -> MemoryEstimator:
     return MemoryEstimator(config, model_config_from_options(config.model, 512), plan_batches(config, 1), 4, False)
 
 

@@ -11,8 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lmforge.config.align import AlignConfig
 from lmforge.config.options import validate_options
-from lmforge.config.post_training import AlignConfig, SftConfig
+from lmforge.config.sft import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
 from lmforge.stages.examples import examples_folder, find_required_pretrained, open_example_inputs, prepare_examples
 from lmforge.stages.grpo import check_prompts_and_rewards, open_prompt_inputs
