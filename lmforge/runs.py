@@ -20,9 +20,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self, TypedDict, cast
+from typing import IO, Any, Self, cast
 
-from pydantic import ConfigDict
+from pydantic import BaseModel
 
 from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import config_class
@@ -35,10 +35,8 @@ STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 
 
-class MetricsRecord(TypedDict):
+class MetricsRecord(BaseModel, extra="allow"):
     """A line of metrics.jsonl: the step, and metrics by name."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     step: int
 
@@ -238,7 +236,7 @@ class Run:
         with self.metrics_path.open("rb") as file:
             for line in file:
                 with suppress(UserError):
-                    record = cast(dict[str, Any], parse_json(line, MetricsRecord, str(self.metrics_path)))
+                    record = parse_json(line, MetricsRecord, str(self.metrics_path)).model_dump()
                     while records and records[-1]["step"] >= record["step"]:
                         records.pop()
                     records.append(record)

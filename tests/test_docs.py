@@ -22,7 +22,6 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.cli import VERBS
 from lmforge.config.align import AlignConfig
 from lmforge.config.bench import BenchConfig
 from lmforge.config.options import iter_options
@@ -31,6 +30,7 @@ from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import resolve_model_config
+from lmforge.verbs.table import VERBS
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
 from tests.text import corpus

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.cli import load_config
+from lmforge.config.load import load_config
 from lmforge.config.pretrain import PretrainConfig
 from lmforge.model.config import model_config_from_options
 from lmforge.parallel.dims import plan_batches
@@ -42,7 +42,7 @@ SIZES = {
 # What a rank has mapped once it is about to build its model.
 ASK = """
 import sys
-from lmforge.cli import load_config
+from lmforge.config.load import load_config
 from lmforge.stages import run as stages
 def told(*arguments):
     print(open("/proc/self/status").read())
