@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
             print(answer)
             status = 0
         else:
-            chosen = _parse(name, rest)
+            chosen = parse_command(name, rest)
             status = _carry_out(name, rest, chosen)
         sys.stdout.flush()  # while a reader that has left can still be noticed
         return status
@@ -117,7 +117,8 @@ def _overview() -> str:
     )
 
 
-def _parse(name: str, arguments: list[str]) -> Any:
+def parse_command(name: str, arguments: list[str]) -> Any:
+    """The options of a command line whose verb is `name`. Raises UserError."""
     options_class = VERBS[name].options
     if not issubclass(options_class, StageConfig):
         return parse_options(options_class, arguments)
