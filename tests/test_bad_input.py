@@ -314,7 +314,8 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     words += ["--checkpoint.retry_seconds", "0.1"]
     shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
     need("the right to mount")
-    place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    place = {**os.environ, "PYTHONPATH": path}
     command = [*shell, sys.executable, "-m", "lmforge", *words]
     done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300)
     message = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))

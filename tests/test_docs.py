@@ -100,7 +100,7 @@ def pieces() -> list[Piece]:
 
 
 def shortened(line: str) -> str:
-    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line itself asks for more steps than its recipe.
+    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line itself gives train.steps.
 
     The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those that the
     line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, and times one step.
@@ -274,7 +274,7 @@ def test_every_lmforge_command_of_the_documents_is_accepted(words: list[str], mo
     name, *arguments = words
     if arguments and arguments[0].endswith(".toml") and not Path(arguments[0]).is_file():
         arguments = arguments[1:]
-    if name not in ("-h", "--help") and not {"-h", "--help"} & set(arguments):
+    if name not in ("-h", "--help", "run") and not {"-h", "--help"} & set(arguments):
         parse_command(name, [word for word in arguments if word != "--debug"])
 
 

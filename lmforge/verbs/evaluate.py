@@ -27,16 +27,16 @@ DEFAULT_SEQUENCE_LENGTH = 1024
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
-    """Measure a model on held-out documents, or by tasks; the first of the ranks that share this prints. Raises UserError."""
-    ranks = cluster.init_distributed(options.device)
+    """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints. Raises UserError."""
+    dist_ctx = cluster.init_distributed(options.device)
     try:
         if options.tasks or options.lm_eval:
-            results = score_tasks(options, ranks)
-            if ranks.is_rank0:
+            results = score_tasks(options, dist_ctx)
+            if dist_ctx.is_rank0:
                 _print_scores(results, options.output)
         else:
-            result = measure_loss(options, ranks)
-            if ranks.is_rank0:
+            result = measure_loss(options, dist_ctx)
+            if dist_ctx.is_rank0:
                 _print_loss(result, options)
         return 0
     finally:
@@ -55,7 +55,7 @@ def _print_loss(result: dict[str, Any], options: EvaluateOptions) -> None:
 
 
 def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> LoadedModel:
-    """The model, whole on every rank; where one cannot open it, none goes on."""
+    """The full model on every rank. Raises UserError on all ranks where one cannot open it."""
     with dist_ctx.raise_on_all():
         dtype = choose_dtype(options.dtype, dist_ctx.device)[0]
         warn = partial(print, file=sys.stderr) if dist_ctx.is_rank0 else lambda line: None
@@ -90,9 +90,9 @@ def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict
 
 
 def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
-    """What `lmforge evaluate` prints of tasks: `task`, `metrics` and what else there is to tell, of each.
+    """What `lmforge evaluate` prints of tasks: a dict with `task`, `metrics` and more for each.
 
-    What was answered goes to the file of `options.answers`, which is not to be there yet: it is made first of all.
+    Answers go to the file `options.answers`, which must not exist; it is created before anything is computed.
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():
@@ -105,7 +105,7 @@ def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[
 
 @contextmanager
 def _create_file(path: Path) -> Iterator[TextIO]:
-    """A file that was not there, open for writing; it goes again where nothing came of it. Raises UserError."""
+    """A new file, open for writing; deleted again if the block fails. Raises UserError where it exists."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             try:
@@ -121,7 +121,7 @@ def _create_file(path: Path) -> Iterator[TextIO]:
 
 
 def _run_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of each task the scores, and of each question of theirs what was answered."""
+    """The scores of each task, and the answer to each of its questions."""
     harness: Callable[..., dict[str, dict[str, Any]]] | None = None
     with dist_ctx.raise_on_all():
         tasks = [load_task(path) for path in options.tasks]

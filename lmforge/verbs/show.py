@@ -82,88 +82,91 @@ def dry_run(config: StageConfig) -> str:
 
 
 def _describe_batch_and_cost(config: StageConfig) -> str:
-    place = read_rank_info()
-    ranks = place.world_size if place.launched else config.launch.processes
+    rank_info = read_rank_info()
+    ranks = rank_info.world_size if rank_info.launched else config.launch.processes
     plan = plan_batches(config, ranks)
     steps = config.train.steps
     passes = config.train.epochs
     length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
     lines = [f"batch      {plan}", f"run        {length}"]
-    vocabulary = None
+    vocab_size = None
     if isinstance(config, PretrainConfig) and (config.data.folder / MANIFEST).exists():
         tokens = TokenFolder.open(config.data.folder)
-        vocabulary = tokens.tokenizer.vocab_size
-        held = tokens.split("train").num_tokens
-        lines.append(f"data       {config.data.folder}: {held:,} tokens, so {steps * plan.tokens / held:.2f} epochs")
+        vocab_size = tokens.tokenizer.vocab_size
+        num_tokens = tokens.split("train").num_tokens
+        lines.append(
+            f"data       {config.data.folder}: {num_tokens:,} tokens, so {steps * plan.tokens / num_tokens:.2f} epochs"
+        )
     elif isinstance(config, PretrainConfig):
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
-    shape = _model_config(config, vocabulary)
-    lines.append(_describe_cost(shape, config.data.sequence_length))
-    total, at_rest = float(flops_per_token(shape, config.data.sequence_length)), adamw_state_bytes(shape)
+    model = _model_config(config, vocab_size)
+    lines.append(_describe_cost(model, config.data.sequence_length))
+    flops, at_rest = float(flops_per_token(model, config.data.sequence_length)), adamw_state_bytes(model)
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
         from lmforge.stages.inputs import count_parameters, training_flops_per_token  # with torch, which knows the layers
 
-        (held, trained), total = count_parameters(config, shape), training_flops_per_token(config, shape)
+        (held, trained), flops = count_parameters(config, model), training_flops_per_token(config, model)
         at_rest = 4 * held + 8 * trained
         lines.append(
-            f"adapters   {held - parameter_count(shape).total:,} more parameters; {trained:,} are trained, so {total:.3g} FLOPs a"
-            f" token and {format_bytes(at_rest)} at rest"
+            f"adapters   {held - parameter_count(model).total:,} more parameters; {trained:,} are trained, so {flops:.3g} FLOPs"
+            f" a token and {format_bytes(at_rest)} at rest"
         )
-    check_parallel(config.parallel, shape, plan)
-    lines += _describe_sharding(config, shape, ranks, at_rest)
+    check_parallel(config.parallel, model, plan)
+    lines += _describe_sharding(config, ranks, at_rest)
     if passes is None:
-        lines.append(f"compute    {total * steps * plan.tokens:.3g} FLOPs in the whole run")
+        lines.append(f"compute    {flops * steps * plan.tokens:.3g} FLOPs in the whole run")
     return "\n".join(lines)
 
 
 def _model_config(config: StageConfig, vocab_size: int | None) -> ModelConfig:
     source = config.model.source
     if source is None or is_hub_name(source) or (source / "config.json").exists():
-        shape = model_config_from_options(config.model, vocab_size)
+        model = model_config_from_options(config.model, vocab_size)
     else:
         from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
 
-        shape = find_pretrained(source).resolve_model_config(config.model, vocab_size)
-    return replace(shape, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else shape
+        model = find_pretrained(source).resolve_model_config(config.model, vocab_size)
+    return replace(model, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else model
 
 
-def _describe_sharding(config: StageConfig, model_config: ModelConfig, world_size: int, at_rest: int) -> list[str]:
-    """How FSDP would share the model out over the ranks; UserError where it would not fit them."""
-    chosen = config.parallel
-    if choose_engine(chosen, world_size) in ("single", "ddp"):
+def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> list[str]:
+    """How FSDP distributes the model over the ranks. Raises UserError where it does not fit them."""
+    parallel = config.parallel
+    if choose_engine(parallel, world_size) in ("single", "ddp"):
         return []
-    place = read_rank_info()
-    spread = parallel_dims(chosen, world_size, place.local_world_size if place.launched else world_size)
-    copies = f"{spread.replicate_degree} copies, each" if spread.is_hybrid else "one copy"
-    where = "host memory" if chosen.cpu_offload else "its memory"
-    held = spread.fsdp_degree * spread.tensor_parallel_degree * spread.pipeline_parallel_degree
-    share = format_bytes(at_rest / held)
-    average = ", on average" if chosen.splits_model else ""  # who has the embedding or the head has more
-    return [f"sharding   {spread}: {copies} over {held} of {world_size} ranks; each holds {share} in {where} at rest{average}"]
+    rank_info = read_rank_info()
+    dims = parallel_dims(parallel, world_size, rank_info.local_world_size if rank_info.launched else world_size)
+    copies = f"{dims.replicate_degree} copies, each" if dims.is_hybrid else "one copy"
+    where = "host memory" if parallel.cpu_offload else "its memory"
+    ranks = dims.fsdp_degree * dims.tensor_parallel_degree * dims.pipeline_parallel_degree
+    average = ", on average" if parallel.splits_model else ""  # the ranks with embedding or head hold more
+    where = f"{format_bytes(at_rest / ranks)} in {where} at rest{average}"
+    return [f"sharding   {dims}: {copies} over {ranks} of {world_size} ranks; each holds {where}"]
 
 
-def _describe_cost(model_config: ModelConfig, sequence_length: int) -> str:
-    count = parameter_count(model_config)
+def _describe_cost(model: ModelConfig, sequence_length: int) -> str:
+    count = parameter_count(model)
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
-        f" {flops_per_token(model_config, sequence_length):.3g} FLOPs a token at length {sequence_length:,}\n"
-        f"memory     {format_bytes(weight_bytes(model_config))} of fp32 weights; {format_bytes(adamw_state_bytes(model_config))} at rest in training"
-        " (with AdamW's two moments), over all ranks that shard it"
+        f" {flops_per_token(model, sequence_length):.3g} FLOPs a token at length {sequence_length:,}\n"
+        f"memory     {format_bytes(weight_bytes(model))} of fp32 weights; {format_bytes(adamw_state_bytes(model))} at rest in"
+        " training (with AdamW's two moments), over all ranks that shard it"
     )
 
 
-def _describe_model(model_config: ModelConfig, title: str, sequence_length: int | None = None) -> str:
-    """A shape and what it costs, in rows of `length` tokens (default: as long as is usual for it)."""
-    heads = f"{model_config.num_attention_heads} heads of {model_config.head_dim}"
-    if model_config.num_key_value_heads != model_config.num_attention_heads:
-        heads += f" ({model_config.num_key_value_heads} for keys and values)"
+def _describe_model(model: ModelConfig, title: str, sequence_length: int | None = None) -> str:
+    """A model config and what it costs at a sequence length (default: the model's, up to DEFAULT_SEQUENCE_LENGTH)."""
+    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
+    if model.num_key_value_heads != model.num_attention_heads:
+        heads += f" ({model.num_key_value_heads} for keys and values)"
+    length = sequence_length or min(model.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH)
     return (
         f"{title}\n"
-        f"shape      {model_config.model_type}: {model_config.num_hidden_layers} layers, width {model_config.hidden_size},"
-        f" feed-forward {model_config.intermediate_size}, {heads}\n"
-        f"vocabulary {model_config.vocab_size:,}, {'tied' if model_config.tie_word_embeddings else 'untied'};"
-        f" positions {model_config.max_position_embeddings:,}\n"
-        f"{_describe_cost(model_config, sequence_length or min(model_config.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH))}\n"
+        f"config     {model.model_type}: {model.num_hidden_layers} layers, width {model.hidden_size},"
+        f" feed-forward {model.intermediate_size}, {heads}\n"
+        f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
+        f" positions {model.max_position_embeddings:,}\n"
+        f"{_describe_cost(model, length)}\n"
         f"{FLOPS_CONVENTION}"
     )
 
@@ -171,10 +174,10 @@ def _describe_model(model_config: ModelConfig, title: str, sequence_length: int 
 def _list_presets() -> str:
     rows = []
     for name in PRESETS:
-        shape = get_preset(name)
+        model = get_preset(name)
         rows.append(
-            f"{name:<16} {parameter_count(shape).total / 1e6:>10,.1f} M  {shape.model_type:<8}"
-            f" {shape.num_hidden_layers:>3} layers, width {shape.hidden_size:>6}, vocabulary {shape.vocab_size:>7,}"
+            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<8}"
+            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}"
         )
     return "\n".join(rows)
 
