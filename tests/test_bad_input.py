@@ -148,7 +148,7 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "expected"),
     [
         (["--model.hidden_size", "64"], "a model of another shape (hidden_size 32 there, 64 here"),
         (["--train.global_batch_size", "8"], "its global batch has 4 rows, this recipe's 8"),
@@ -157,11 +157,11 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     ids=["shape", "batch", "data"],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_untouched(
-    trained: Run, onwards: list[str], refused: Refusal, change: list[str], message: str
+    trained: Run, onwards: list[str], refused: Refusal, change: list[str], expected: str
 ) -> None:
     before = contents(trained.path)
     message = refused(*onwards, *change)
-    assert message.startswith(f"{trained.checkpoint_path(6)}: {message}")
+    assert message.startswith(f"{trained.checkpoint_path(6)}: {expected}")
     assert "--run.overwrite" in message
     assert contents(trained.path) == before
 
@@ -292,7 +292,7 @@ def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, be
 
 
 @pytest.mark.parametrize(
-    ("free", "message"),
+    ("free", "expected"),
     [
         # Room for the tensors, and not for what goes around them.
         pytest.param(
@@ -308,7 +308,7 @@ def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, be
     ],
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
-    trained: Run, tiny_options: list[str], tmp_path: Path, free: int, message: str
+    trained: Run, tiny_options: list[str], tmp_path: Path, free: int, expected: str
 ) -> None:
     words = ["pretrain", *tiny_options, "--run.folder", "disk", "--run.name", "tiny", "--train.steps", "8"]
     words += ["--checkpoint.retry_seconds", "0.1"]
@@ -319,7 +319,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     command = [*shell, sys.executable, "-m", "lmforge", *words]
     done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300)
     message = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
-    assert message.startswith(message)
+    assert message.startswith(expected)
     assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in message
 
 
@@ -599,7 +599,7 @@ def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("recipe", "expected"),
     [
         ('[train]\nsteps = "many"\n', "{recipe}: train.steps: expected a whole number"),
         ("[train]\nstepz = 5\n", "did you mean train.steps?"),
@@ -608,12 +608,12 @@ def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
     ids=["wrong type", "unknown key", "no TOML"],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused_with_the_place(
-    tmp_path: Path, refused: Refusal, recipe: str, message: str
+    tmp_path: Path, refused: Refusal, recipe: str, expected: str
 ) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(recipe)
     message = refused("pretrain", path, "--run.folder", tmp_path / "runs")
-    assert message.format(recipe=path) in message
+    assert expected.format(recipe=path) in message
     assert not (tmp_path / "runs").exists()
 
 
