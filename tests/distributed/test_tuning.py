@@ -131,7 +131,8 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         world.words("align", "dpo computed", "--align.reference", "precomputed"),
         world.words("align", "dpo lora", "--lora.rank", 4),
         world.words("align", "dpo lora copy", "--lora.rank", 4, "--align.reference", "copy"),
-        *(world.words("align", method, "--method", method) for method in ("ipo", "orpo", "simpo")),
+        world.words("align", "ipo", "--align.loss_type", "ipo"),
+        *(world.words("align", method, "--method", method) for method in ("orpo", "simpo")),
         world.words("align", "kto", *judging),
         *(world.grpo(preset, "--rollout.loss_type", preset, steps=2) for preset in ("dr_grpo", "gspo", "rloo")),
         # Hardly any answer of so small a model ends, and dapo learns nothing from those that do not.
