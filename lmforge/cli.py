@@ -27,6 +27,11 @@ from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
+TRAINING_NOTES = """\
+  --dry-run           print the resolved recipe and the batch arithmetic, and stop
+  --resume [VALUE]    the same as --run.resume; without a value, required
+  --deterministic     the same as --train.deterministic
+"""
 
 
 def main() -> None:
@@ -104,7 +109,9 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     if not {"-h", "--help"} & set(arguments):
         return None
     verb = VERBS[name]
-    return f"{verb.summary}\n\nusage: lmforge {name} {verb.usage}\n\n{verb.notes}{format_help(verb.options)}"
+    option = "--section.option" if issubclass(verb.options, StageConfig) else "--option"
+    notes = TRAINING_NOTES if name in STAGES else ""
+    return f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{notes}{format_help(verb.options)}"
 
 
 def _overview() -> str:
@@ -132,7 +139,7 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     """Call the function of a verb: here, or on ranks that are started for it. Returns the exit status."""
     verb = VERBS[name]
     if name in STAGES and "--dry-run" in arguments:
-        from lmforge.verbs.show import dry_run
+        from lmforge.verbs.dry_run import dry_run
 
         print(dry_run(chosen))
         return 0

@@ -130,7 +130,7 @@ METHODS_THAT_READ = {
 
 
 class AlignConfig(TunedConfig):
-    """A run of alignment."""
+    """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
 
     of_stage: ClassVar[Stage] = "align"
     data: AlignDataOptions = section(AlignDataOptions, "preferences, or prompts")

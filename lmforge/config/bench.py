@@ -18,6 +18,6 @@ class BenchOptions(Options):
 
 
 class BenchConfig(PretrainConfig):
-    """A recipe to be timed: `lmforge bench RECIPE.toml [--section.option value] [--sweep …]`."""
+    """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--trace FILE]: speed and memory of a step."""
 
     bench: BenchOptions = section(BenchOptions, "what is timed")

@@ -9,7 +9,7 @@ from lmforge.config.options import Options, argument, option
 
 
 class RunPipelineOptions(Options):
-    """lmforge run PIPELINE.toml: run stages in order, each starting from the run of the one before it."""
+    """lmforge run PIPELINE.toml: a pipeline: stages in order, each from the run of the one before it."""
 
     file: Path = argument(..., "a TOML file of [[stages]]: each a verb, with a recipe and arguments")
 

@@ -14,6 +14,6 @@ class PretrainDataOptions(SequenceOptions):
 
 
 class PretrainConfig(StageConfig):
-    """A pretraining run. `lmforge pretrain RECIPE.toml --section.option value` overrides any option of the recipe."""
+    """lmforge pretrain [RECIPE.toml]: train a model on token shards, or continue a run."""
 
     data: PretrainDataOptions = section(PretrainDataOptions, "training data")

@@ -117,8 +117,7 @@ class ParallelOptions(Options):
 
     engine: Literal["auto", "single", "ddp", "fsdp1", "fsdp2"] = option(
         "auto",
-        "single, DistributedDataParallel, FullyShardedDataParallel (fsdp1), or fully_shard (fsdp2);"
-        " auto is fsdp2 on several ranks and single on one",
+        "single process, DDP, FSDP (fsdp1), or fully_shard (fsdp2); auto is fsdp2 on several ranks and single on one",
     )
     sharding: Sharding | None = option(
         None,
@@ -198,10 +197,7 @@ class TrainOptions(Options):
     )
     global_batch_tokens: int | None = option(None, "the global batch size in tokens; a multiple of data.sequence_length", gt=0)
     micro_batch_size: int | None = option(
-        None,
-        "sequences in one forward pass of a rank, per_device_train_batch_size in transformers"
-        f" (default: up to {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)",
-        gt=0,
+        None, f"sequences in a rank's forward pass (default: up to {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", gt=0
     )
     seed: int = option(0, "seed of the initial weights, the data order and dropout", ge=0, le=LARGEST_SEED)
     dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware supports it")
@@ -263,9 +259,7 @@ class OptimizerOptions(Options):
     momentum: float | None = option(None, "muon and sgd: momentum (default: 0.95 for muon, 0.9 for sgd)", ge=0, lt=1)
     embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to optimizer.lr", gt=0)
     weight_decay: float = option(
-        0.1,
-        "weight decay of matrices; vectors (norms, biases) have none. Decoupled, but sgd adds it to the gradient",
-        ge=0,
+        0.1, "weight decay of matrices, not of norms and biases; decoupled, but sgd adds it to the gradient", ge=0
     )
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 does not clip", ge=0)
     groups: tuple[GroupOptions, ...] = option(
@@ -380,14 +374,10 @@ class WatchOptions(Options):
     """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
 
     stall_seconds: float = option(
-        30.0,
-        "report which rank is where after so long without progress (or 3 times what the phase has taken before)",
-        ge=0.5,
+        30.0, "report which rank is where after so long without progress (or 3 times what the phase usually takes)", ge=0.5
     )
     timeout_seconds: float | None = option(
-        1800.0,
-        "end with status 75, so that a launcher can restart, when no rank makes progress for so long; none for never",
-        gt=0,
+        1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", gt=0
     )
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ class ConversationOptions(ExampleOptions):
 
 
 class SftConfig(TunedConfig):
-    """A run of supervised fine-tuning."""
+    """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or adapters."""
 
     of_stage: ClassVar[Stage] = "sft"
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")

@@ -13,7 +13,7 @@ MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
 
 
 class PrepareOptions(Options):
-    """lmforge prepare SOURCE OUT: text → tokenizer → token shards."""
+    """lmforge prepare [SOURCE] [OUT]: text → tokenizer → token shards."""
 
     source: str = argument(
         "stdlib",
@@ -31,7 +31,7 @@ class PrepareOptions(Options):
 
 
 class EvaluateOptions(Options):
-    """lmforge evaluate MODEL: loss and bits per byte on validation documents, or the scores of tasks."""
+    """lmforge evaluate MODEL: loss and bits per byte on validation documents, or scores of tasks."""
 
     model: Path = argument(..., MODEL)
     data: Path | None = option(
@@ -59,7 +59,10 @@ class EvaluateOptions(Options):
     def _check_unread_options(self) -> "EvaluateOptions":
         scores = bool(self.tasks or self.lm_eval)
         conditions = {
-            "data split sequences sequence_length": (not scores, "belongs to the loss, which --tasks and --lm_eval replace"),
+            "data split sequences sequence_length": (
+                not scores,
+                "of the loss on documents only, which --tasks and --lm_eval replace",
+            ),
             "num_fewshot limit": (scores, "only with --tasks or --lm_eval"),
             "fewshot_file max_tokens stop": (bool(self.tasks), "only with --tasks"),
             "answers": (bool(self.tasks) and not self.lm_eval, "only with --tasks, and not with --lm_eval"),
@@ -85,7 +88,7 @@ class SamplingOptions(Options):
 
 
 class GenerateOptions(SamplingOptions):
-    """lmforge generate MODEL PROMPT...: text from a run, a checkpoint or a Hugging Face folder."""
+    """lmforge generate MODEL [PROMPT …]: text from a run, a checkpoint or a Hugging Face folder."""
 
     model: Path = argument(..., MODEL)
     prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
@@ -94,7 +97,7 @@ class GenerateOptions(SamplingOptions):
 
 
 class ChatOptions(SamplingOptions):
-    """lmforge chat MODEL: a conversation in the terminal, or over pipes, a line a turn."""
+    """lmforge chat MODEL: a conversation with a model, in the terminal or over pipes, a line a turn."""
 
     model: Path = argument(..., MODEL)
     system: str | None = option(None, "system message")
@@ -105,7 +108,7 @@ class ChatOptions(SamplingOptions):
 
 
 class ServeOptions(Options):
-    """lmforge serve MODEL...: an OpenAI-compatible API, and a page to chat on."""
+    """lmforge serve MODEL [MODEL …]: an OpenAI-compatible API, and a page to chat on."""
 
     models: tuple[Path, ...] = argument(..., "runs (with all their checkpoints), checkpoints, Hugging Face folders or names")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 and :: are all of this machine's")
@@ -124,7 +127,7 @@ class ServeOptions(Options):
 
 
 class ExportOptions(Options):
-    """lmforge export MODEL OUT: a checkpoint as a Hugging Face folder."""
+    """lmforge export MODEL OUT: a checkpoint as a Hugging Face folder, in bounded memory."""
 
     model: Path = argument(..., "a run or a checkpoint")
     out: Path = argument(..., "folder to write")
@@ -155,7 +158,7 @@ class ImportOptions(Options):
 
 
 class DownloadOptions(Options):
-    """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts that have no network."""
+    """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts without a network."""
 
     name: str = argument(..., "a model on the hub: organisation/model, or organisation/model@revision")
     folder: Path | None = argument(None, "folder to download to (default: the hub's cache, where its name finds it)")
@@ -163,7 +166,7 @@ class DownloadOptions(Options):
 
 
 class ShowOptions(Options):
-    """lmforge show THING: what it is, in a few lines; lmforge show data OF: the text of samples, as training reads them."""
+    """lmforge show THING [OF]: what a recipe, model, shard folder, run or checkpoint is; `show data OF`: samples of it."""
 
     thing: str = argument(
         ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
@@ -180,7 +183,7 @@ class ShowOptions(Options):
 
 
 class QuickstartOptions(Options):
-    """lmforge quickstart: the whole way on the standard library's source, at most 10 minutes on 2 cores."""
+    """lmforge quickstart: the whole way on the Python standard library's source, at most 10 minutes on 2 cores."""
 
     folder: Path = option(Path("."), "folder for data and runs")
     steps: int | None = option(None, "steps of each stage (default: the recipe's)", gt=0)
@@ -190,7 +193,7 @@ class QuickstartOptions(Options):
 
 
 class DoctorOptions(Options):
-    """lmforge doctor --parity: does every strategy compute the same here?"""
+    """lmforge doctor --parity [--processes N]: check this machine: every strategy compared with one process."""
 
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
     processes: int = option(1, "ranks to start on this machine; leave it out under torchrun", gt=0)

@@ -1,16 +1,11 @@
 """`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmforge.cluster.rank_info import read_rank_info
-from lmforge.config.align import AlignConfig
 from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.stage import StageConfig
-from lmforge.config.tuning import TunedConfig
 from lmforge.config.verbs import ShowOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
@@ -19,15 +14,13 @@ from lmforge.model.config import (
     ModelConfig,
     get_preset,
     model_config_from_json,
-    model_config_from_options,
     resolve_model_config,
 )
-from lmforge.model.flops import FLOPS_CONVENTION, adamw_state_bytes, flops_per_token, parameter_count, weight_bytes
+from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
-from lmforge.parallel.dims import parallel_dims, plan_batches
-from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.runs import MANIFEST, Run, format_bytes
 from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
+from lmforge.verbs.dry_run import describe_batch_and_cost, describe_cost
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 
@@ -59,7 +52,7 @@ def show(thing: str) -> str:
     if path.suffix == ".toml":
         table = read_recipe(path)
         config = validate_options(config_class(table, thing), table, thing).with_name(path.stem)
-        return f"recipe {thing}\n{to_toml(config)}\n{_describe_batch_and_cost(config)}"
+        return f"recipe {thing}\n{to_toml(config)}\n{describe_batch_and_cost(config)}"
     if not path.exists():
         if thing in PRESETS:
             return _describe_model(get_preset(thing), f"preset {thing}")
@@ -76,84 +69,6 @@ def show(thing: str) -> str:
     raise UserError(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
 
 
-def dry_run(config: StageConfig) -> str:
-    """The resolved recipe and the batch arithmetic. Raises UserError where they do not fit together."""
-    return f"{to_toml(config)}\n{_describe_batch_and_cost(config)}"
-
-
-def _describe_batch_and_cost(config: StageConfig) -> str:
-    rank_info = read_rank_info()
-    ranks = rank_info.world_size if rank_info.launched else config.launch.processes
-    plan = plan_batches(config, ranks)
-    steps = config.train.steps
-    passes = config.train.epochs
-    length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
-    lines = [f"batch      {plan}", f"run        {length}"]
-    vocab_size = None
-    if isinstance(config, PretrainConfig) and (config.data.folder / MANIFEST).exists():
-        tokens = TokenFolder.open(config.data.folder)
-        vocab_size = tokens.tokenizer.vocab_size
-        num_tokens = tokens.split("train").num_tokens
-        lines.append(
-            f"data       {config.data.folder}: {num_tokens:,} tokens, so {steps * plan.tokens / num_tokens:.2f} epochs"
-        )
-    elif isinstance(config, PretrainConfig):
-        lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
-    model = _model_config(config, vocab_size)
-    lines.append(_describe_cost(model, config.data.sequence_length))
-    flops, at_rest = float(flops_per_token(model, config.data.sequence_length)), adamw_state_bytes(model)
-    if isinstance(config, TunedConfig) and config.lora.rank is not None:
-        from lmforge.stages.inputs import count_parameters, training_flops_per_token  # with torch, which knows the layers
-
-        (held, trained), flops = count_parameters(config, model), training_flops_per_token(config, model)
-        at_rest = 4 * held + 8 * trained
-        lines.append(
-            f"adapters   {held - parameter_count(model).total:,} more parameters; {trained:,} are trained, so {flops:.3g} FLOPs"
-            f" a token and {format_bytes(at_rest)} at rest"
-        )
-    check_parallel(config.parallel, model, plan)
-    lines += _describe_sharding(config, ranks, at_rest)
-    if passes is None:
-        lines.append(f"compute    {flops * steps * plan.tokens:.3g} FLOPs in the whole run")
-    return "\n".join(lines)
-
-
-def _model_config(config: StageConfig, vocab_size: int | None) -> ModelConfig:
-    source = config.model.source
-    if source is None or is_hub_name(source) or (source / "config.json").exists():
-        model = model_config_from_options(config.model, vocab_size)
-    else:
-        from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
-
-        model = find_pretrained(source).resolve_model_config(config.model, vocab_size)
-    return replace(model, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else model
-
-
-def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> list[str]:
-    """How FSDP distributes the model over the ranks. Raises UserError where it does not fit them."""
-    parallel = config.parallel
-    if choose_engine(parallel, world_size) in ("single", "ddp"):
-        return []
-    rank_info = read_rank_info()
-    dims = parallel_dims(parallel, world_size, rank_info.local_world_size if rank_info.launched else world_size)
-    copies = f"{dims.replicate_degree} copies, each" if dims.is_hybrid else "one copy"
-    where = "host memory" if parallel.cpu_offload else "its memory"
-    ranks = dims.fsdp_degree * dims.tensor_parallel_degree * dims.pipeline_parallel_degree
-    average = ", on average" if parallel.splits_model else ""  # the ranks with embedding or head hold more
-    where = f"{format_bytes(at_rest / ranks)} in {where} at rest{average}"
-    return [f"sharding   {dims}: {copies} over {ranks} of {world_size} ranks; each holds {where}"]
-
-
-def _describe_cost(model: ModelConfig, sequence_length: int) -> str:
-    count = parameter_count(model)
-    return (
-        f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
-        f" {flops_per_token(model, sequence_length):.3g} FLOPs a token at length {sequence_length:,}\n"
-        f"memory     {format_bytes(weight_bytes(model))} of fp32 weights; {format_bytes(adamw_state_bytes(model))} at rest in"
-        " training (with AdamW's two moments), over all ranks that shard it"
-    )
-
-
 def _describe_model(model: ModelConfig, title: str, sequence_length: int | None = None) -> str:
     """A model config and what it costs at a sequence length (default: the model's, up to DEFAULT_SEQUENCE_LENGTH)."""
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
@@ -166,7 +81,7 @@ def _describe_model(model: ModelConfig, title: str, sequence_length: int | None 
         f" feed-forward {model.intermediate_size}, {heads}\n"
         f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
         f" positions {model.max_position_embeddings:,}\n"
-        f"{_describe_cost(model, length)}\n"
+        f"{describe_cost(model, length)}\n"
         f"{FLOPS_CONVENTION}"
     )
 

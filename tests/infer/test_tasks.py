@@ -230,8 +230,8 @@ def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--tasks", "a.jsonl", "--sequences", "3"], "--sequences: belongs to the loss"),
-        (["--lm_eval", "a", "--data", "b"], "--data: belongs to the loss"),
+        (["--tasks", "a.jsonl", "--rows", "3"], "--rows: of the loss on documents"),
+        (["--lm_eval", "a", "--data", "b"], "--data: of the loss on documents"),
         (["--limit", "3"], "--limit: only with --tasks or --lm_eval"),
         (["--lm_eval", "a", "--stop", "b"], "--stop: only with --tasks"),
         (["--answers", "a.jsonl"], "--answers: only with --tasks, and not with --lm_eval"),
