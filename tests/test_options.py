@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmforge.config.options import (
@@ -76,6 +76,8 @@ inners = st.fixed_dictionaries(
         "maybe_text": texts.filter(lambda text: text.lower() != "none"),
     },
 )
+# A busy machine draws slowly, which says nothing of what is tested.
+draws_may_be_slow = settings(suppress_health_check=[HealthCheck.too_slow])
 trees = st.fixed_dictionaries({}, optional={"inner": inners, "other_part": inners})
 
 
@@ -94,12 +96,14 @@ def command_line_of(table: dict[str, dict[str, Any]]) -> list[str]:
     return words
 
 
+@draws_may_be_slow
 @given(trees)
 def test_options_written_as_toml_read_back_equal(table: dict[str, Any]) -> None:
     tree = validate_options(Tree, table)
     assert validate_options(Tree, tomllib.loads(to_toml(tree))) == tree
 
 
+@draws_may_be_slow
 @given(trees)
 def test_a_command_line_and_a_recipe_give_the_same_options(table: dict[str, Any]) -> None:
     for values in table.values():
@@ -108,6 +112,7 @@ def test_a_command_line_and_a_recipe_give_the_same_options(table: dict[str, Any]
     assert parse_options(Tree, command_line_of(table)) == parse_options(Tree, [], table)
 
 
+@draws_may_be_slow
 @given(trees, trees)
 def test_the_command_line_overrides_the_recipe_option_by_option(recipe: dict[str, Any], typed: dict[str, Any]) -> None:
     for values in typed.values():
