@@ -674,7 +674,10 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
             "parallel.shard_degree = 3: 4 ranks do not divide into groups of it; use one of 1, 2, 4",
         ),
         (
-            "--parallel.sharding hybrid-full-shard --parallel.shard_degree 1 --parallel.tensor_parallel_degree 2 --launch.processes 4",
+            (
+                "--parallel.sharding hybrid-full-shard --parallel.shard_degree 1 --parallel.tensor_parallel_degree 2"
+                " --launch.processes 4"
+            ),
             "groups of it that keep tensor and context groups together; use one of 2, 4",
         ),
         ("--parallel.sharding full-shard --parallel.shard_degree 2 --launch.processes 2", "use hybrid-full-shard or"),
