@@ -102,7 +102,7 @@ def pieces() -> list[Piece]:
 def shortened(line: str) -> str:
     """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives train.steps.
 
-    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those that the
+    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those the
     line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, to one step.
     Of games of chess there are a few.
     """
