@@ -25,7 +25,7 @@ from lmforge import checkpoint
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.run import OptimizerOptions
+from lmforge.config.sections import OptimizerOptions
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

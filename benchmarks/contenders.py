@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import OptimizerOptions, ParallelOptions, TrainOptions
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
@@ -136,7 +138,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
     ranks = cluster.init_distributed(contest.device, contest.threads)
     objective = NextTokenObjective()
-    recipe = Config(
+    recipe = PretrainConfig(
         optimizer=OPTIMIZER,
         parallel=ParallelOptions(activation_checkpointing="full" if contest.recompute else "none"),
         train=TrainOptions(master_dtype=contest.master_dtype, float8=float8),

@@ -1,19 +1,16 @@
-"""The ways a command ends badly.
-
-Everything else that escapes is a defect of ours and keeps its traceback.
-"""
+"""The errors that a command ends with. Any other exception that escapes is a defect of ours (see `cli.run`)."""
 
 
 class UserError(Exception):
-    """What was asked cannot be done: one line saying what is wrong, where, and what to do. Exit status 2."""
+    """What the user requests cannot be done: one line saying what is wrong, where, and what to do. Exit status 2."""
 
 
 class RunFailed(Exception):
-    """A run that had started could not go on; the line says where its log and last good checkpoint are. Exit status 1."""
+    """A run that had started failed; the line says where its log and last good checkpoint are. Exit status 1."""
 
 
 class PeerLost(RunFailed):
-    """A run that could not go on because another rank or its host was lost: started again it may. Exit status LOST."""
+    """A run failed because another rank or its host was lost; a restart may help. Exit status EXIT_PEER_LOST."""
 
 
 # EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".

@@ -99,22 +99,32 @@ def parse_toml(content: bytes, source: str, *, max_bytes: int = MAX_BYTES) -> di
 
 def describe(problem: ValidationError, format_name: str) -> str:
     """The first thing that pydantic found wrong, as `FIELD: expected …, got …`."""
-    # Where a required key is misspelt, that it is missing is the lesser half of the news.
-    first = min(problem.errors(), key=lambda each: each["type"] == "missing")
-    field = _field_name(first["loc"])
-    prefix = f"{field}: " if field else ""
-    match first["type"]:
-        case "json_invalid":
-            return f"not valid {format_name}: {first['ctx']['error']}"
-        case "missing":
-            return f"{prefix}missing"
-        case "extra_forbidden":
-            return f"{prefix}not a known field"
-        case "value_error":
-            return f"{prefix}{first['ctx']['error']}"
-        case kind if kind in EXPECTED:
-            return f"{prefix}expected {EXPECTED[kind].format(**first.get('ctx', {}))}, got {quoted(first['input'])}"
-    return f"{prefix}{first['msg']}, got {quoted(first['input'])}"
+    error = first_error(problem)
+    if error["type"] == "json_invalid":
+        return f"not valid {format_name}: {error['ctx']['error']}"
+    field = _field_name(error["loc"])
+    return f"{field}: {expectation(error)}" if field else expectation(error)
+
+
+def first_error(problem: ValidationError) -> dict[str, Any]:
+    """The error to report. Where a required key is misspelt, that it is missing is the lesser half of the news."""
+    return dict(min(problem.errors(), key=lambda error: error["type"] == "missing"))
+
+
+def expectation(error: dict[str, Any]) -> str:
+    """One of pydantic's errors as `expected …, got …`."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return "missing"
+    if kind == "extra_forbidden":
+        return "not a known field"
+    if kind == "value_error":
+        return str(context["error"])
+    # An item of a list of tables, or a section.
+    expected = "a table" if kind == "model_type" and isinstance(error["loc"][-1], int) else EXPECTED.get(kind)
+    if expected is None:
+        return f"{error['msg']}, got {quoted(error['input'])}"
+    return f"expected {expected.format(**context)}, got {quoted(error['input'])}"
 
 
 def quoted(value: Any) -> str:
@@ -135,7 +145,7 @@ def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[
     if len(content) > max_bytes:
         raise error(f"{source}: {len(content):,} bytes, more than the {max_bytes:,} allowed")
     # Cheap, and enough for nearly everything: content with few brackets cannot be nested deeply.
-    if sum(content.count(bracket) for bracket in (b"[", b"{")) <= MAX_DEPTH:
+    if content.count(b"[") + content.count(b"{") <= MAX_DEPTH:
         return
     depth = 0
     for bracket in re.findall(rb"[\[\]{}]", JSON_STRING.sub(b"", content)):

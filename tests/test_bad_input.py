@@ -71,7 +71,7 @@ def onwards(trained: Run, tiny_options: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (None, 'no such file or folder: give a path, or "stdlib"'),
         (b"", "empty: there is no text in it"),
@@ -80,12 +80,12 @@ def onwards(trained: Run, tiny_options: list[str]) -> list[str]:
     ids=["missing", "empty", "not UTF-8"],
 )
 def test_a_corpus_that_cannot_be_read_is_named_and_nothing_looks_prepared(
-    tmp_path: Path, refused: Refusal, content: bytes | None, complaint: str
+    tmp_path: Path, refused: Refusal, content: bytes | None, message: str
 ) -> None:
     corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
     if content is not None:
         corpus.write_bytes(content)
-    assert refused("prepare", corpus, out, "--workers", 1, "--vocab_size", 512) == f"{corpus}: {complaint}"
+    assert refused("prepare", corpus, out, "--workers", 1, "--vocab_size", 512) == f"{corpus}: {message}"
     assert not (out / MANIFEST).exists()
 
 
@@ -95,15 +95,15 @@ def test_a_truncated_shard_is_named_before_a_run_begins(
     shard = tokens / "train-00000.tokens"
     size = shard.stat().st_size
     os.truncate(shard, size - 100)
-    said = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
-    assert said == f"{shard}: truncated: {size - 100} bytes of {size}: restore it, or prepare anew with overwrite"
+    message = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
+    assert message == f"{shard}: truncated: {size - 100} bytes of {size}: restore it, or prepare anew with overwrite"
     assert contents(tmp_path / "runs") == {}
 
 
-def test_a_block_that_goes_bad_under_training_ranks_is_told_by_one_and_nobody_hangs(
+def test_a_block_that_goes_bad_under_training_ranks_is_reported_by_one_and_nobody_hangs(
     tmp_path: Path, tokens: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
-    """A rank meets it after two sound steps of two rows, while the other waits for its gradient."""
+    """A rank meets it after two good steps of two sequences, while the other waits for its gradient."""
     shard = tokens / "train-00000.tokens"
     seed, block = 0, None
     while block is None:
@@ -130,8 +130,8 @@ def test_a_tokenizer_that_did_not_make_the_shards_is_refused(
     tmp_path: Path, tokens: Path, tiny_options: list[str], refused: Refusal
 ) -> None:
     train_tokenizer([""], 512).save(tokens / "tokenizer")
-    said = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
-    assert said.startswith(f"{tokens}: its tokenizer is not the one that made its tokens")
+    message = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
+    assert message.startswith(f"{tokens}: its tokenizer is not the one that made its tokens")
 
 
 def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
@@ -140,15 +140,15 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     source = tmp_path / "model"
     source.mkdir()
     train_tokenizer([""], 300).save(source)
-    said = refused("pretrain", *tiny_options, "--model.source", source, "--run.folder", tmp_path / "runs")
-    assert said == f"{tiny_tokens}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
+    message = refused("pretrain", *tiny_options, "--model.source", source, "--run.folder", tmp_path / "runs")
+    assert message == f"{tiny_tokens}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "expected"),
     [
         (["--model.hidden_size", "64"], "a model of another shape (hidden_size 32 there, 64 here"),
         (["--train.global_batch_size", "8"], "its global batch has 4 rows, this recipe's 8"),
@@ -157,12 +157,12 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     ids=["shape", "batch", "data"],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_untouched(
-    trained: Run, onwards: list[str], refused: Refusal, change: list[str], complaint: str
+    trained: Run, onwards: list[str], refused: Refusal, change: list[str], expected: str
 ) -> None:
     before = contents(trained.path)
-    said = refused(*onwards, *change)
-    assert said.startswith(f"{trained.checkpoint_path(6)}: {complaint}")
-    assert "--run.overwrite" in said
+    message = refused(*onwards, *change)
+    assert message.startswith(f"{trained.checkpoint_path(6)}: {expected}")
+    assert "--run.overwrite" in message
     assert contents(trained.path) == before
 
 
@@ -173,7 +173,7 @@ def unfinish(newest: Path) -> None:
 def change_a_number(manifest: Path) -> None:
     """As a flipped bit does: the text stays JSON, and tells of other samples."""
     text = manifest.read_text()
-    changed = re.sub(r'"samples": (\d)', lambda found: f'"samples": {int(found[1]) ^ 1}', text)
+    changed = re.sub(r'"consumed_sequences": (\d)', lambda found: f'"consumed_sequences": {int(found[1]) ^ 1}', text)
     assert changed != text
     manifest.write_text(changed)
 
@@ -195,7 +195,7 @@ def tensors(newest: Path) -> Path:
     ],
     ids=["partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"],
 )
-def test_a_damaged_checkpoint_is_skipped_and_said_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_is_used(
     trained: Run,
     tiny_run: Path,
     onwards: list[str],
@@ -205,23 +205,23 @@ def test_a_damaged_checkpoint_is_skipped_and_said_and_the_one_before_it_used(
 ) -> None:
     spoil(trained.checkpoint_path(6))
     assert run(onwards) == 0
-    told = capfd.readouterr()
-    assert told.err == ""
-    assert sum(str(trained.checkpoint_path(6)) in line and reason in line for line in told.out.splitlines()) == 1
-    assert f"continuing {trained.path} from step 4\n" in told.out
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert sum(str(trained.checkpoint_path(6)) in line and reason in line for line in printed.out.splitlines()) == 1
+    assert f"continuing {trained.path} from step 4\n" in printed.out
     for name, tensor in weights(Run(tiny_run)).items():
         assert torch.equal(weights(trained)[name], tensor), name
     assert not list(trained.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}"))
 
 
-def test_a_run_with_no_sound_checkpoint_left_is_not_begun_again_unasked(
+def test_a_run_with_no_intact_checkpoint_left_is_not_silently_restarted(
     trained: Run, onwards: list[str], refused: Refusal
 ) -> None:
     for step in trained.checkpoint_steps():
         flip_a_bit(tensors(trained.checkpoint_path(step)), 5000)
     before = contents(trained.checkpoints_folder)
-    said = refused(*onwards, "--train.steps", "8")
-    assert said.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint_path(2)}: ")
+    message = refused(*onwards, "--train.steps", "8")
+    assert message.startswith(f"{trained.path}: none of its checkpoints can be used ({trained.checkpoint_path(2)}: ")
     assert contents(trained.checkpoints_folder) == before
 
 
@@ -238,7 +238,7 @@ class Malice:
 def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     trained: Run, onwards: list[str], tmp_path: Path, refused: Refusal
 ) -> None:
-    """Sealed properly, as whoever made it would."""
+    """With a valid manifest, as an attacker would write it."""
     folder, mark = trained.checkpoint_path(6), tmp_path / "mark"
     program = pickle.dumps(Malice(mark))
     (folder / ".metadata").write_bytes(program)
@@ -246,8 +246,8 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     manifest.files[".metadata"] = {"bytes": len(program), "xxh3": [xxhash.xxh3_64_hexdigest(program)]}
     atomic_write_text(folder / MANIFEST, manifest.json_text)
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
-        said = refused(*words)
-        assert said.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), said
+        message = refused(*words)
+        assert message.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), message
     assert not mark.exists()
     pickle.loads(program)
     assert mark.exists()  # it is a working one
@@ -292,28 +292,35 @@ def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, be
 
 
 @pytest.mark.parametrize(
-    ("free", "complaint"),
+    ("free", "expected"),
     [
         # Room for the tensors, and not for what goes around them.
-        (670_000, "step 8: could not be saved in 3 tries: disk/tiny/checkpoints: the checkpoint step-00000008 could not be"),
+        pytest.param(
+            670_000,
+            "step 8: could not be saved in 3 tries: disk/tiny/checkpoints: the checkpoint step-00000008 could not be",
+            id="at a checkpoint",
+            marks=pytest.mark.slow,
+        ),
         (200_000, "disk/tiny/checkpoints: no room for a checkpoint: it takes 0.6 MiB, and 0.2 MiB are free; "),
-        (0, "disk/tiny: no room to write (No space left on device); "),
+        pytest.param(
+            0, "disk/tiny: no room to write (No space left on device); ", id="before anything", marks=pytest.mark.slow
+        ),
     ],
-    ids=["at a checkpoint", "before the first step", "before anything"],
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
-    trained: Run, tiny_options: list[str], tmp_path: Path, free: int, complaint: str
+    trained: Run, tiny_options: list[str], tmp_path: Path, free: int, expected: str
 ) -> None:
     words = ["pretrain", *tiny_options, "--run.folder", "disk", "--run.name", "tiny", "--train.steps", "8"]
     words += ["--checkpoint.retry_seconds", "0.1"]
     shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
     need("the right to mount")
-    place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    place = {**os.environ, "PYTHONPATH": path}
     command = [*shell, sys.executable, "-m", "lmforge", *words]
     done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300)
-    said = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
-    assert said.startswith(complaint)
-    assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in said
+    message = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
+    assert message.startswith(expected)
+    assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in message
 
 
 def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained: Run, onwards: list[str]) -> None:
@@ -321,10 +328,12 @@ def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained:
     before = contents(trained.path)
     command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8", "--checkpoint.retry_seconds", "0.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = assert_failed_and_kept(done, trained, before)
-    said = said.removeprefix("step 8: could not be saved in 3 tries: ")
-    assert said.startswith(f"{trained.checkpoints_folder}: the checkpoint step-00000008 could not be written: the disk is full")
-    assert f"last checkpoint: {trained.checkpoint_path(6)}" in said
+    message = assert_failed_and_kept(done, trained, before)
+    message = message.removeprefix("step 8: could not be saved in 3 tries: ")
+    assert message.startswith(
+        f"{trained.checkpoints_folder}: the checkpoint step-00000008 could not be written: the disk is full"
+    )
+    assert f"last checkpoint: {trained.checkpoint_path(6)}" in message
 
 
 # --- the run directory -----------------------------------------------------------------------------------------------
@@ -348,8 +357,8 @@ def test_a_folder_that_is_no_run_is_neither_trained_into_nor_overwritten(
     thesis.parent.mkdir()
     thesis.write_text("years of it")
     for more in ([], ["--run.overwrite", "true"]):
-        said = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "work", *more)
-        assert said.startswith(f"{thesis.parent}: not empty and not a run of lmforge")
+        message = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "work", *more)
+        assert message.startswith(f"{thesis.parent}: not empty and not a run of lmforge")
     assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
     assert thesis.read_text() == "years of it"
 
@@ -375,7 +384,13 @@ main()
 """
 
 
-@pytest.mark.parametrize("script", [KILLED_BEFORE_THE_RECIPE, KILLED_WHILE_DELETING], ids=["writing", "deleting"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(KILLED_BEFORE_THE_RECIPE, id="writing", marks=pytest.mark.slow),
+        pytest.param(KILLED_WHILE_DELETING, id="deleting"),
+    ],
+)
 def test_a_run_killed_at_its_very_beginning_begins_by_the_same_command(
     tmp_path: Path, tiny_run: Path, tiny_options: list[str], script: str
 ) -> None:
@@ -392,8 +407,8 @@ def test_a_run_killed_at_its_very_beginning_begins_by_the_same_command(
 
 def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
     (tmp_path / "taken").write_text("kept")
-    told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "taken")
-    assert told == f"{tmp_path}/taken: a file, where the run's directory would be; choose another --run.name"
+    printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "taken")
+    assert printed == f"{tmp_path}/taken: a file, where the run's directory would be; choose another --run.name"
     assert (tmp_path / "taken").read_text() == "kept"
 
 
@@ -401,8 +416,8 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.stages.inputs.find_spec", lambda name: None)
-    told = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
-    assert told == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
+    printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
+    assert printed == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
     assert not (tmp_path / "a" / "recipe.toml").exists()
 
 
@@ -415,8 +430,8 @@ def test_a_run_in_training_is_refused_to_a_second_process(tmp_path: Path, tiny_o
                 assert holder.poll() is None
                 time.sleep(0.05)
             for more in ([], ["--run.overwrite", "true"]):
-                said = refused(*words, *more)
-                assert said.startswith(f"{taken.path}: being trained by process {holder.pid} on ")
+                message = refused(*words, *more)
+                assert message.startswith(f"{taken.path}: being trained by process {holder.pid} on ")
             assert holder.poll() is None
         finally:
             holder.kill()
@@ -431,41 +446,35 @@ def test_a_run_whose_laying_out_met_a_full_disk_is_begun_by_the_same_command_lat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("lmforge.runs.environment", full)
+        disk.setattr("lmforge.runs.describe_environment", full)
         assert "no room to write" in refused(*words, status=1)
-    again = [str(word) for word in words if word not in ("--resume", "never")]
-    done = subprocess.run([sys.executable, "-m", "lmforge", *again], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert run([str(word) for word in words if word not in ("--resume", "never")]) == 0
     assert Run(tmp_path / "a").checkpoint_steps()[-1] == 2
-    # What was said once is done once: the recorded recipe goes on from there.
+    # The recorded recipe resumes.
     assert 'resume = "auto"' in Run(tmp_path / "a").recipe_path.read_text()
 
 
-def test_weights_that_are_not_finite_are_never_saved_and_the_run_ends_after_going_back_in_vain(
+def test_non_finite_weights_are_never_saved_and_the_run_ends_after_rollbacks_in_vain(
     tmp_path: Path, tiny_options: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     spoiled = Run(tmp_path / "nan")
     words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "nan", "--validation.every_steps", "none"]
     words += ["--optimizer.lr", "1e30", "--optimizer.max_grad_norm", "0", "--log.every_steps", "100", "--train.steps", "50"]
     assert run([*words, "--checkpoint.every_steps", "1", "--faults.max_bad_steps", "3", "--faults.max_rollbacks", "2"]) == 1
-    told = capfd.readouterr().err.splitlines()
-    assert re.search(r"step \d+: 3 bad steps in a row, after going back 2 times; a lower optimizer\.lr", told[-1])
-    assert sum("3 bad steps in a row: back to step " in line for line in told) == 2
+    printed = capfd.readouterr().err.splitlines()
+    assert re.search(r"step \d+: 3 bad steps in a row, after going back 2 times; a lower optimizer\.lr", printed[-1])
+    assert sum("3 bad steps in a row: back to step " in line for line in printed) == 2
     assert spoiled.checkpoint_steps()
     for step in spoiled.checkpoint_steps():
         assert all(tensor.isfinite().all() for tensor in weights(spoiled, step).values()), step
 
 
-def test_damaged_checkpoints_of_later_steps_do_not_push_out_sound_ones(trained: Run, onwards: list[str]) -> None:
+def test_damaged_checkpoints_of_later_steps_do_not_delete_intact_ones(trained: Run, onwards: list[str]) -> None:
     for step in (4, 6):
         with open(trained.checkpoint_path(step) / ".metadata", "ab") as file:
             file.write(b"x")
-    command = [sys.executable, "-m", "lmforge", *onwards, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1"]
-    process = subprocess.Popen([*command, "--train.steps", "5"], stdout=subprocess.DEVNULL)
-    assert process.wait(timeout=300) == 0
-    folder, manifest, _ = checkpoint.find(trained.path)
-    assert folder == trained.checkpoint_path(5)
-    assert manifest is not None
+    assert run([*onwards, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1", "--train.steps", "5"]) == 0
+    checkpoint.verify(trained.checkpoint_path(5))
     assert trained.checkpoint_path(6).exists()
 
 
@@ -481,8 +490,8 @@ def test_pickled_weights_of_a_source_model_are_refused_rather_than_left_out(
     export_folder(build_model(shape, seed=0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     options = without_shape(tiny_options)
-    told = refused("pretrain", *options, "--model.source", source, "--run.folder", tmp_path, "--run.name", "a")
-    assert told == f"{source}/pytorch_model.bin: pickled weights are not opened; convert the folder to safetensors first"
+    printed = refused("pretrain", *options, "--model.source", source, "--run.folder", tmp_path, "--run.name", "a")
+    assert printed == f"{source}/pytorch_model.bin: pickled weights are not opened; convert the folder to safetensors first"
 
 
 def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
@@ -504,23 +513,61 @@ def corpus_file(folder: Path) -> Path:
 PROBLEM_ON_RANK_1 = """
 import sys
 from lmforge.cli import run
-from lmforge.cluster.rank_info import find_place
-from lmforge.data.loader import Loader
-if find_place().rank == 1:
-    Loader.batches = lambda self, step: 1 / 0
+from lmforge.cluster.rank_info import read_rank_info
+from lmforge.data.loader import BatchLoader
+if read_rank_info().rank == 1:
+    BatchLoader.batches = lambda self, step: 1 / 0
 sys.exit(run(sys.argv[1:]))
 """
 
 
-def test_what_goes_wrong_on_any_rank_is_told_on_the_terminal(tmp_path: Path, tiny_options: list[str]) -> None:
+def test_an_unforeseen_exception_on_any_rank_ends_in_one_line_that_names_the_file_of_its_traceback(
+    tmp_path: Path, tiny_options: list[str]
+) -> None:
     (tmp_path / "script.py").write_text(PROBLEM_ON_RANK_1)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "script.py")]
     command += ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert "ZeroDivisionError: division by zero" in done.stderr
+    saved = tmp_path / "a" / "logs" / "error-rank-1.txt"
+    problem = "unexpected ZeroDivisionError: division by zero"
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("lmforge: ")]
+    assert line == f"lmforge: {problem}; its traceback is in {saved} (--debug prints it here)"
+    assert saved.read_text().startswith("Traceback (most recent call last):")
+    assert "BatchLoader.batches = lambda self, step: 1 / 0" in saved.read_text()
 
 
+# Python imports it as it starts, where its folder is on the path: from then on one module fails as it is imported.
+BROKEN_MODULE = """
+import importlib.abc, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "lmforge.verbs.show":
+            raise ZeroDivisionError("two\\nlines")
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_unforeseen_exception_outside_of_a_run_keeps_its_traceback_in_a_temporary_file(tmp_path: Path, debug: bool) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_MODULE)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    words = ["show", "nano", *(["--debug"] if debug else [])]
+    done = subprocess.run([sys.executable, "-m", "lmforge", *words], env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    saved = list(tmp_path.glob("lmforge-*.txt"))
+    if debug:
+        assert done.stderr.startswith("Traceback (most recent call last):")
+        assert saved == []
+    else:
+        assert only_line(done.stderr) == (
+            f"unexpected ZeroDivisionError: two lines; its traceback is in {saved[0]} (--debug prints it here)"
+        )
+        assert "ZeroDivisionError" in saved[0].read_text()
+
+
+@pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
     tmp_path: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
@@ -552,7 +599,7 @@ def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "complaint"),
+    ("recipe", "expected"),
     [
         ('[train]\nsteps = "many"\n', "{recipe}: train.steps: expected a whole number"),
         ("[train]\nstepz = 5\n", "did you mean train.steps?"),
@@ -561,48 +608,49 @@ def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
     ids=["wrong type", "unknown key", "no TOML"],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused_with_the_place(
-    tmp_path: Path, refused: Refusal, recipe: str, complaint: str
+    tmp_path: Path, refused: Refusal, recipe: str, expected: str
 ) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(recipe)
-    said = refused("pretrain", path, "--run.folder", tmp_path / "runs")
-    assert complaint.format(recipe=path) in said
+    message = refused("pretrain", path, "--run.folder", tmp_path / "runs")
+    assert expected.format(recipe=path) in message
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("batch", "complaint"),
+    ("batch", "message"),
     [
         (
             "--train.global_batch_size 2 --launch.processes 3",
-            "3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks",
+            "3 ranks for a global batch of 2 sequences: a rank would have none; use at most 2 ranks",
         ),
         (
             "--train.global_batch_size 10 --launch.processes 4",
-            "a global batch of 10 rows does not divide by 4 ranks; nearest global_batch_size: 8 or 12",
+            "a global batch of 10 sequences does not divide by 4 ranks; nearest global_batch_size: 8 or 12",
         ),
         (
             "--train.micro_batch_size 3",
-            "a global batch of 4 rows does not divide by 1 ranks × 3 micro-batch rows; nearest global_batch_size: 3 or 6",
+            "a global batch of 4 sequences does not divide by 1 ranks × micro-batches of 3; nearest global_batch_size: 3 or 6",
         ),
     ],
-    ids=["more ranks than rows", "ranks", "micro-batches"],
+    ids=["more ranks than sequences", "ranks", "micro-batches"],
 )
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(
-    tmp_path: Path, tiny_options: list[str], refused: Refusal, batch: str, complaint: str
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, batch: str, message: str
 ) -> None:
-    assert refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", *batch.split()) == complaint
+    assert refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", *batch.split()) == message
     assert contents(tmp_path / "runs") == {}
 
 
-def test_what_all_ranks_find_wrong_one_of_them_tells(tmp_path: Path, tiny_options: list[str]) -> None:
+@pytest.mark.slow
+def test_what_all_ranks_find_wrong_is_reported_by_one_of_them(tmp_path: Path, tiny_options: list[str]) -> None:
     """Under another's launcher, which adds its own report of how its processes ended."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "lmforge"]
     words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path / "runs"), "--train.global_batch_size", "2"]
     done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert [line for line in done.stderr.splitlines() if line.startswith("lmforge: ")] == [
-        "lmforge: 3 ranks for a global batch of 2 rows: a rank would have none; use at most 2 ranks"
+        "lmforge: 3 ranks for a global batch of 2 sequences: a rank would have none; use at most 2 ranks"
     ]
     assert "exitcode  : 2" in done.stderr
     assert contents(tmp_path / "runs") == {}
@@ -614,7 +662,7 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         ("--parallel.tensor_parallel_degree 2 --launch.processes 3", "3 ranks do not fill that; start a multiple of 2"),
         (
@@ -626,7 +674,10 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
             "parallel.shard_degree = 3: 4 ranks do not divide into groups of it; use one of 1, 2, 4",
         ),
         (
-            "--parallel.sharding hybrid-full-shard --parallel.shard_degree 1 --parallel.tensor_parallel_degree 2 --launch.processes 4",
+            (
+                "--parallel.sharding hybrid-full-shard --parallel.shard_degree 1 --parallel.tensor_parallel_degree 2"
+                " --launch.processes 4"
+            ),
             "groups of it that keep tensor and context groups together; use one of 2, 4",
         ),
         ("--parallel.sharding full-shard --parallel.shard_degree 2 --launch.processes 2", "use hybrid-full-shard or"),
@@ -682,51 +733,61 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
             "--parallel.engine ddp --parallel.tensor_parallel_degree 2 --launch.processes 2",
             "has none of these; use engine = fsdp2",
         ),
+        ("--parallel.engine ddp --parallel.cpu_offload --launch.processes 2", "ddp keeps everything on its device"),
         ("--parallel.tensor_parallel_degree 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
         (
             "--parallel.tensor_parallel_degree 2 --launch.processes 2 --optimizer.name muon",
-            "which split its matrices; use adamw",
+            "which splits its matrices; use adamw",
         ),
     ],
 )
-def test_what_cannot_be_spread_so_is_refused_before_anything_starts(refused: Refusal, words: str, complaint: str) -> None:
-    assert complaint in refused("pretrain", "--dry-run", "--model.preset", "llama2-7b", *words.split())
+def test_a_model_that_cannot_be_parallelized_so_is_refused_before_anything_starts(
+    refused: Refusal, words: str, message: str
+) -> None:
+    assert message in refused("pretrain", "--dry-run", "--model.preset", "llama2-7b", *words.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (
             "--parallel.tensor_parallel_degree 3 --launch.processes 3 --model.num_attention_heads 4",
             "num_attention_heads = 4 does not divide by it; use 2",
         ),
-        ("--parallel.engine ddp --parallel.cpu_offload --launch.processes 2", "ddp keeps everything on its device"),
-        (
+        pytest.param(
+            "--parallel.engine ddp --parallel.cpu_offload --launch.processes 2",
+            "ddp keeps everything on its device",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "--parallel.engine fsdp1 --parallel.context_parallel_degree 2 --launch.processes 2",
             "has none of these; use engine = fsdp2",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_ranks_that_cannot_be_spread_so_say_it_once_and_leave_together(
-    tmp_path: Path, tiny_options: list[str], refused: Refusal, words: str, complaint: str
+def test_ranks_that_cannot_be_parallelized_so_report_it_once_and_leave_together(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, words: str, message: str
 ) -> None:
     more = ["--train.global_batch_size", "6", "--data.sequence_length", "60"]
-    assert complaint in refused("pretrain", *tiny_options, *more, "--run.folder", tmp_path / "runs", *words.split())
+    assert message in refused("pretrain", *tiny_options, *more, "--run.folder", tmp_path / "runs", *words.split())
     assert contents(tmp_path / "runs") == {}
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
-    tmp_path: Path, tiny_options: list[str], refused: Refusal
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, ranks: int
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(get_preset("nano").to_config_json() | {"vocab_size": 512}))
-    options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", 2]
-    said = refused("pretrain", *without_shape(tiny_options), *options)
-    assert said == f"{source}: no weights here; to begin with random ones use --model.load_weights false"
+    options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", ranks]
+    message = refused("pretrain", *without_shape(tiny_options), *options)
+    assert message == f"{source}: no weights here; to begin with random ones use --model.load_weights false"
     assert contents(tmp_path / "runs") == {}
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_wrapped_is_refused_by_one_of_several_ranks(
     tmp_path: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
@@ -740,37 +801,34 @@ def test_a_folder_that_cannot_be_wrapped_is_refused_by_one_of_several_ranks(
     assert only_line(done.stderr).startswith(f"{source}/config.json: RwkvForCausalLM has layers that are no attention")
 
 
-def test_a_family_that_lmforge_does_not_speak_is_refused_with_the_way_out(
-    tmp_path: Path, tiny_options: list[str], refused: Refusal
-) -> None:
+def test_an_unknown_model_family_is_refused_with_the_way_out(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
     options = [*without_shape(tiny_options), "--run.folder", tmp_path, "--run.name", "a"]
     wrap = ["--model.implementation", "transformers"]
-    told = refused("pretrain", *options, *wrap, "--model.source", tmp_path)
-    assert told.startswith(f"{tmp_path}/config.json: no such file; ")
+    printed = refused("pretrain", *options, *wrap, "--model.source", tmp_path)
+    assert printed.startswith(f"{tmp_path}/config.json: no such file; ")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
-    told = refused("pretrain", *options, "--model.source", tmp_path)
-    assert told.endswith("; or let transformers compute it: --model.implementation transformers")
+    printed = refused("pretrain", *options, "--model.source", tmp_path)
+    assert printed.endswith("; or let transformers compute it: --model.implementation transformers")
     assert "name it with model.source" in refused("pretrain", *options, *wrap)
     assert refused("pretrain", *options, *wrap, "--model.source", "nano").startswith("nano: no such folder; ")
-    told = refused("pretrain", *options, *wrap, "--model.source", tmp_path, "--model.mlp_bias", "true")
-    assert told.startswith("model.mlp_bias: a gpt_neox model has no such field; ")
+    printed = refused("pretrain", *options, *wrap, "--model.source", tmp_path, "--model.mlp_bias", "true")
+    assert printed.startswith("model.mlp_bias: a gpt_neox model has no such field; ")
 
 
-def test_dropout_is_a_share_and_not_of_a_wrapped_model(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
+def test_dropout_is_below_1_and_not_for_a_wrapped_model(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:
     options = [*tiny_options, "--run.folder", tmp_path, "--run.name", "a"]
     assert refused("pretrain", *options, "--model.dropout", "1") == "--model.dropout: expected a number below 1.0, got 1.0"
     wrapped = ["--model.source", tmp_path, "--model.implementation", "transformers", "--model.dropout", "0.1"]
-    told = refused("pretrain", *options, *wrapped)
-    assert told == "model.dropout: not with model.implementation = transformers, which has none here; leave it out"
+    printed = refused("pretrain", *options, *wrapped)
+    assert printed == "model.dropout: not with model.implementation = transformers, which has none here; leave it out"
 
 
 def test_an_environment_without_determinism_is_refused_before_anything_is_touched(
-    tmp_path: Path, tiny_options: list[str], lmforge: Command
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [*tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "a", "--deterministic"]
-    done = lmforge("pretrain", *options, NCCL_NVLS_ENABLE="1")
-    assert done.returncode == 2
-    assert only_line(done.stderr) == (
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    message = refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "a", "--deterministic")
+    assert message == (
         "train.deterministic: NCCL_NVLS_ENABLE=1 is set, under which bits differ from run to run; unset it or set it to 0"
     )
     assert contents(tmp_path) == {}

@@ -1,6 +1,8 @@
-"""The tree of a run's options: its arithmetic, and the combinations that it refuses."""
+"""The options of the stages: batch arithmetic, and combinations that are refused."""
 
+import pkgutil
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -9,28 +11,31 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lmforge.cli import load_config
-from lmforge.config import post_training as config_post
-from lmforge.config import run as config_runs
-from lmforge.config import verbs as config_verbs
+from lmforge import config as config_package
+from lmforge.config.align import AlignConfig
+from lmforge.config.batch_plan import batch_plan
+from lmforge.config.load import config_class, load_config
 from lmforge.config.options import Options, iter_options, read_recipe, to_toml, validate_options
-from lmforge.config.post_training import config_class
-from lmforge.config.run import COMFORTABLE_MICRO_BATCH_TOKENS, Config, TrainOptions, batch_plan
+from lmforge.config.pipeline import PipelineOptions
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
+from lmforge.config.tuning import TunedConfig, TunedTrainOptions
 from lmforge.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-TREES = [
-    tree
-    for room in (config_runs, config_post, config_verbs)
-    for tree in vars(room).values()
-    if isinstance(tree, type) and issubclass(tree, Options) and tree.__module__ == room.__name__
+MODULES = [import_module(f"lmforge.config.{found.name}") for found in pkgutil.iter_modules(config_package.__path__)]
+OPTION_CLASSES = [
+    value
+    for module in MODULES
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, Options) and value.__module__ == module.__name__ and value is not Options
 ]
 
 counts = st.integers(1, 400)
 
 
-def config(**sections: dict[str, Any]) -> Config:
-    return validate_options(Config, sections, "a.toml")
+def config(**sections: dict[str, Any]) -> PretrainConfig:
+    return validate_options(PretrainConfig, sections, "a.toml")
 
 
 @given(rows=counts, length=st.sampled_from([16, 100, 1024, 8192, 40_000]), ranks=st.integers(1, 16), data=st.data())
@@ -50,7 +55,9 @@ def test_a_batch_plan_cuts_the_global_batch_without_remainder(rows: int, length:
 
 
 @given(rows=counts, ranks=st.integers(1, 16), micro=st.none() | st.integers(1, 20))
-def test_what_does_not_divide_is_refused_with_the_nearest_sizes_that_do(rows: int, ranks: int, micro: int | None) -> None:
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes_that_do(
+    rows: int, ranks: int, micro: int | None
+) -> None:
     train = TrainOptions(global_batch_size=rows, micro_batch_size=micro)
     unit = ranks * (micro or 1)
     assume(rows >= ranks and rows % unit)
@@ -63,30 +70,30 @@ def test_what_does_not_divide_is_refused_with_the_nearest_sizes_that_do(rows: in
 
 
 @given(rows=st.integers(1, 15), more=st.integers(1, 15))
-def test_more_ranks_than_rows_are_refused(rows: int, more: int) -> None:
+def test_more_ranks_than_sequences_are_refused(rows: int, more: int) -> None:
     with pytest.raises(
-        UserError, match=rf"^{rows + more} ranks for a global batch of {rows} rows: .*use at most {rows} ranks$"
+        UserError, match=rf"^{rows + more} ranks for a global batch of {rows} sequences: .*use at most {rows} ranks$"
     ):
         batch_plan(TrainOptions(global_batch_size=rows), 64, rows + more)
 
 
 @given(rows=counts, length=st.integers(1, 5000))
-def test_a_batch_in_tokens_is_the_same_as_in_rows(rows: int, length: int) -> None:
-    in_tokens = config(train={"global_batch_tokens": rows * length}, data={"length": length})
+def test_a_batch_size_in_tokens_is_the_same_as_in_sequences(rows: int, length: int) -> None:
+    in_tokens = config(train={"global_batch_tokens": rows * length}, data={"sequence_length": length})
     assert batch_plan(in_tokens.train, length, 1) == batch_plan(TrainOptions(global_batch_size=rows), length, 1)
 
 
 @pytest.mark.parametrize(("tokens", "nearest"), [(1000, "768 or 1024"), (100, "256"), (257, "256 or 512")])
-def test_a_batch_in_tokens_that_cuts_a_row_is_refused_with_the_nearest_that_do_not(tokens: int, nearest: str) -> None:
-    complaint = (
+def test_a_batch_size_in_tokens_that_cuts_a_sequence_is_refused_with_the_nearest_that_do_not(tokens: int, nearest: str) -> None:
+    message = (
         f"a.toml: train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = 256; nearest: {nearest}"
     )
-    with pytest.raises(UserError, match=f"^{complaint}$"):
-        config(train={"global_batch_tokens": tokens}, data={"length": 256})
+    with pytest.raises(UserError, match=f"^{message}$"):
+        config(train={"global_batch_tokens": tokens}, data={"sequence_length": 256})
 
 
 @pytest.mark.parametrize(
-    ("sections", "complaint"),
+    ("sections", "message"),
     [
         ({"model": {"preset": "nano", "source": "x"}}, "model.preset and model.source: give one of them, not both"),
         (
@@ -100,42 +107,46 @@ def test_a_batch_in_tokens_that_cuts_a_row_is_refused_with_the_nearest_that_do_n
         ),
     ],
 )
-def test_what_excludes_each_other_is_refused_with_the_way_out(sections: dict[str, Any], complaint: str) -> None:
+def test_options_that_exclude_each_other_are_refused_with_the_way_out(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         config(**sections)
-    assert str(caught.value) == f"a.toml: {complaint}"
+    assert str(caught.value) == f"a.toml: {message}"
 
 
-def test_schedules_that_just_fit_are_taken() -> None:
+def test_a_schedule_may_fill_the_whole_run() -> None:
     config(train={"steps": 100})
     config(train={"steps": 99}, schedule={"name": "warmup-stable-decay", "warmup_steps": 49, "decay_steps": 50})
     config(train={"steps": 99}, schedule={"warmup_steps": 99, "decay_steps": 50})  # a cosine has no decay of its own
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
-def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules_accept(tree: type[Options]) -> None:
-    for path, field in iter_options(tree):
+@pytest.mark.parametrize("options_class", OPTION_CLASSES, ids=lambda options_class: options_class.__name__)
+def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules_accept(options_class: type[Options]) -> None:
+    for path, field in iter_options(options_class):
         assert field.description, path
         assert "\n" not in field.description, path
-    required = [(path[0], field.annotation) for path, field in iter_options(tree) if field.is_required()]
+    required = [(path[0], field.annotation) for path, field in iter_options(options_class) if field.is_required()]
     given: dict[str, Any] = {name: ["x"] if get_origin(kind) is tuple else "x" for name, kind in required}
+    if options_class is PipelineOptions:
+        given["stages"] = [{"verb": "x"}]
     # Epochs, by default, become steps before a recipe is recorded.
-    if issubclass(tree, config_post.TunedTrainOptions):
+    if issubclass(options_class, TunedTrainOptions):
         given["steps"] = 5
-    elif issubclass(tree, config_post.TunedConfig):
+    elif issubclass(options_class, TunedConfig):
         given["train"] = {"steps": 5}
-    assert validate_options(tree, given) == validate_options(tree, validate_options(tree, given).model_dump(mode="json"))
+    assert validate_options(options_class, given) == validate_options(
+        options_class, validate_options(options_class, given).model_dump(mode="json")
+    )
 
 
 def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
-    for name, field in Config.model_fields.items():
+    for name, field in PretrainConfig.model_fields.items():
         assert field.description, name
         assert isinstance(field.annotation, type), name
         assert issubclass(field.annotation, BaseModel), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_of_the_house_is_valid_and_survives_being_written_out(recipe: Path) -> None:
+def test_every_recipe_of_the_repository_is_valid_and_reads_back_equal(recipe: Path) -> None:
     table = read_recipe(recipe)
     kind = config_class(table, str(recipe))
     read = validate_options(kind, table, str(recipe))
@@ -171,7 +182,7 @@ def test_every_recipe_of_the_house_is_valid_and_survives_being_written_out(recip
         ("pretrain", {"model": {"preset": "nano"}}, ["--model.source", "x"], {"model.preset": None, "model.source": Path("x")}),
     ],
 )
-def test_what_is_typed_stands_in_place_of_the_recipes_other_way_to_say_it(
+def test_a_typed_option_replaces_its_alternative_in_the_recipe(
     verb: str, recorded: dict[str, Any], typed: list[str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.toml"
@@ -182,16 +193,37 @@ def test_what_is_typed_stands_in_place_of_the_recipes_other_way_to_say_it(
         assert getattr(getattr(found, section), option) == value, name
 
 
-def test_an_option_without_a_value_is_written_so_where_it_has_one_by_default() -> None:
-    read = validate_options(Config, {"watch": {"timeout_seconds": "none"}})
+def test_an_option_set_to_none_reads_back_as_none_where_its_default_is_a_value() -> None:
+    read = validate_options(PretrainConfig, {"watch": {"timeout_seconds": "none"}})
     assert read.watch.timeout_seconds is None
-    assert validate_options(Config, tomllib.loads(to_toml(read))) == read
+    assert validate_options(PretrainConfig, tomllib.loads(to_toml(read))) == read
 
 
-def test_a_run_is_called_what_its_options_say_and_else_what_its_recipe_is_called() -> None:
-    assert Config().with_name("recipe").run.name == "recipe"
+@pytest.mark.parametrize(("theirs", "ours"), [("SHARD_GRAD_OP", "grad-shard"), ("_HYBRID_SHARD_ZERO2", "hybrid-grad-shard")])
+def test_sharding_takes_torchs_names(theirs: str, ours: str) -> None:
+    assert config(parallel={"sharding": theirs}) == config(parallel={"sharding": ours})
+    assert config(parallel={"sharding": theirs}).parallel.sharding == ours
+
+
+@pytest.mark.parametrize(
+    ("align", "message"),
+    [
+        ({"loss_type": "exo"}, "align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "align.label_smoothing: not with align.loss_type = ipo; leave it out"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "align.label_smoothing: expected a number below 0.5, got 0.5"),
+        ({"method": "kto", "loss_type": "hinge"}, "align.loss_type: kto does not read it; it is for dpo: leave it out"),
+    ],
+)
+def test_a_preference_loss_is_refused_options_that_it_cannot_use(align: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate_options(AlignConfig, {"align": align}, "a.toml")
+    assert str(caught.value) == f"a.toml: {message}"
+
+
+def test_a_run_takes_its_name_from_its_options_else_from_its_recipe() -> None:
+    assert PretrainConfig().with_name("recipe").run.name == "recipe"
     assert config(run={"name": "mine"}).with_name("recipe").run.name == "mine"
-    assert Config().with_name("recipe").train == Config().train
+    assert PretrainConfig().with_name("recipe").train == PretrainConfig().train
 
 
 @pytest.mark.parametrize(("steps", "asked", "every"), [(1000, None, 100), (5, None, 1), (1000, 7, 7)])
@@ -200,7 +232,7 @@ def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(steps
     assert chosen.checkpoint_every_steps == every
 
 
-def test_shape_options_are_handed_on_only_where_they_were_given() -> None:
-    assert Config().model.overrides() == {}
+def test_only_given_model_options_override_the_model_config() -> None:
+    assert PretrainConfig().model.overrides() == {}
     chosen = config(model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False})
     assert chosen.model.overrides() == {"hidden_size": 64, "attention_bias": False}

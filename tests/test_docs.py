@@ -1,7 +1,7 @@
 """The documents are true: what they tell a reader to type works, and what they name is there.
 
 The commands of README.md and docs/ are carried out in order, in one new folder that holds the recipes and such material
-as a reader would bring. A pretraining is cut down to a few steps of a tiny model and an evaluation to a few rows
+as a reader would bring. A pretraining is cut down to a few steps of a tiny model and an evaluation to a few sequences
 (`shortened`), a `make` line is looked up in the Makefile, and every other command runs as it stands.
 """
 
@@ -22,22 +22,25 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.cli import VERBS
+from lmforge.cli import parse_command
+from lmforge.config.align import AlignConfig
+from lmforge.config.bench import BenchConfig
 from lmforge.config.options import iter_options
-from lmforge.config.post_training import AlignConfig, SftConfig
-from lmforge.config.run import BenchConfig
+from lmforge.config.sft import SftConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import resolve_model_config
+from lmforge.verbs.table import VERBS
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
 from tests.text import corpus
 
 ROOT = Path(__file__).parents[1]
-EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+EXECUTED = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-COMMANDS = Path(sys.executable).parent
+BIN = Path(sys.executable).parent
 
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 OF_A_RUN = {".".join(path) for tree in (BenchConfig, SftConfig, AlignConfig) for path, _ in iter_options(tree)}
@@ -49,7 +52,7 @@ FLAGS = {"method", "help", "debug", "version", "dry-run", "resume", "determinist
 
 TRAINING = ("pretrain", "sft", "align")
 
-TINY_SHAPE = {
+TINY_MODEL = {
     "model.hidden_size": 32,
     "model.intermediate_size": 48,
     "model.num_hidden_layers": 1,
@@ -97,10 +100,10 @@ def pieces() -> list[Piece]:
 
 
 def shortened(line: str) -> str:
-    """A training in 4 steps of 4 short rows on a CPU, or in 6 where the line itself asks for more steps than its recipe.
+    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives train.steps.
 
-    The shape of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those that the
-    line says, not its recipe. An evaluation on documents sees 32 rows. A benchmark is cut down alike, and times one step.
+    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those the
+    line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, to one step.
     Of games of chess there are a few.
     """
     words = shlex.split(line)
@@ -110,11 +113,11 @@ def shortened(line: str) -> str:
         return f"{line} --sequences 32"
     if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line
-    # One that a page writes itself is not among those of the house.
+    # A recipe that a page writes itself is not in the repository.
     files = [ROOT / word for word in words if word.startswith("recipes/") and (ROOT / word).is_file()]
     recipes = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".toml"]
     begun = any("source" in recipe.get("model", {}) for recipe in recipes)
-    shape = {} if begun or {"--model.source", "align"} & set(words) else TINY_SHAPE
+    shape = {} if begun or {"--model.source", "align"} & set(words) else TINY_MODEL
     alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
     chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
     if "grpo" in words:  # whole groups of answers
@@ -166,7 +169,7 @@ class Reader:
             return make_line(piece.text)
         line = shortened(piece.text) if piece.kind == "sh" else ""
         command = ["sh", "-c", line] if line else [sys.executable, "-c", piece.text]
-        variables = {**os.environ, "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}"}
+        variables = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         if piece.page in self.started and (words := of_lmforge(line)):
             done = preloaded().run(words, self.said, cwd=self.folder, variables=variables, timeout=500)
         else:
@@ -196,6 +199,7 @@ def make_line(line: str) -> str | None:
 
 
 PIECES = pieces()
+LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page == README)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +217,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     tokenizer = train_tokenizer(chapters, 400)
     tokenizer.save(folder / "made")
     shutil.copy(folder / "made" / "tokenizer.json", folder)
-    sizes = {name.removeprefix("model."): value for name, value in TINY_SHAPE.items()}
+    sizes = {name.removeprefix("model."): value for name, value in TINY_MODEL.items()}
     shape = resolve_model_config("smollm-135m", sizes, tokenizer.vocab_size)
     export_folder(build_model(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
     shutil.copytree(folder / "models" / "smollm", folder / "models" / "CodeLlama-7b-hf")
@@ -244,17 +248,34 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def needs(piece: Piece) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.needs("a C++ compiler")] if re.search(r"train\.compile[ =]on", piece.text) else []
+def marks(piece: Piece) -> list[pytest.MarkDecorator]:
+    """The README is carried out in every run of the tests, the other pages after it in `make test-all`."""
+    needed = [pytest.mark.needs("a C++ compiler")] if re.search(r"train\.compile[ =]on", piece.text) else []
+    return needed + ([] if piece.page == README else [pytest.mark.slow])
 
 
-NUMBERS = [pytest.param(number, id=str(piece), marks=needs(piece)) for number, piece in enumerate(PIECES)]
+NUMBERS = [pytest.param(number, id=str(piece), marks=marks(piece)) for number, piece in enumerate(PIECES)]
+PAGE_PARAMETERS = [pytest.param(page, id=page.name, marks=[] if page == README else [pytest.mark.slow]) for page in PAGES]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_what_the_documents_tell_to_type_works(reader: Reader, number: int) -> None:
+def test_every_command_of_the_documents_works(reader: Reader, number: int) -> None:
     problem = reader.outcome(number)
     assert problem is None, f"{PIECES[number]}: {problem}"
+
+
+COMMANDS = [pytest.param(words, id=str(piece)) for piece in PIECES if piece.kind == "sh" and (words := of_lmforge(piece.text))]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_lmforge_command_of_the_documents_is_accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verb, options and recipe, where that is in the repository."""
+    monkeypatch.chdir(ROOT)
+    name, *arguments = words
+    if arguments and arguments[0].endswith(".toml") and not Path(arguments[0]).is_file():
+        arguments = arguments[1:]
+    if name not in ("-h", "--help", "run") and not {"-h", "--help"} & set(arguments):
+        parse_command(name, [word for word in arguments if word != "--debug"])
 
 
 def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
@@ -280,26 +301,26 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
         assert make_line(line) is None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGE_PARAMETERS)
 def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_commands(reader: Reader, page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), f"link to {target}"
-    reader.outcome(len(PIECES) - 1)
+    reader.outcome(LAST_OF_README if page == README else len(PIECES) - 1)
     names = re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)*/?)`", text)
     for name in names:
         if name.startswith(METRICS) or ("/" not in name and Path(name).suffix not in OF_FILES):
             continue
         if name.startswith(".venv/bin/"):
-            assert (COMMANDS / Path(name).name).exists(), name
+            assert (BIN / Path(name).name).exists(), name
             continue
         pattern = name.rstrip("/").replace("NAME", "*")
         assert (ROOT / pattern).exists() or any(reader.folder.rglob(pattern)), name
 
 
 def test_the_readme_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
-    reader.outcome(len(PIECES) - 1)
-    [listing] = re.findall(r"^runs/quickstart/\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    reader.outcome(LAST_OF_README)
+    [listing] = re.findall(r"^runs/quickstart/\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
     there = {entry.name for entry in (reader.folder / "runs" / "quickstart").iterdir() if not entry.name.startswith(".")}
     assert listed == there

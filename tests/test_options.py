@@ -1,4 +1,4 @@
-"""Reading options, on a small tree that has every kind of option."""
+"""Reading options, with classes that have every type of option."""
 
 import re
 import tomllib
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmforge.config.options import (
@@ -76,11 +76,13 @@ inners = st.fixed_dictionaries(
         "maybe_text": texts.filter(lambda text: text.lower() != "none"),
     },
 )
+# A busy machine draws slowly, which says nothing of what is tested.
+draws_may_be_slow = settings(suppress_health_check=[HealthCheck.too_slow])
 trees = st.fixed_dictionaries({}, optional={"inner": inners, "other_part": inners})
 
 
-def words_of(table: dict[str, dict[str, Any]]) -> list[str]:
-    """The command line that says what a table says."""
+def command_line_of(table: dict[str, dict[str, Any]]) -> list[str]:
+    """The command line that gives the same options as a table."""
     words = []
     for part, values in table.items():
         for name, value in values.items():
@@ -94,26 +96,29 @@ def words_of(table: dict[str, dict[str, Any]]) -> list[str]:
     return words
 
 
+@draws_may_be_slow
 @given(trees)
-def test_a_tree_written_as_toml_reads_back_equal(table: dict[str, Any]) -> None:
+def test_options_written_as_toml_read_back_equal(table: dict[str, Any]) -> None:
     tree = validate_options(Tree, table)
     assert validate_options(Tree, tomllib.loads(to_toml(tree))) == tree
 
 
+@draws_may_be_slow
 @given(trees)
-def test_command_line_and_recipe_say_the_same(table: dict[str, Any]) -> None:
+def test_a_command_line_and_a_recipe_give_the_same_options(table: dict[str, Any]) -> None:
     for values in table.values():
         if any(word.startswith("--") for word in values.get("texts", ())):
             del values["texts"]  # several texts that look like options can only stand in a recipe
-    assert parse_options(Tree, words_of(table)) == parse_options(Tree, [], table)
+    assert parse_options(Tree, command_line_of(table)) == parse_options(Tree, [], table)
 
 
+@draws_may_be_slow
 @given(trees, trees)
 def test_the_command_line_overrides_the_recipe_option_by_option(recipe: dict[str, Any], typed: dict[str, Any]) -> None:
     for values in typed.values():
         values.pop("texts", None)
     merged = {part: {**recipe.get(part, {}), **typed.get(part, {})} for part in {**recipe, **typed}}
-    assert parse_options(Tree, words_of(typed), recipe) == validate_options(Tree, merged)
+    assert parse_options(Tree, command_line_of(typed), recipe) == validate_options(Tree, merged)
 
 
 def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
@@ -155,7 +160,7 @@ def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
         (["--inner.tables"], {"tables": ()}),
     ],
 )
-def test_words_are_read_as_the_option_says(words: list[str], expected: dict[str, Any]) -> None:
+def test_words_are_parsed_as_the_option_declares(words: list[str], expected: dict[str, Any]) -> None:
     read = parse_options(Tree, words).inner.model_dump()
     assert {name: read[name] for name in expected} == expected
     assert {name: value for name, value in read.items() if name not in expected} == {
@@ -163,7 +168,7 @@ def test_words_are_read_as_the_option_says(words: list[str], expected: dict[str,
     }
 
 
-def test_options_that_may_be_given_by_position_take_words_in_turn() -> None:
+def test_positional_options_take_words_in_turn() -> None:
     assert parse_options(Flat, ["a", "b", "-c", "--count", "3", "d"]) == Flat(first=Path("a"), rest=("b", "-c", "d"), count=3)
     assert parse_options(Flat, ["--first", "a", "b"]) == Flat(first=Path("a"), rest=("b",))
     assert parse_options(Flat, ["a", "--rest", "b", "c"]) == Flat(first=Path("a"), rest=("b", "c"))
@@ -194,15 +199,15 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "complaint"), WRONG)
-def test_a_wrong_value_in_a_recipe_is_named_with_its_place(name: str, value: Any, complaint: str) -> None:
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_a_wrong_value_in_a_recipe_is_reported_with_its_option(name: str, value: Any, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [], {"inner": {name: value}}, "a.toml")
-    assert str(caught.value) == f"a.toml: inner.{name}: {complaint}"
+    assert str(caught.value) == f"a.toml: inner.{name}: {message}"
 
 
 @pytest.mark.parametrize(
-    ("name", "word", "complaint"),
+    ("name", "word", "message"),
     [
         ("whole", "many", 'expected a whole number, got "many"'),
         ("whole", "1.5", 'expected a whole number, got "1.5"'),
@@ -213,14 +218,14 @@ def test_a_wrong_value_in_a_recipe_is_named_with_its_place(name: str, value: Any
         ("choice", "up", "expected 'left' or 'right', got \"up\""),
     ],
 )
-def test_a_wrong_value_on_the_command_line_is_named_with_its_option(name: str, word: str, complaint: str) -> None:
+def test_a_wrong_value_on_the_command_line_is_reported_with_its_option(name: str, word: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [f"--inner.{name}", word], {"inner": {"text": "fine"}}, "a.toml")
-    assert str(caught.value) == f"--inner.{name}: {complaint}"
+    assert str(caught.value) == f"--inner.{name}: {message}"
 
 
 @pytest.mark.parametrize(
-    ("item", "complaint"),
+    ("item", "message"),
     [
         ({"name": 5}, "tables.name: expected text, got 5"),
         ({"name": "a", "size": -1}, "tables.size: expected a number of at least 0.0, got -1"),
@@ -228,45 +233,45 @@ def test_a_wrong_value_on_the_command_line_is_named_with_its_option(name: str, w
         ({"nmae": "a"}, "tables.nmae: no such option; did you mean inner.tables.name?"),
     ],
 )
-def test_what_is_wrong_in_one_of_several_tables_is_named_wherever_they_were_given(item: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_value_in_a_list_of_tables_is_reported_with_its_key(item: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [], {"inner": {"tables": [{"name": "fine"}, item]}}, "a.toml")
-    assert str(caught.value) == f"a.toml: inner.{complaint}"
+    assert str(caught.value) == f"a.toml: inner.{message}"
     word = "{" + ", ".join(f"{key} = {value!r}" for key, value in item.items()) + "}"
     with pytest.raises(UserError) as caught:
         parse_options(Tree, ["--inner.tables", "{name = 'fine'}", word], {}, "a.toml")
-    assert str(caught.value) == f"--inner.{complaint}"
+    assert str(caught.value) == f"--inner.{message}"
 
 
 @pytest.mark.parametrize("section_value", [5, "text", [1], True])
 @pytest.mark.parametrize("words", [[], ["--inner.whole", "2"]])
-def test_a_section_that_is_no_table_is_refused(section_value: Any, words: list[str]) -> None:
+def test_a_section_that_is_not_a_table_is_refused(section_value: Any, words: list[str]) -> None:
     with pytest.raises(UserError, match=r"^a\.toml: inner: expected a section, got "):
         parse_options(Tree, words, {"inner": section_value}, "a.toml")
 
 
 @pytest.mark.parametrize(
-    ("table", "complaint"),
+    ("table", "message"),
     [
         ({"inner": {"whoel": 5}}, "a.toml: inner.whoel: no such option; did you mean inner.whole?"),
         ({"iner": {"whole": 5}}, "a.toml: iner: no such option; did you mean inner?"),
         ({"otherpart": {}}, "a.toml: otherpart: no such option; did you mean other_part?"),
-        ({"inner": {"zzzzz": 5}}, "a.toml: inner.zzzzz: no such option; --help lists those there are"),
+        ({"inner": {"zzzzz": 5}}, "a.toml: inner.zzzzz: no such option; --help lists all options"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], complaint: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [], table, "a.toml")
-    assert str(caught.value) == complaint
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("word", "complaint"),
+    ("word", "message"),
     [
         ("--inner.whoel", "--inner.whoel: no such option; did you mean inner.whole?"),
         ("--inner.maybe-wole", "--inner.maybe-wole: no such option; did you mean inner.maybe_whole?"),
         ("--maybe_whole", "--maybe_whole: no such option; did you mean inner.maybe_whole?"),
-        ("--qqqq=3", "--qqqq: no such option; --help lists those there are"),
+        ("--qqqq=3", "--qqqq: no such option; --help lists all options"),
         ("--inner.tables.name", "--inner.tables.name: no such option; did you mean inner.tables?"),
         ("--inner.tables=a", '--inner.tables: expected a table such as {key = "value"}, got "a"'),
         ("--inner.tables={} \nb = 1", '--inner.tables: expected a table such as {key = "value"}, got "{} \\nb = 1"'),
@@ -278,13 +283,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
         ("--inner.text=\udcff", "'--inner.text=\\udcff': not UTF-8 text"),
     ],
 )
-def test_a_word_that_means_nothing_is_refused(word: str, complaint: str) -> None:
+def test_an_unknown_argument_is_refused(word: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [word])
-    assert str(caught.value) == complaint
+    assert str(caught.value) == message
 
 
-def test_a_missing_argument_is_asked_for_by_its_meaning() -> None:
+def test_a_missing_argument_is_reported_with_its_meaning() -> None:
     with pytest.raises(UserError, match=r"^--first: missing; give what to read$"):
         parse_options(Flat, ["--count", "3"])
 
@@ -296,7 +301,7 @@ def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (None, "no such recipe"),
         (b'[inner]\ntext = "caf\xe9"\n', r"not UTF-8 text \(byte 19\)"),
@@ -304,19 +309,19 @@ def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None
         (b"[inner]\nwhole = 1\nwhole = 2\n", r"not valid TOML: .*line 3"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | None, complaint: str) -> None:
+def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / "a.toml").write_bytes(content)
-    with pytest.raises(UserError, match=rf"/a\.toml: {complaint}"):
+    with pytest.raises(UserError, match=rf"/a\.toml: {message}"):
         read_recipe(tmp_path / "a.toml")
 
 
-def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+def test_a_folder_as_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Is a directory"):
         read_recipe(tmp_path)
 
 
-def test_help_says_of_each_option_its_kind_meaning_and_default() -> None:
+def test_help_gives_type_meaning_and_default_of_each_option() -> None:
     lines = format_help(Tree).splitlines()
     assert "[other_part]  the others" in lines
     assert sum(line.startswith("  --inner.") for line in lines) == len(list(iter_options(Inner)))

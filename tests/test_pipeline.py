@@ -1,7 +1,8 @@
-"""`lmforge run`: stages in order, each from the last one's run, going on where they stopped."""
+"""`lmforge run`: stages in order, each from the run of the one before it; interrupted, it resumes."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ FEW += ["--train.compile", "off", "--train.threads", "1", "--log.every_steps", "
 
 
 def pipeline(folder: Path, *stages: dict[str, object]) -> Path:
-    """A file of stages that trains in `folder`."""
+    """A pipeline file whose runs are in `folder`."""
     file = folder / "talk.toml"
     lines = [f"folder = {json.dumps(str(folder / 'runs'))}"]
     for stage in stages:
@@ -38,159 +39,174 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
-def test_stages_follow_each_other_and_are_not_done_twice(tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command) -> None:
-    sft = {"verb": "sft", "words": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "3"]}
-    again = {"verb": "sft", "name": "more", "words": ["--data.files", str(chats), *FEW, "2"]}
-    file = pipeline(tmp_path, sft, again, {"verb": "export", "words": ["{more}", str(tmp_path / "out")]})
-    done = lmforge("run", file, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert Run(tmp_path / "runs" / "talk-sft").checkpoint_steps()[-1] == 3
-    begun = Run(tmp_path / "runs" / "talk-more").load_config().model.source
-    assert begun == tmp_path / "runs" / "talk-sft" / "checkpoints" / "step-00000003"
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    repeated = lmforge("run", file, cwd=tmp_path)
-    assert repeated.stdout.count("finished before") == 3
-    longer = pipeline(tmp_path, sft, again | {"words": ["--data.files", str(chats), *FEW, "4"]})
-    changed = lmforge("run", longer, cwd=tmp_path)
-    assert changed.returncode == 0, changed.stderr
-    assert changed.stdout.count("finished before") == 1
-    assert Run(tmp_path / "runs" / "talk-more").checkpoint_steps()[-1] == 4
-    slower = sft | {"words": [*sft["words"], "--optimizer.lr", "1e-6"]}  # type: ignore[misc]
-    nothing = lmforge("run", pipeline(tmp_path, slower, again), cwd=tmp_path)
-    assert nothing.returncode == 2
-    assert "was finished with other words, and these train nothing; add --run.overwrite" in nothing.stderr
-    anew = sft | {"words": [*sft["words"], "--run.overwrite"]}  # type: ignore[misc]
-    stale = lmforge("run", pipeline(tmp_path, anew, again), cwd=tmp_path)
-    assert stale.returncode == 2
-    assert "talk-more was trained from what has changed since; delete it, or add --run.overwrite" in stale.stderr
-
-
-def test_a_pipeline_that_is_stopped_goes_on_in_the_stage_where_it_was(tiny_run: Path, chats: Path, tmp_path: Path) -> None:
-    words = ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "4000"]
-    file = pipeline(tmp_path, {"verb": "sft", "words": words})
-    run = Run(tmp_path / "runs" / "talk-sft")
-    process = subprocess.Popen([sys.executable, "-m", "lmforge", "run", str(file)], cwd=tmp_path, stdout=subprocess.DEVNULL)
-    while not run.read_metrics():
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 128 + signal.SIGTERM
-    stopped = run.checkpoint_steps()[-1]
-    assert 0 < stopped < 4000
-    file = pipeline(tmp_path, {"verb": "sft", "words": [*words[:-1], str(stopped + 2)]})
-    done = subprocess.run([sys.executable, "-m", "lmforge", "run", str(file)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"continuing {run.path} from step {stopped}" in done.stdout
-    assert os.path.exists(run.checkpoint_path(stopped + 2))
-
-
-def started(file: Path, **variables: object) -> subprocess.Popen[str]:
-    """`lmforge run FILE`, beside this process; what it says comes by its pipes."""
+def start(file: Path, **variables: object) -> subprocess.Popen[str]:
+    """`lmforge run FILE`, beside this process; its output comes through a pipe."""
     environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    words = [sys.executable, "-m", "lmforge", "run", str(file)]
+    command = [sys.executable, "-m", "lmforge", "run", str(file)]
     return subprocess.Popen(
-        words, cwd=file.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=file.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def awaited(process: subprocess.Popen[str], run: Run) -> None:
-    """Until a run has told of a step."""
-    while not run.read_metrics():
+def wait_for_a_step(process: subprocess.Popen[str], run: Run, after: int = 0) -> None:
+    """Until a run has logged a step later than `after`."""
+    while not (records := run.read_metrics()) or records[-1]["step"] <= after:
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
         time.sleep(0.02)
 
 
-def test_a_stage_that_overwrites_its_run_deletes_it_once_and_goes_on_after_that(
+def interrupt(process: subprocess.Popen[str]) -> str:
+    """Its output, once it has ended by SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM, printed
+    return printed
+
+
+def test_stages_follow_each_other_and_are_not_run_twice(tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command) -> None:
+    sft = {"verb": "sft", "arguments": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "2"]}
+    export = {"verb": "export", "arguments": ["{sft}", str(tmp_path / "out")]}
+    file = pipeline(tmp_path, sft, export)
+    done = lmforge("run", file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Run(tmp_path / "runs" / "talk-sft").checkpoint_steps()[-1] == 2
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    repeated = lmforge("run", file, cwd=tmp_path)
+    assert repeated.stdout.count("finished before") == 2
+    slower = sft | {"arguments": [*sft["arguments"], "--optimizer.lr", "1e-6"]}  # type: ignore[misc]
+    nothing = lmforge("run", pipeline(tmp_path, slower, export), cwd=tmp_path)
+    assert nothing.returncode == 2
+    assert "was finished with other arguments, and these train nothing; add --run.overwrite" in nothing.stderr
+
+
+@pytest.mark.slow
+def test_a_stage_that_changes_is_run_again_and_makes_later_ones_stale(
     tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command
 ) -> None:
-    words = ["--model.source", str(tiny_run), "--data.files", str(chats), "--run.overwrite", *FEW]
-    run = Run(tmp_path / "runs" / "talk-sft")
-    done = lmforge("run", pipeline(tmp_path, {"verb": "sft", "words": [*words, "2"]}), cwd=tmp_path)
+    sft = {"verb": "sft", "arguments": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "3"]}
+    more = {"verb": "sft", "name": "more", "arguments": ["--data.files", str(chats), *FEW, "2"]}
+    done = lmforge("run", pipeline(tmp_path, sft, more), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    endless = pipeline(tmp_path, {"verb": "sft", "words": [*words, "1000000"]})
-    first_time = run.started_at_ns
-    process = started(endless)
-    while run.started_at_ns == first_time:
+    source = Run(tmp_path / "runs" / "talk-more").load_config().model.source
+    assert source == tmp_path / "runs" / "talk-sft" / "checkpoints" / "step-00000003"
+    longer = pipeline(tmp_path, sft, more | {"arguments": ["--data.files", str(chats), *FEW, "4"]})
+    changed = lmforge("run", longer, cwd=tmp_path)
+    assert changed.returncode == 0, changed.stderr
+    assert changed.stdout.count("finished before") == 1
+    assert Run(tmp_path / "runs" / "talk-more").checkpoint_steps()[-1] == 4
+    anew = sft | {"arguments": [*sft["arguments"], "--run.overwrite"]}  # type: ignore[misc]
+    stale = lmforge("run", pipeline(tmp_path, anew, more), cwd=tmp_path)
+    assert stale.returncode == 2
+    assert "talk-more was trained from what has changed since; delete it, or add --run.overwrite" in stale.stderr
+
+
+def test_an_interrupted_pipeline_resumes_its_stage_and_overwrites_its_run_only_once(
+    tiny_run: Path, chats: Path, tmp_path: Path
+) -> None:
+    run = Run(Path(shutil.copytree(tiny_run, tmp_path / "runs" / "talk-sft")))
+    words = ["--model.source", str(tiny_run), "--data.files", str(chats), "--run.overwrite", *FEW, "1000000"]
+    file = pipeline(tmp_path, {"verb": "sft", "arguments": words})
+    first_start = run.started_at_ns
+    process = start(file)
+    while run.started_at_ns == first_start:
         assert process.poll() is None
         time.sleep(0.02)
-    awaited(process, run)
-    process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "continuing" not in told
+    wait_for_a_step(process, run)
+    assert "continuing" not in interrupt(process)
     stopped = run.checkpoint_steps()[-1]
-    process = started(endless)
-    while run.read_metrics()[-1]["step"] <= stopped:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=120)
-    assert f"continuing {run.path} from step {stopped}" in told
-    anew = lmforge("run", pipeline(tmp_path, {"verb": "sft", "words": [*words, "3"]}), cwd=tmp_path)
-    assert anew.returncode == 0, anew.stderr
-    assert "continuing" not in anew.stdout
-    assert run.checkpoint_steps()[-1] == 3
+    process = start(file)
+    wait_for_a_step(process, run, after=stopped)
+    assert f"continuing {run.path} from step {stopped}" in interrupt(process)
 
 
-def test_a_pipeline_that_was_asked_to_stop_says_so_although_its_stage_ends_well(tiny_run: Path, tmp_path: Path) -> None:
-    process = started(pipeline(tmp_path, {"verb": "serve", "words": [str(tiny_run), "--port", "0", "--device", "cpu"]}))
+@pytest.mark.slow
+def test_an_interrupted_stage_resumes_with_other_arguments_too(tiny_run: Path, chats: Path, tmp_path: Path) -> None:
+    words = ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW]
+    run = Run(tmp_path / "runs" / "talk-sft")
+    process = start(pipeline(tmp_path, {"verb": "sft", "arguments": [*words, "4000"]}))
+    wait_for_a_step(process, run)
+    interrupt(process)
+    stopped = run.checkpoint_steps()[-1]
+    assert 0 < stopped < 4000
+    process = start(pipeline(tmp_path, {"verb": "sft", "arguments": [*words, str(stopped + 2)]}))
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert f"continuing {run.path} from step {stopped}" in printed
+    assert run.checkpoint_path(stopped + 2).exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_pipeline_says_so_although_its_stage_ends_well(tiny_run: Path, tmp_path: Path) -> None:
+    process = start(pipeline(tmp_path, {"verb": "serve", "arguments": [str(tiny_run), "--port", "0", "--device", "cpu"]}))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("http://"):
             break
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    interrupt(process)
 
 
-def test_a_rank_that_was_lost_is_told_by_a_pipeline_with_the_status_of_its_stage(
-    tiny_run: Path, chats: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_pipeline_ends_with_the_status_of_a_stage_that_lost_a_rank(tiny_run: Path, chats: Path, tmp_path: Path) -> None:
     words = ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "1000000"]
-    file = pipeline(tmp_path, {"verb": "sft", "words": words})
+    file = pipeline(tmp_path, {"verb": "sft", "arguments": words})
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    ranks = [started(file, RANK=rank, LOCAL_RANK=rank, **common) for rank in range(2)]
-    awaited(ranks[0], Run(tmp_path / "runs" / "talk-sft"))
+    ranks = [start(file, RANK=rank, LOCAL_RANK=rank, **common) for rank in range(2)]
+    wait_for_a_step(ranks[0], Run(tmp_path / "runs" / "talk-sft"))
     [trainer] = psutil.Process(ranks[1].pid).children()
     trainer.kill()
-    told, _ = ranks[0].communicate(timeout=120)
-    assert ranks[0].returncode == EXIT_PEER_LOST, told
-    ranks[1].communicate(timeout=120)
+    printed, _ = ranks[0].communicate(timeout=300)
+    assert ranks[0].returncode == EXIT_PEER_LOST, printed
+    ranks[1].communicate(timeout=300)
     assert ranks[1].returncode == 1
 
 
+def test_a_state_file_that_cannot_be_read_is_reported_with_the_way_out(tmp_path: Path, refused: Refusal) -> None:
+    file = pipeline(tmp_path, {"verb": "show", "arguments": ["nano"]})
+    state = tmp_path / "runs" / ".talk.pipeline.json"
+    state.parent.mkdir()
+    state.write_text('{"show": {"stale": "yes"}}')
+    assert refused("run", file).startswith(f'{state}: show.stale: expected true or false, got "yes"; delete it')
+
+
 @pytest.mark.parametrize(
-    ("stages", "said"),
+    ("stages", "message"),
     [
-        ([{"verb": "sft"}, {"verb": "sft"}], "stages: two are called sft; give each a name of its own"),
+        ([{"verb": "sft"}, {"verb": "sft"}], "stages: two are called sft; give each its own name"),
         (
-            [{"verb": "export", "words": ["{sft}"]}],
+            [{"verb": "export", "arguments": ["{sft}"]}],
             "export: {sft}: no stage of this name trains before it; there are: none",
         ),
-        ([{"verb": "export", "recipe": "a.toml"}], "stage export: export takes no recipe; give its words"),
-        ([{"verb": "sft", "words": ["a.toml"]}], "stage sft: a.toml: give a recipe as `recipe`, and words as --section.option"),
-        ([{"verb": "sft", "word": ["a"]}], "stages.word: no such option; did you mean stages.words?"),
+        ([{"verb": "export", "recipe": "a.toml"}], "stage export: export takes no recipe; give its arguments"),
         (
-            [{"verb": "sft", "words": ["--run.name=mine"]}],
+            [{"verb": "sft", "arguments": ["a.toml"]}],
+            "stage sft: a.toml: give a recipe as `recipe`, and arguments as --section.option",
+        ),
+        ([{"verb": "sft", "argument": ["a"]}], "stages.argument: no such option; did you mean stages.arguments?"),
+        (
+            [{"verb": "sft", "arguments": ["--run.name=mine"]}],
             "stage sft: --run.name=mine: the pipeline says where runs are; leave it out, and give the stage a `name`",
         ),
-        ([{"verb": "sft", "words": ["--run.folder", "there"]}], "stage sft: --run.folder: the pipeline says where runs are"),
+        (
+            [{"verb": "sft", "arguments": ["--run.folder", "there"]}],
+            "stage sft: --run.folder: the pipeline says where runs are",
+        ),
         ([{"verb": "sing"}], "stage sing: sing: no such verb; lmforge --help lists them"),
     ],
 )
-def test_a_pipeline_that_makes_no_sense_is_refused_before_anything_is_done(
-    stages: list[dict[str, object]], said: str, tmp_path: Path, refused: Refusal
+def test_a_wrong_pipeline_is_refused_before_anything_runs(
+    stages: list[dict[str, object]], message: str, tmp_path: Path, refused: Refusal
 ) -> None:
-    assert said in refused("run", pipeline(tmp_path, *stages))
+    assert message in refused("run", pipeline(tmp_path, *stages))
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_stage_that_fails_ends_the_pipeline_with_its_status(tmp_path: Path, tiny_run: Path, lmforge: Command) -> None:
-    file = pipeline(tmp_path, {"verb": "sft", "words": ["--model.source", str(tiny_run), "--data.files", "nothing.jsonl"]})
+def test_a_stage_that_fails_ends_the_pipeline_with_its_status(tmp_path: Path, lmforge: Command) -> None:
+    file = pipeline(tmp_path, {"verb": "show", "arguments": ["nothing"]})
     done = lmforge("run", file, cwd=tmp_path)
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
-    assert first == "lmforge: nothing.jsonl: no such file or folder"
-    assert last == f"lmforge: {file}: stage sft ended with status 2; `lmforge run {file}` goes on with this stage"
+    assert first == "lmforge: nothing: no such file, folder or preset; `lmforge show presets` lists the presets"
+    assert last == f"lmforge: {file}: stage show ended with status 2; `lmforge run {file}` goes on with this stage"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import validate_options
-from lmforge.config.run import Config
+from lmforge.config.pretrain import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.runs import MANIFEST, Run, describe_environment
 
@@ -58,7 +58,7 @@ def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
 def test_a_run_that_is_begun_holds_a_recipe_that_gives_the_same_options_again(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     config = validate_options(
-        Config, {"train": {"steps": 500, "seed": 7}, "sample": {"prompts": ["\x7f", 'a "quoted"\\ \n']}}
+        PretrainConfig, {"train": {"steps": 500, "seed": 7}, "sample": {"prompts": ["\x7f", 'a "quoted"\\ \n']}}
     ).with_name("a")
     assert run.start_attempt(config) == 1
     assert run.exists()
@@ -70,19 +70,19 @@ def test_a_run_that_is_begun_holds_a_recipe_that_gives_the_same_options_again(tm
 
 def test_each_attempt_has_a_number_of_its_own(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
-    assert [run.start_attempt(Config()) for _ in range(11)] == list(range(1, 12))
+    assert [run.start_attempt(PretrainConfig()) for _ in range(11)] == list(range(1, 12))
 
 
 def test_overwriting_is_done_once_and_not_recorded(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     run.lock()
-    run.start_attempt(Config())
+    run.start_attempt(PretrainConfig())
     run.metrics_path.write_text('{"step": 1}\n')
     (run.checkpoint_path(3)).mkdir()
-    assert run.start_attempt(validate_options(Config, {"run": {"overwrite": True}})) == 1
+    assert run.start_attempt(validate_options(PretrainConfig, {"run": {"overwrite": True}})) == 1
     assert run.checkpoint_steps() == []
     assert not run.metrics_path.exists()
-    assert run.load_config() == Config()
+    assert run.load_config() == PretrainConfig()
 
 
 def test_what_is_not_a_run_is_not_deleted(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_e
 def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     run.lock()
-    run.start_attempt(Config())
+    run.start_attempt(PretrainConfig())
     run.delete()
     other = subprocess.run([sys.executable, "-c", HOLD, str(run.path)], capture_output=True, text=True, timeout=60)
     assert "being trained by process" in other.stderr

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.run import OptimizerOptions, ParallelOptions
+from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.data.token_rng import token_rng_keys
 from lmforge.model import build_model

@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import read_rank_info
-from lmforge.config.run import BatchPlan, BenchConfig
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.bench import BenchConfig
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder

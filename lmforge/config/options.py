@@ -1,14 +1,13 @@
-"""Reading options: a TOML recipe and a command line become one validated tree of pydantic models.
+"""Declaring options, and reading them: a TOML recipe and a command line become one validated tree of pydantic models.
 
-The trees themselves are in `config/run.py`. Nothing here knows what an option means: it merges, validates and explains.
-Recipe and command line go through the same validation, so that one mistake has one wording.
+Nothing here knows what an option means: it merges, validates and explains. Recipe and command line go through the same
+validation, so that a mistake has one wording. The other way round, `to_toml` writes a tree as a recipe.
 """
 
 import copy
 import difflib
 import json
 import re
-import tomllib
 import types
 import typing
 from collections import deque
@@ -16,28 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from lmforge.errors import UserError
+from lmforge.untrusted import expectation, first_error, parse_toml, read_toml
 
 OptionPath = tuple[str, ...]
 MAX_NAME_WIDTH = 46
-# What pydantic found wrong → what was expected; filled in with the bounds of the option.
-EXPECTED_BY_ERROR_TYPE = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "model_type": "a section",
-    "greater_than": "a number above {gt}",
-    "greater_than_equal": "a number of at least {ge}",
-    "less_than": "a number below {lt}",
-    "less_than_equal": "a number of at most {le}",
-    "finite_number": "a finite number",
-    "literal_error": "{expected}",
-}
 
 
 class Options(BaseModel):
@@ -45,8 +31,12 @@ class Options(BaseModel):
 
     # Validators are built when first used: help needs none, and answers the sooner.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
-    # Two ways to say one thing, as pairs of (section, option): the one that is typed stands in place of a recipe's other.
+    # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
+
+    def changed(self) -> list[str]:
+        """The options that do not have their default value."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -68,15 +58,11 @@ def section(options_class: type[Options], description: str) -> Any:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The nested table of a TOML file. Raises UserError when it is missing, not UTF-8 or not TOML."""
+    """The nested table of a TOML file. Raises UserError when it is missing, too large, not UTF-8 or not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe") from None
-    except UnicodeDecodeError as problem:
-        raise UserError(f"{path}: not UTF-8 text (byte {problem.start})") from None
-    except tomllib.TOMLDecodeError as problem:
-        raise UserError(f"{path}: not valid TOML: {problem}") from None
     except OSError as problem:
         raise UserError(f"{path}: {problem.strerror}") from None
 
@@ -84,7 +70,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def parse_options(
     options_class: type[OptionsT], arguments: list[str], recipe: dict[str, Any] | None = None, recipe_name: str = ""
 ) -> OptionsT:
-    """`recipe` overridden by command-line `arguments` (`--section.option value`), validated as a `tree`.
+    """`recipe` overridden by command-line `arguments` (`--section.option value`), validated as `options_class`.
 
     Raises UserError with one line that names the option, where it was given and what was expected.
     """
@@ -110,17 +96,16 @@ def validate_options(
     source: str = "",
     from_command_line: frozenset[OptionPath] = frozenset(),
 ) -> OptionsT:
-    """`table` as a `tree`, strictly: a number in quotes is not a number. Raises UserError as `parse` does."""
+    """`table` as an `options_class`, strictly: a number in quotes is not a number. Raises UserError as `parse_options` does."""
     try:
         # JSON mode is strict about types and still takes text for a path and a list for a tuple.
         return options_class.model_validate_json(_as_json(_with_none_values(options_class, table)), strict=True)
     except ValidationError as problem:
-        # Where a required key is misspelt, that it is missing is the lesser half of the news.
-        error = min(problem.errors(), key=lambda error: error["type"] == "missing")
-    path = tuple(part for part in error["loc"] if isinstance(part, str))
-    context = error.get("ctx", {})
+        error = first_error(problem)
     if error["type"] == "value_error":  # raised by our own validators, in their own words
-        raise UserError(f"{source}: {context['error']}" if source else str(context["error"]))
+        message = str(error["ctx"]["error"])
+        raise UserError(f"{source}: {message}" if source else message)
+    path = tuple(part for part in error["loc"] if isinstance(part, str))
     name = ".".join(path)
     typed = any(path[:length] in from_command_line for length in range(1, len(path) + 1))
     place = f"--{name}" if typed or not source else f"{source}: {name}"
@@ -128,23 +113,19 @@ def validate_options(
         raise UserError(f"{place}: no such option{_did_you_mean(options_class, path)}")
     if error["type"] == "missing":
         raise UserError(f"{place}: missing; give {dict(iter_options(options_class, in_tables=True))[path].description}")
-    in_list = isinstance(error["loc"][-1], int)
-    expected = (
-        "a table" if in_list and error["type"] == "model_type" else EXPECTED_BY_ERROR_TYPE[error["type"]].format(**context)
-    )
-    raise UserError(f"{place}: expected {expected}, got {_as_json(error['input'])}")
+    raise UserError(f"{place}: {expectation(error)}")
 
 
 def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> dict[str, Any]:
-    """`table` with None for "none", in which TOML has to write that an option is to have no value; not for options of text."""
-    found = dict(table)
+    """`table` with None for "none", which is how TOML says that an option has no value; not for options of text."""
+    result = dict(table)
     for name, field in options_class.model_fields.items():
-        kind, value = field.annotation, table.get(name)
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, dict):
-            found[name] = _with_none_values(kind, value)
+        value = table.get(name)
+        if (inner := _section_class(field)) and isinstance(value, dict):
+            result[name] = _with_none_values(inner, value)
         elif value == "none" and _accepts_none(field) and not {str, Path} & set(_union_members(field)):
-            found[name] = None
-    return found
+            result[name] = None
+    return result
 
 
 def _as_json(value: Any) -> str:
@@ -155,46 +136,50 @@ def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: boo
     """A hint at the option that was probably meant: in the section that was named, else anywhere."""
     typed = ".".join(path).replace("-", "_")
     section, _, last = typed.rpartition(".")
-    whole = [".".join(known) for known, _ in iter_options(options_class, in_tables=in_tables)]
-    anywhere = {name.rpartition(".")[2]: name for name in whole}
-    beside = {name.rpartition(".")[2]: name for name in whole if name.rpartition(".")[0] == section}
+    full = [".".join(known) for known, _ in iter_options(options_class, in_tables=in_tables)]
+    anywhere = {name.rpartition(".")[2]: name for name in full}
+    beside = {name.rpartition(".")[2]: name for name in full if name.rpartition(".")[0] == section}
     # Where the section is misspelt, or stands for an option: sections are names as well.
-    every = {name: name for name in (*whole, *(name.partition(".")[0] for name in whole))}
+    every = {name: name for name in (*full, *(name.partition(".")[0] for name in full))}
     for names, word, likeness in ((beside, last, 0.6) if beside else (every, typed, 0.6), (anywhere, last, 0.75)):
         close = difflib.get_close_matches(word, names, n=1, cutoff=likeness)
         if close:
             return f"; did you mean {names[close[0]]}?"
-    return "; --help lists those there are"
+    return "; --help lists all options"
 
 
 def iter_options(
     options_class: type[BaseModel], prefix: OptionPath = (), in_tables: bool = False
 ) -> Iterator[tuple[OptionPath, FieldInfo]]:
-    """Every option of a tree as (path, field), depth first in the order of declaration.
+    """Every option as (path, field), depth first in the order of declaration.
 
     A list of tables is one option; with `in_tables` the keys of such a table follow it.
     """
     for name, field in options_class.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from iter_options(kind, (*prefix, name), in_tables)
+        if inner := _section_class(field):
+            yield from iter_options(inner, (*prefix, name), in_tables)
             continue
         yield (*prefix, name), field
         if in_tables and (table := _table_class(field)):
             yield from iter_options(table, (*prefix, name), in_tables)
 
 
+def _section_class(field: FieldInfo) -> type[BaseModel] | None:
+    """The options of a section; None for an option."""
+    return field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+
+
 def _union_members(field: FieldInfo) -> tuple[Any, ...]:
-    """The kinds of value an option takes: its annotation, or the members of the union that this is."""
-    kind = field.annotation
-    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+    """The types of value that an option takes: its annotation, or the members where that is a union."""
+    annotation = field.annotation
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
 
 
 def _accepts_none(field: FieldInfo) -> bool:
-    """Whether "none" stands for no value; where it is one of the words that may be given it stands for itself."""
-    kinds = _union_members(field)
-    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
-    return type(None) in kinds and "none" not in words
+    """Whether "none" means no value; where it is one of the words that may be given it stands for itself."""
+    members = _union_members(field)
+    words = [word for member in members if typing.get_origin(member) is typing.Literal for word in typing.get_args(member)]
+    return type(None) in members and "none" not in words
 
 
 def _is_list(field: FieldInfo) -> bool:
@@ -202,7 +187,7 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def _table_class(field: FieldInfo) -> type[BaseModel] | None:
-    """What each item of a list of tables holds; None for any other option."""
+    """The options of each item of a list of tables; None for any other option."""
     item = typing.get_args(field.annotation)[0] if _is_list(field) else None
     return item if isinstance(item, type) and issubclass(item, BaseModel) else None
 
@@ -238,14 +223,15 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         path = tuple(name.replace("-", "_").split("."))
         if path not in known:
             raise UserError(f"--{name}: no such option{_did_you_mean(options_class, path, in_tables=False)}")
-        values = [attached] if equals else _take_values(words, known[path])
-        if _table_class(known[path]):
-            given[path] = [_parse_inline_table(name, word) for word in values]
-        elif _is_list(known[path]):
-            given[path] = [_parse_list_item(known[path], value) for value in values]
+        field = known[path]
+        values = [attached] if equals else _take_values(words, field)
+        if _table_class(field):
+            given[path] = [_parse_inline_table(name, value) for value in values]
+        elif _is_list(field):
+            given[path] = [_parse_list_item(field, value) for value in values]
         elif values:
-            given[path] = _parse_value(known[path], values[0])
-        elif _is_flag(known[path]):
+            given[path] = _parse_value(field, values[0])
+        elif _is_flag(field):
             given[path] = True
         else:
             raise UserError(f"--{name}: needs a value")
@@ -253,7 +239,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
 
 
 def _assign_positional(known: dict[OptionPath, FieldInfo], given: dict[OptionPath, Any], word: str) -> None:
-    """Give `word` to the first option that may be given by position and still has room."""
+    """Give `word` to the first option that may be given by position and has none yet, or is a list."""
     for path, field in known.items():
         if _is_positional(field) and _is_list(field):
             given.setdefault(path, []).append(word)
@@ -275,16 +261,16 @@ def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
 
 
 def _parse_value(field: FieldInfo, text: str) -> Any:
-    """`text` as a value of the option's kind where it reads as one; else as it is, for `validate` to refuse."""
-    kinds = _union_members(field)
+    """`text` as a value of the option's type where it reads as one; else as it is, for validation to refuse."""
+    members = _union_members(field)
     if _accepts_none(field) and text.lower() == "none":
         return None
-    if bool in kinds and text.lower() in ("true", "false"):
+    if bool in members and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
-        if int in kinds:
+        if int in members:
             return _parse_int(text)
-        if float in kinds:
+        if float in members:
             return float(text)
     except ValueError:
         pass
@@ -293,9 +279,9 @@ def _parse_value(field: FieldInfo, text: str) -> Any:
 
 def _parse_list_item(field: FieldInfo, text: str) -> Any:
     """`text` as one item of a list: a number where they are numbers and it reads as one."""
-    kind = typing.get_args(field.annotation)[0]
+    item = typing.get_args(field.annotation)[0]
     try:
-        return kind(text) if kind in (int, float) else text
+        return item(text) if item in (int, float) else text
     except ValueError:
         return text
 
@@ -303,9 +289,9 @@ def _parse_list_item(field: FieldInfo, text: str) -> Any:
 def _parse_inline_table(name: str, text: str) -> Any:
     """`text`, an inline table of TOML, as in a recipe."""
     try:
-        (table,) = tomllib.loads(f"table = {text}").values()
+        (table,) = parse_toml(f"table = {text}".encode(), name).values()
         return table
-    except ValueError:
+    except (UserError, ValueError):
         raise UserError(f'--{name}: expected a table such as {{key = "value"}}, got {_as_json(text)}') from None
 
 
@@ -320,37 +306,34 @@ def _parse_int(text: str) -> int:
 
 
 def format_help(options_class: type[Options]) -> str:
-    """Help for every option: its name, kind, meaning and default, one line each."""
+    """Help for every option: its name, type, meaning and default, one line each."""
     rows = []
-    for path, field in iter_options(options_class):
-        rows.append((path, _option_usage(path, field), f"{field.description}{_default_text(field)}"))
+    for path, field in sorted(iter_options(options_class), key=lambda item: not _is_positional(item[1])):
+        usage = f"{'[--]' if _is_positional(field) else '--'}{'.'.join(path)} {_type_name(field)}"
+        rows.append((path, usage, f"{field.description}{_default_text(field)}"))
         if table := _table_class(field):
             rows += [
                 (path, f"    {'.'.join(key)} {_type_name(inner)}", f"{inner.description}{_default_text(inner)}")
                 for key, inner in iter_options(table)
             ]
-    width = min(max(len(spelling) for _, spelling, _ in rows), MAX_NAME_WIDTH)
+    width = min(max(len(usage) for _, usage, _ in rows), MAX_NAME_WIDTH)
     lines: list[str] = []
     heading: OptionPath = ()
-    for path, spelling, meaning in rows:
+    for path, usage, meaning in rows:
         if path[:-1] != heading:
             heading = path[:-1]
             lines.append(f"\n[{path[0]}]  {options_class.model_fields[path[0]].description}")
-        lines.append(f"  {spelling:<{width}}  {meaning}")
+        lines.append(f"  {usage:<{width}}  {meaning}")
     return "\n".join(lines)
 
 
-def _option_usage(path: OptionPath, field: FieldInfo) -> str:
-    return f"{'[--]' if _is_positional(field) else '--'}{'.'.join(path)} {_type_name(field)}"
-
-
 def _type_name(field: FieldInfo) -> str:
-    kind = next(kind for kind in _union_members(field) if kind is not type(None))
-    if typing.get_origin(kind) is typing.Literal:
-        return "|".join(typing.get_args(kind))
+    member = next(member for member in _union_members(field) if member is not type(None))
+    if typing.get_origin(member) is typing.Literal:
+        return "|".join(typing.get_args(member))
     if _is_list(field):
         return "TABLE …" if _table_class(field) else "TEXT …"
-    return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT_SUFFIXES", Path: "PATH"}[kind]
+    return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[member]
 
 
 def _default_text(field: FieldInfo) -> str:
@@ -359,27 +342,23 @@ def _default_text(field: FieldInfo) -> str:
     if "(default: " in (field.description or ""):
         return ""
     value = "none" if field.default in (None, ()) else field.default
-    return f" (default: {value if isinstance(value, str | Path) else _toml_value(value)})"
+    return f" (default: {value if isinstance(value, str | Path) else _as_json(value)})"
 
 
 def to_toml(options: Options) -> str:
-    """A tree as TOML that `read_recipe` opens again: sections in order, options that have no value by default left out."""
-    top, sections = [], []
-    defaults = {path: field.default for path, field in iter_options(type(options))}
+    """Options as TOML that `read_recipe` opens again; options that have no value by default are left out."""
+    return tomli_w.dumps(_without_none(options))
+
+
+def _without_none(options: Options) -> dict[str, Any]:
+    table: dict[str, Any] = {}
     for name, value in options.model_dump(mode="json").items():
-        if isinstance(value, dict):
-            said = {key: "none" if item is None and defaults[name, key] is not None else item for key, item in value.items()}
-            inner = [f"{key} = {_toml_value(item)}" for key, item in said.items() if item is not None]
-            sections.append("\n".join([f"[{name}]", *inner]))
-        elif value is not None:
-            top.append(f"{name} = {_toml_value(value)}")
-    return "\n\n".join((["\n".join(top)] if top else []) + sections) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items() if item is not None) + "}"
-    # A JSON number, truth value or text is TOML too, but for one character that only TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        inner = getattr(options, name)
+        if isinstance(inner, Options):
+            table[name] = _without_none(inner)
+        elif isinstance(value, list):
+            pairs = zip(inner, value, strict=True)
+            table[name] = [_without_none(item) if isinstance(item, Options) else plain for item, plain in pairs]
+        elif value is not None or type(options).model_fields[name].default is not None:
+            table[name] = "none" if value is None else value
+    return table

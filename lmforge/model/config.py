@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lmforge.config.run import ModelOptions
+from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import (

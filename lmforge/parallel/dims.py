@@ -6,7 +6,9 @@ The ranks form one device mesh: pipeline × replicate × shard × context × ten
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmforge.config.run import BatchPlan, ParallelOptions, StageConfig, batch_plan
+from lmforge.config.batch_plan import BatchPlan, batch_plan
+from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
 
 if TYPE_CHECKING:  # a dry run derives the dimensions without importing torch

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.run import TORCH_SHARDING_NAMES
+from lmforge.config.sections import TORCH_SHARDING_NAMES
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.run import ParallelOptions
+from lmforge.config.sections import ParallelOptions
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.context_parallel import ContextParallel

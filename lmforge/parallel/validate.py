@@ -1,6 +1,7 @@
 """Whether a model, its sequences and its micro-batches can be distributed as the options say. No torch: a dry run asks too."""
 
-from lmforge.config.run import BatchPlan, ParallelOptions
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lmforge.config.run import OptimizerOptions
+from lmforge.config.sections import OptimizerOptions
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 

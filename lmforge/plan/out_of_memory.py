@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.run import BatchPlan, ParallelOptions, StageConfig
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import StageConfig
 from lmforge.data.labels import CHUNK_TOKENS
 from lmforge.errors import RunFailed
 from lmforge.model.config import ModelConfig

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lmforge import __version__
-from lmforge.config.run import LARGEST_SEED
+from lmforge.config.sections import LARGEST_SEED
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate import engine

@@ -9,8 +9,8 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.post_training import AlignConfig
-from lmforge.config.run import ParallelOptions
+from lmforge.config.align import AlignConfig
+from lmforge.config.sections import ParallelOptions
 from lmforge.data.stream import PackedDataset
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmforge.config.post_training import RolloutOptions
+from lmforge.config.align import RolloutOptions
 from lmforge.errors import UserError
 
 FOLDER = "completions"

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from lmforge.config.post_training import AlignDataOptions, ConversationOptions, ExampleOptions, TunedConfig
+from lmforge.config.align import AlignDataOptions
+from lmforge.config.sft import ConversationOptions
+from lmforge.config.tuning import ExampleOptions, TunedConfig
 from lmforge.data.chat.conversations import TokenizedExample, read_conversations
 from lmforge.data.chat.examples import (
     EXAMPLES_VERSION,

@@ -11,8 +11,9 @@ import torch
 import xxhash
 
 from lmforge import checkpoint
-from lmforge.config.post_training import AlignConfig
-from lmforge.config.run import ModelOptions, StageConfig
+from lmforge.config.align import AlignConfig
+from lmforge.config.sections import ModelOptions
+from lmforge.config.stage import StageConfig
 from lmforge.data.chat.examples import hash_files, select_validation
 from lmforge.data.chat.preferences import PromptCounts, TokenizedPrompt, encode_completions, read_prompt_columns, read_prompts
 from lmforge.data.chat.templates import ChatTemplate

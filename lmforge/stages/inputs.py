@@ -6,8 +6,11 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from lmforge.config.post_training import AlignConfig, TunedConfig
-from lmforge.config.run import BatchPlan, Config, StageConfig
+from lmforge.config.align import AlignConfig
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import PackedDataset, TokenDataset
 from lmforge.data.tokenizer import Tokenizer
@@ -54,7 +57,7 @@ def check_tracker(config: StageConfig) -> None:
         raise UserError("log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out")
 
 
-def open_pretrain_inputs(config: Config, world_size: int) -> RunInputs:
+def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
     """Open the data, derive the batch plan and the shape. Raises UserError where they do not fit."""
     plan = plan_batches(config, world_size)
     tokens = TokenFolder.open(config.data.folder)

@@ -10,8 +10,9 @@ import xxhash
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
-from lmforge.config.post_training import AlignConfig
-from lmforge.config.run import ModelOptions, StageConfig
+from lmforge.config.align import AlignConfig
+from lmforge.config.sections import ModelOptions
+from lmforge.config.stage import StageConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name, resolve_model_folder

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmforge.config.post_training import RolloutOptions
-from lmforge.config.run import BatchPlan
+from lmforge.config.align import RolloutOptions
+from lmforge.config.batch_plan import BatchPlan
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.order import derive_key

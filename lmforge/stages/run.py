@@ -17,8 +17,10 @@ from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.post_training import AlignConfig, SftConfig
-from lmforge.config.run import Config, StageConfig
+from lmforge.config.align import AlignConfig
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sft import SftConfig
+from lmforge.config.stage import StageConfig
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.errors import PeerLost, RunFailed, UserError
@@ -105,7 +107,7 @@ class StageSpec:
     build_batches: Callable[[StageContext, Any], StageBatches] = lambda built, config: StageBatches(built.loader)
 
 
-def pretrain(config: Config) -> int:
+def pretrain(config: PretrainConfig) -> int:
     """Train a model on token shards: from random or given weights, or on from this run's newest checkpoint.
 
     Every rank calls it. Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
@@ -145,7 +147,7 @@ def run_stage(config: StageConfig, stage: StageSpec) -> int:
         ranks.run_once_per_host(partial(stage.prepare_data, config))
         with ranks.raise_on_all():
             material = stage.open_inputs(config, ranks.world_size)
-            config = config.of_rows(
+            config = config.with_steps(
                 material.sequences_per_sample * material.train_dataset.sequences_per_epoch, material.batch_plan.rows
             )
         material = replace(material, tasks=ranks.decide_on_rank0(partial(open_validation_tasks, config, material)))

@@ -6,8 +6,8 @@ import torch
 
 from lmforge.checkpoint import CorruptCheckpoint
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.post_training import TunedConfig
-from lmforge.config.run import StageConfig
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

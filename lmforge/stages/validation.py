@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from lmforge.config.run import COMFORTABLE_MICRO_BATCH_TOKENS, StageConfig
+from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS
+from lmforge.config.stage import StageConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask, check_task, load_task, run_task

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmforge.checkpoint import AsyncCheckpointer
 from lmforge.checkpoint.async_save import StateDict
-from lmforge.config.run import CheckpointOptions
+from lmforge.config.sections import CheckpointOptions
 from lmforge.errors import RunFailed
 
 # Wishes, the stronger the larger: all ranks follow the largest.

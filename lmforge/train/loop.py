@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.run import BatchPlan
+from lmforge.config.batch_plan import BatchPlan
 from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.monitor.watchdog import Watchdog

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmforge.config.run import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 from lmforge.train.adamw import AdamW

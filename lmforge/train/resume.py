@@ -9,7 +9,7 @@ import torch
 
 from lmforge import checkpoint
 from lmforge.checkpoint import CorruptCheckpoint, Manifest
-from lmforge.config.run import StageConfig
+from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.runs import Run

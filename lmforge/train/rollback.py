@@ -9,8 +9,9 @@ import torch
 
 from lmforge.atomic_files import atomic_write_json
 from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.config.post_training import AlignConfig, TunedConfig
-from lmforge.config.run import StageConfig
+from lmforge.config.align import AlignConfig
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
 from lmforge.errors import RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.runs import Run, remove_checkpoint

@@ -1,7 +1,6 @@
-"""`lmforge evaluate` and `lmforge generate`: open a model by name, use it, print."""
+"""`lmforge evaluate`: loss on documents, or scores of tasks, of a model opened by name."""
 
 import json
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,34 +15,28 @@ from rich.table import Table
 
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.verbs import EvaluateOptions, GenerateOptions
+from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.evaluation_data import open_evaluation_dataset
 from lmforge.evaluate.perplexity import evaluate_loss, make_score_fn
 from lmforge.evaluate.tasks import load_task, run_task
-from lmforge.generate.engine import Completion, generate
-from lmforge.generate.model_loading import LoadedModel, load_model, resolve_device_and_dtype
-from lmforge.generate.sampling import SamplingParams
+from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.parallel.precision import choose_dtype
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 
 
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def run_evaluate(options: EvaluateOptions) -> int:
-    """Measure a model on held-out documents, or by tasks; the first of the ranks that share this prints. Raises UserError."""
-    ranks = cluster.init_distributed(options.device)
+    """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints. Raises UserError."""
+    dist_ctx = cluster.init_distributed(options.device)
     try:
         if options.tasks or options.lm_eval:
-            results = score_tasks(options, ranks)
-            if ranks.is_rank0:
+            results = score_tasks(options, dist_ctx)
+            if dist_ctx.is_rank0:
                 _print_scores(results, options.output)
         else:
-            result = measure_loss(options, ranks)
-            if ranks.is_rank0:
+            result = measure_loss(options, dist_ctx)
+            if dist_ctx.is_rank0:
                 _print_loss(result, options)
         return 0
     finally:
@@ -62,12 +55,11 @@ def _print_loss(result: dict[str, Any], options: EvaluateOptions) -> None:
 
 
 def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> LoadedModel:
-    """The model, whole on every rank; where one cannot open it, none goes on."""
+    """The full model on every rank. Raises UserError on all ranks where one cannot open it."""
     with dist_ctx.raise_on_all():
         dtype = choose_dtype(options.dtype, dist_ctx.device)[0]
-        return load_model(
-            options.model, dist_ctx.device, dtype, warn=_print_to_stderr if dist_ctx.is_rank0 else lambda line: None
-        )
+        warn = partial(print, file=sys.stderr) if dist_ctx.is_rank0 else lambda line: None
+        return load_model(options.model, dist_ctx.device, dtype, warn=warn)
 
 
 def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
@@ -98,9 +90,9 @@ def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict
 
 
 def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
-    """What `lmforge evaluate` prints of tasks: `task`, `metrics` and what else there is to tell, of each.
+    """What `lmforge evaluate` prints of tasks: a dict with `task`, `metrics` and more for each.
 
-    What was answered goes to the file of `options.answers`, which is not to be there yet: it is made first of all.
+    Answers go to the file `options.answers`, which must not exist; it is created before anything is computed.
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():
@@ -113,7 +105,7 @@ def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[
 
 @contextmanager
 def _create_file(path: Path) -> Iterator[TextIO]:
-    """A file that was not there, open for writing; it goes again where nothing came of it. Raises UserError."""
+    """A new file, open for writing; deleted again if the block fails. Raises UserError where it exists."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             try:
@@ -129,7 +121,7 @@ def _create_file(path: Path) -> Iterator[TextIO]:
 
 
 def _run_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of each task the scores, and of each question of theirs what was answered."""
+    """The scores of each task, and the answer to each of its questions."""
     harness: Callable[..., dict[str, dict[str, Any]]] | None = None
     with dist_ctx.raise_on_all():
         tasks = [load_task(path) for path in options.tasks]
@@ -172,52 +164,3 @@ def _print_scores(results: list[dict[str, Any]], output: str) -> None:
                 error = f"{errors[name]:.4f}" if name in errors else ""
                 table.add_row(result["task"], name, f"{score:.4f}", error, f"{questions}")
     Console().print(table)
-
-
-def run_generate(options: GenerateOptions) -> int:
-    """Write after each prompt and print as it comes. Raises UserError."""
-    prompts = list(options.prompts)
-    if not prompts:
-        prompts = [_read_stdin()]
-    opened = load_model(options.model, *resolve_device_and_dtype(options.device, options.dtype), warn=_print_to_stderr)
-    seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
-    sampling = SamplingParams(options.temperature, options.top_k, options.top_p)
-    write = partial(
-        generate,
-        opened.model,
-        opened.tokenizer,
-        prompts,
-        max_tokens=options.max_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop_strings=options.stop,
-        prefix_ids=opened.prefix_ids,
-        stop_token_ids=opened.stop_token_ids,
-    )
-    if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
-        write(on_text=lambda row, piece: print(piece, end="", flush=True))
-        print()
-    else:
-        _print_several(prompts, write)
-    if options.temperature > 0 and options.seed is None:
-        print(f"(seed {seed})", file=sys.stderr)
-    return 0
-
-
-def _read_stdin() -> str:
-    if sys.stdin.isatty():
-        print("prompt, ended with Ctrl-D:", file=sys.stderr)
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as problem:
-        raise UserError(f"standard input: not UTF-8 text (byte {problem.start})") from None
-
-
-def _print_several(prompts: list[str], run: Callable[..., list[Completion]]) -> None:
-    """Several prompts are written together: the first one's text as it comes, the others' when all are done."""
-    print(f"--- 1 ---\n{prompts[0]}", end="", flush=True)
-    completions = run(on_text=lambda row, piece: print(piece, end="", flush=True) if row == 0 else None)
-    print()
-    for row in range(1, len(prompts)):
-        print(f"--- {row + 1} ---\n{prompts[row]}{completions[row].text}")

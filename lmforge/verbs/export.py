@@ -23,14 +23,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_export(options: ExportOptions) -> int:
-    """Write the folder and say where. Raises UserError."""
-    manifest, passed_over = checkpoint.open_checkpoint(options.model, partial(_export, options))
-    for line in passed_over:
+    """Write the folder and print where. Raises UserError."""
+    manifest, warnings = checkpoint.open_checkpoint(options.model, partial(_export, options))
+    for line in warnings:
         print(line, file=sys.stderr)
-    what, whose = (
-        (f"adapters of step {manifest.step}", "PEFT") if options.adapters else (f"step {manifest.step}", "Hugging Face")
-    )
-    print(f"{options.out}: {what} of {options.model}, {options.dtype}, as {whose} has it")
+    what, layout = ("adapters of step", "PEFT") if options.adapters else ("step", "Hugging Face")
+    print(f"{options.out}: {what} {manifest.step} of {options.model}, {options.dtype}, in the layout of {layout}")
     return 0
 
 
@@ -65,14 +63,14 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
 
 
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
-    """A tensor as it is written. Raises UserError where it holds numbers that fp16 does not."""
+    """A tensor in the dtype of the folder. Raises UserError where fp16 overflows."""
     if dtype == "fp16" and not torch.isfinite(value.half()).all():
         raise UserError(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
     return value.to(DTYPES[dtype]) if dtype else value
 
 
 class TensorReader(Protocol):
-    """Tensors by name: their shapes and dtypes, and each of them when it is asked for."""
+    """Tensors by name: their shapes and dtypes at once, and the data of each on request."""
 
     @property
     def tensors(self) -> dict[str, Tensor]: ...
@@ -87,10 +85,10 @@ def write_model_folder(
     tokenizer_path: Path | None,
     template: ChatTemplate | None = None,
 ) -> None:
-    """Write a model's tensors, one at a time, and its tokenizer, if there is one, as Hugging Face has them.
+    """Write a model's tensors, one at a time, and its tokenizer, if there is one, as a Hugging Face folder.
 
-    `tokenizer_at` is a folder or a tokenizer.json, `template` what a model that chats was taught by.
-    Raises UserError where fp16 is asked for and a tensor does not fit into it.
+    `tokenizer_path` is a folder or a tokenizer.json, `template` the chat template that the model was trained with.
+    Raises UserError where fp16 overflows.
     """
 
     def read(name: str) -> Tensor:
@@ -111,9 +109,9 @@ def write_model_folder(
 def _companion_files(
     tokenizer: Tokenizer, config: ModelConfig, template: ChatTemplate | None
 ) -> dict[str, dict[str, Any] | str]:
-    """What generation and transformers' tokenizer want to know, where the run's own tokenizer came without it."""
+    """Files that transformers needs for generation and tokenizer, where the run's tokenizer came without them."""
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
-    # A model that came with several ends, as chat models do, keeps them.
+    # A model that came with several end tokens, as chat models do, keeps them.
     ends: int | list[int] = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else end
     if template is not None:
         ends = sorted({end, *template.stop_ids, *(ends if isinstance(ends, list) else ())})

@@ -1,14 +1,14 @@
-"""`lmforge prepare` and `lmforge download`: call them, show how far they are, say what came of it."""
+"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary."""
 
 import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lmforge import hub
-from lmforge.config.verbs import DownloadOptions, PrepareOptions
+from lmforge.config.verbs import PrepareOptions
 from lmforge.data.chat.functions import write_function_conversations
 from lmforge.data.prepare.prepare import prepare
+from lmforge.hub import resolve_model_folder
 
 PRINT_EVERY_SECONDS = 5.0
 
@@ -18,11 +18,11 @@ def run_prepare(options: PrepareOptions) -> int:
     began = time.perf_counter()
     if options.source == "functions":
         counts = write_function_conversations(options.out)
-        print(f"{options.out}: {counts['train']:,} requests with functions to learn from, {counts['validation']:,} held out")
+        print(f"{options.out}: {counts['train']:,} requests for functions to train on, {counts['validation']:,} for validation")
         return 0
     chosen = options.model_dump(exclude={"source", "out"})
     if options.tokenizer is not None:
-        chosen["tokenizer"] = hub.resolve_model_folder(options.tokenizer, "tokenizer.json")
+        chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
     with _PreparationProgress() as shown:
         summary = prepare(options.source, options.out, progress=shown.update, **chosen)
     if summary.already_done:
@@ -35,18 +35,6 @@ def run_prepare(options: PrepareOptions) -> int:
         print(f"left out  {summary.empty_documents:,} empty documents")
     if not summary.already_done:
         print(f"{summary.folder}: ready, vocabulary of {summary.vocab_size:,}, in {time.perf_counter() - began:.0f}s")
-    return 0
-
-
-def run_download(options: DownloadOptions) -> int:
-    """Fetch a model of the hub, and say what came. Raises UserError."""
-    name, revision = hub.parse_model_name(options.name, options.revision)
-    came = hub.download(name, revision, options.folder, report=lambda line: print(line, flush=True))
-    sizes = [sum(file.size for file in files) for files in (came.downloaded, came.already_present)]
-    print(
-        f"{came.folder}: {name} at {came.commit}; fetched {len(came.downloaded)} files, {sizes[0]:,} bytes;"
-        f" {len(came.already_present)} were there, {sizes[1]:,} bytes"
-    )
     return 0
 
 

@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.table import Table
 
 from lmforge.cluster.launch import launch_local
-from lmforge.config.options import parse_options, read_recipe
-from lmforge.config.post_training import STAGES
-from lmforge.config.run import StageConfig
+from lmforge.config.load import load_config
+from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
 from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare
+from lmforge.verbs.table import VERBS
 
 
 @dataclass(frozen=True)
 class QuickstartStage:
-    """A stage of training: its verb, its recipe in lmforge/recipes, and which of its held-out metrics it is to improve."""
+    """A stage of training: its verb, its recipe in lmforge/recipes, and which validation metric it improves."""
 
     verb: str
     recipe: str
@@ -37,13 +37,13 @@ class QuickstartStage:
 
 
 TRAINING_STAGES = (
-    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of held-out files", "lower"),
-    QuickstartStage("sft", "quickstart-sft", "val/loss", "loss of held-out functions that are asked for", "lower"),
+    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of validation files", "lower"),
+    QuickstartStage("sft", "quickstart-sft", "val/loss", "loss of validation requests for functions", "lower"),
     QuickstartStage(
         "align",
         "quickstart-align",
         "val/reward",
-        "reward of held-out requests: it parses, runs, is what was asked",
+        "reward of validation requests: it parses, runs, is what was asked for",
         "higher",
     ),
 )
@@ -54,69 +54,72 @@ def quickstart(options: QuickstartOptions) -> int:
 
     Raises UserError and RunFailed as its parts do.
     """
-    began = time.perf_counter()
-    data = options.folder / "data"
-    _print_title("1 of 6  text → tokenizer → token shards", "prepare", "stdlib", data / "stdlib")
-    run_prepare(PrepareOptions(source="stdlib", out=data / "stdlib", overwrite=options.overwrite))
-    functions = data / "functions"
+    start = time.perf_counter()
+    tokens, functions = options.folder / "data" / "stdlib", options.folder / "data" / "functions"
+    _print_title("1 of 6  text → tokenizer → token shards", "prepare", "stdlib", tokens)
+    run_prepare(PrepareOptions(source="stdlib", out=tokens, overwrite=options.overwrite))
     _print_title("2 of 6  functions of the library, to be asked for", "prepare", "functions", functions)
     if not (functions / TRAIN_FILE).exists():
         run_prepare(PrepareOptions(source="functions", out=functions))
-    words = {
-        "pretrain": ["--data.folder", str(data / "stdlib")],
-        "sft": ["--data.files", str(functions / TRAIN_FILE), "--data.validation_files", str(functions / VALIDATION_FILE)],
-        "align": ["--data.files", str(functions / TRAIN_FILE), "--data.validation_files", str(functions / VALIDATION_FILE)],
-    }
     runs: list[Path] = []
     for number, stage in enumerate(TRAINING_STAGES, start=3):
         recipe = Path(str(resources.files("lmforge") / "recipes" / f"{stage.recipe}.toml"))
-        more = [*words[stage.verb], "--run.folder", str(options.folder / "runs"), "--run.name", stage.recipe]
-        more += ["--launch.processes", str(options.processes)]
-        if runs:
-            more += ["--model.source", str(runs[-1]), "--data.folder", str(data / "examples")]
-        more += ["--train.steps", str(options.steps)] if options.steps else []
-        more += ["--schedule.warmup_steps", str(options.steps // 10)] if options.steps and not runs else []
-        more += ["--run.overwrite"] if options.overwrite else []
-        config: StageConfig = parse_options(STAGES[stage.verb], more, read_recipe(recipe), str(recipe)).with_name(stage.recipe)
-        run = config.run.folder / config.run.name
-        _print_title(f"{number} of 6  {stage.verb}, {options.processes} local ranks", stage.verb, recipe, *more)
-        if status := _train_stage(stage.verb, config, [str(recipe), *more]):
+        words = [str(recipe), *_stage_arguments(stage, options, runs)]
+        config = load_config(words, stage.verb)
+        _print_title(f"{number} of 6  {stage.verb}, {options.processes} local ranks", stage.verb, *words)
+        if status := _train_stage(stage.verb, config, words):
             return status
-        runs.append(run)
+        runs.append(config.run.folder / config.run.name)
 
     base, _, last = runs
-    _print_title("6 of 6  what the first writes, and what it was worth", "generate", base, options.prompt, "--seed", 0)
-    from lmforge.verbs.evaluate import run_evaluate, run_generate
+    _print_title("6 of 6  what the first model generates, and its loss", "generate", base, options.prompt, "--seed", 0)
+    from lmforge.verbs.evaluate import run_evaluate
+    from lmforge.verbs.generate import run_generate
 
     run_evaluate(EvaluateOptions(model=base, batch_size=8))
     run_generate(GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0))
 
-    print(f"\nDone in {_format_duration(time.perf_counter() - began)}; on what no stage was trained on:\n")
+    print(f"\nDone in {_format_duration(time.perf_counter() - start)}; on data that no stage was trained on:\n")
     Console(highlight=False).print(_results_table(runs))
-    print("\nTalk to it, or let it go on with code of yours:")
+    print("\nChat with it, or let it continue your code:")
     print(f"  lmforge chat {shlex.quote(str(last))}")
     print(f"  lmforge generate {shlex.quote(str(base))} 'class '")
     return 0
+
+
+def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: list[Path]) -> list[str]:
+    """What is typed after the recipe of a stage; `runs` are those of the stages before it."""
+    data = options.folder / "data"
+    words = ["--run.folder", str(options.folder / "runs"), "--run.name", stage.recipe]
+    words += ["--launch.processes", str(options.processes)]
+    if runs:
+        functions = data / "functions"
+        words += ["--data.files", str(functions / TRAIN_FILE), "--data.validation_files", str(functions / VALIDATION_FILE)]
+        words += ["--model.source", str(runs[-1]), "--data.folder", str(data / "examples")]
+    else:
+        words += ["--data.folder", str(data / "stdlib")]
+    if options.steps:
+        words += ["--train.steps", str(options.steps)]
+        words += [] if runs else ["--schedule.warmup_steps", str(options.steps // 10)]
+    return words + (["--run.overwrite"] if options.overwrite else [])
 
 
 def _train_stage(verb: str, config: StageConfig, arguments: list[str]) -> int:
     if config.launch.processes > 1:
         status = launch_local(config.launch.processes, [verb, *arguments])
     else:
-        from lmforge.stages import run as stages
-
-        status = getattr(stages, verb)(config)
+        status = VERBS[verb].load()(config)
     if status == 1:
         raise RunFailed(f"{config.run.folder / config.run.name}: training failed; the lines above say why")
-    return int(status)
+    return status
 
 
 def _results_table(runs: list[Path]) -> Table:
-    """What each stage was to improve, on held-out items, before it and after it."""
+    """The metric of each stage before it and after it."""
     table = Table("stage", "measured", "before", "after", "")
     for stage, run in zip(TRAINING_STAGES, runs, strict=True):
-        measured = [record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record]
-        before, after = measured[0], measured[-1]
+        values = [record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record]
+        before, after = values[0], values[-1]
         improved = after < before if stage.direction == "lower" else after > before
         table.add_row(stage.verb, stage.description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
     return table

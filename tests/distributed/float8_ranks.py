@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmforge.bench.parity import ParityCase, ParityData, run_case
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import ParallelOptions
+from lmforge.config.sections import ParallelOptions
 from lmforge.model.config import ModelConfig
 
 SHAPE = ModelConfig(

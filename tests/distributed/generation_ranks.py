@@ -10,7 +10,7 @@ import torch
 
 from lmforge.bench.parity import ParityData
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import OptimizerOptions, ParallelOptions
+from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.generate.engine import decode
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model import build_model

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import OptimizerOptions, ParallelOptions
+from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel

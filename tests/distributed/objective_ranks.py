@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import ParallelOptions
+from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lmforge.bench.parity import ParityData
-from lmforge.config.run import GroupOptions, OptimizerOptions, ParallelOptions
+from lmforge.config.sections import GroupOptions, OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.errors import UserError
 from lmforge.interop.export import export_folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.config.run import ParallelOptions
+from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.data.token_rng import token_rng_keys
 from lmforge.errors import UserError

@@ -9,7 +9,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.run import ParallelOptions
+from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.objectives.language import NextTokenObjective

@@ -14,7 +14,7 @@ from lmforge.cli import run as command
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import validate_options
-from lmforge.config.run import OptimizerOptions
+from lmforge.config.sections import OptimizerOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.interop.export import export_folder

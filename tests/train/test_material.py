@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.config.post_training import AlignConfig
+from lmforge.config.align import AlignConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.lora import add_lora, lora_layers

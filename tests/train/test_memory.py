@@ -13,7 +13,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.run import OptimizerOptions, ParallelOptions
+from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.interop.transformers_config import TransformersConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmforge.config.run import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

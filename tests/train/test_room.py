@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.cli import load_config
-from lmforge.config.run import Config, ParallelOptions
+from lmforge.config.load import load_config
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import ParallelOptions
 from lmforge.model.config import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemorySetting, is_out_of_memory, suggest_what_fits
@@ -44,7 +45,7 @@ SIZES = {
 # Prints what a process has mapped when it is about to build its model.
 PRINT_STATUS = """
 import sys
-from lmforge.cli import load_config
+from lmforge.config.load import load_config
 from lmforge.stages import setup, run as stages
 def print_status(*arguments, **options):
     print(open("/proc/self/status").read())
@@ -61,7 +62,7 @@ def options(tokens: Path, folder: Path, name: str, *more: str) -> list[str]:
 
 
 def estimator_of(
-    config: Config, ranks: int = 1, vocab_size: int = 512, dtype_bytes: int = 4, on_gpu: bool = False
+    config: PretrainConfig, ranks: int = 1, vocab_size: int = 512, dtype_bytes: int = 4, on_gpu: bool = False
 ) -> MemoryEstimator:
     model_config = model_config_from_options(config.model, vocab_size)
     plan = plan_batches(config, ranks)

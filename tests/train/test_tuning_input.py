@@ -11,8 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lmforge.config.align import AlignConfig
 from lmforge.config.options import validate_options
-from lmforge.config.post_training import AlignConfig, SftConfig
+from lmforge.config.sft import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
 from lmforge.stages.examples import examples_folder, find_required_pretrained, open_example_inputs, prepare_examples
 from lmforge.stages.grpo import check_prompts_and_rewards, open_prompt_inputs
@@ -124,7 +125,11 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ("sft", ["--data.files", "chats.jsonl", "--model.hidden_size", "64"], "model.hidden_size: a checkpoint's shape stays"),
         ("align", ["--data.files", "chats.jsonl"], "chats.jsonl, record 1: "),
         ("align", ["--data.files", "equal.jsonl"], "equal.jsonl, record 2: chosen and rejected are equal"),
-        ("align", ["--method", "kto", "--data.packing", "none"], "data.packing = none: kto compares the answers in a row"),
+        (
+            "align",
+            ["--method", "kto", "--data.packing", "none"],
+            "data.packing = none: kto compares the completions of a sequence",
+        ),
         (
             "align",
             ["--data.files", "marked.jsonl", "--method", "reward"],
@@ -140,13 +145,22 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
             ["--method", "grpo", "--align.beta", "0.2"],
             "align.beta: grpo does not read it; it is for dpo, kto, orpo",
         ),
-        ("align", ["--method", "grpo", "--data.packing", "none"], "data.packing = none: grpo has a row for each answer"),
+        (
+            "align",
+            ["--align.loss_type", "ipo", "--align.label_smoothing", "0.1"],
+            "align.label_smoothing: not with align.loss_type = ipo",
+        ),
+        (
+            "align",
+            ["--method", "grpo", "--data.packing", "none"],
+            "data.packing = none: grpo has a sequence for each completion",
+        ),
         (
             "align",
             ["--rollout.num_generations", "4"],
             "rollout.num_generations: dpo does not read it; it is for grpo: leave it out",
         ),
-        ("align", ["--method", "reward", "--sample.every_steps", "1"], "sample.every_steps: a reward model writes nothing"),
+        ("align", ["--method", "reward", "--sample.every_steps", "1"], "sample.every_steps: a reward model generates nothing"),
         ("align", ["--method", "reward", "--validation.tasks", "a.jsonl"], "validation.tasks: a reward model answers nothing"),
         ("align", ["--method", "reward", "--model.implementation", "transformers"], "not with align.method = reward; leave it"),
         ("align", ["--align.reference", "adapters-off"], "align.reference = adapters-off: there are no adapters"),

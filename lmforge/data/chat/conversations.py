@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from lmforge.config.run import ConversationFormat as Format
+from lmforge.config.sections import ConversationFormat as Format
 from lmforge.data.chat.encoding import EncodedConversation, Layout, encode_layouts
 from lmforge.data.chat.messages import check_encodable
 from lmforge.data.chat.templates import ChatTemplate, LossMaskMode

@@ -1,0 +1,203 @@
+"""The options of `lmforge align`: preferences, reward models and reinforcement learning from rewards."""
+
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from lmforge.config.options import Options, option, section
+from lmforge.config.sections import Stage
+from lmforge.config.tuning import ExampleOptions, TunedConfig
+
+Method = Literal["dpo", "kto", "orpo", "simpo", "reward", "grpo"]
+
+
+class AlignDataOptions(ExampleOptions):
+    """Files of pairs ({prompt, chosen, rejected}; reward takes a margin too), of unpaired preferences
+    ({prompt, completion, label}) for kto, or of prompts with columns for grpo."""
+
+    overlong: Literal["drop"] = option(
+        "drop", "what happens to an example longer than data.sequence_length; their number is logged"
+    )
+    apply_chat_template: bool = option(False, "prompts and completions that are strings become turns of the chat template")
+
+
+class AlignOptions(Options):
+    """How the model is aligned."""
+
+    method: Method = option(
+        "dpo", "from pairs: dpo, orpo, simpo, or reward (a reward model); from unpaired preferences: kto; from rewards: grpo"
+    )
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust", "exo", "nca", "apo-zero", "apo-down"] = option(
+        "sigmoid", "dpo: the loss, as in TRL (which writes exo_pair, nca_pair, apo_zero, apo_down)"
+    )
+    beta: float | None = option(
+        None,
+        "strength of the penalty for leaving the reference; orpo: weight of the odds ratio (default: 0.1; simpo 2.0)",
+        gt=0,
+    )
+    label_smoothing: float = option(
+        0.0, "dpo, loss_type sigmoid, robust or exo: fraction of the labels taken to be wrong", ge=0, lt=0.5
+    )
+    gamma: float = option(0.5, "simpo: target margin (TRL: simpo_gamma)", ge=0)
+    desirable_weight: float = option(1.0, "kto: weight of desirable completions", gt=0)
+    undesirable_weight: float = option(1.0, "kto: weight of undesirable completions", gt=0)
+    center_rewards_coefficient: float = option(
+        0.0, "reward: weight of the squared sum of both rewards, which keeps rewards near zero", ge=0
+    )
+    reference: Literal["auto", "copy", "adapters-off", "precomputed"] = option(
+        "auto",
+        "the reference model: a frozen copy, distributed like the policy; the policy with its adapters off; or"
+        " log-probabilities computed once before training (TRL: precompute_ref_log_probs); auto is adapters-off with"
+        " lora.rank, else copy",
+    )
+
+    @model_validator(mode="after")
+    def _check_label_smoothing(self) -> "AlignOptions":
+        if self.loss_type == "exo" and not self.label_smoothing:
+            raise ValueError("align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1")
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo"):
+            raise ValueError(f"align.label_smoothing: not with align.loss_type = {self.loss_type}; leave it out")
+        return self
+
+
+class RolloutOptions(Options):
+    """grpo: how completions are sampled and rewarded, and the loss. none leaves a choice to rollout.loss_type."""
+
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = option(
+        "grpo", "a named setting of the options below; each of them overrides it"
+    )
+    num_generations: int = option(8, "completions of each prompt: a group", gt=1)
+    max_completion_length: int = option(
+        128, "longest completion, in tokens; data.sequence_length less this is left for prompts", gt=0
+    )
+    temperature: float = option(1.0, "temperature of the sampling and of the log-probabilities in the loss", gt=0)
+    top_p: float = option(
+        1.0, "sample from the likeliest tokens that hold this probability; below 1 importance ratios are biased", gt=0, le=1
+    )
+    decode_batch_size: int = option(
+        64, "completions that a rank decodes at once; fewer need a smaller KV cache, and change nothing else", gt=0
+    )
+    num_iterations: int = option(1, "optimizer steps on each set of completions", gt=0)
+    reward_functions: tuple[str, ...] = option(
+        (), "reward functions, FILE.py:FUNCTION each, or reward models by their folders; their weighted sum is the reward"
+    )
+    reward_weights: tuple[float, ...] = option((), "weight of each reward function (default: 1)")
+    reward_timeout_seconds: float = option(60.0, "seconds after which a reward function that has not answered is skipped", gt=0)
+    importance_sampling_level: Literal["token", "sequence", "product"] | None = option(
+        None,
+        "importance ratio of each token, of the sequence per token (geometric mean), or of the whole sequence (product, not"
+        " in TRL)",
+    )
+    epsilon: float | None = option(None, "ratios are clipped below 1 - epsilon", ge=0, le=1)
+    epsilon_high: float | None = option(None, "ratios are clipped above 1 + epsilon_high", ge=0)
+    loss_aggregation: Literal["sequence", "token", "constant"] | None = option(
+        None,
+        "mean over sequences of token means (TRL's loss_type grpo), mean over all tokens (dapo), or sum over a constant"
+        " (dr_grpo)",
+    )
+    baseline: Literal["group", "leave-one-out"] | None = option(
+        None, "the reward is compared with the mean of its group, or of the others in it (RLOO)"
+    )
+    scale_rewards: Literal["none", "group-population", "group"] | None = option(
+        None, "advantages are divided by the group's standard deviation: as in TRL (group), or of the population (/ n)"
+    )
+    kl_estimator: Literal["none", "k1", "k2", "k3"] | None = option(
+        None, "estimator of the KL divergence from the reference: k1 in the reward, k2 and k3 (TRL's) in the loss"
+    )
+    beta: float | None = option(None, "weight of the KL divergence", ge=0)
+    use_bias_correction_kl: bool | None = option(
+        None, "k2, k3: multiply the divergence by the importance ratio, so that its gradient is unbiased"
+    )
+    mask_truncated_completions: bool | None = option(
+        None, "leave completions that were cut at max_completion_length out of the loss"
+    )
+    drop_zero_std_groups: bool = option(True, "leave out groups whose rewards are all equal, whose advantages are 0")
+    pass_threshold: float = option(1.0, "reward from which a completion counts as a pass, for pass@k")
+    log_completions_every: int = option(1, "write every k-th set of completions to the run's folder completions", gt=0)
+
+
+# Options of alignment that only some methods read.
+METHODS_THAT_READ = {
+    "loss_type": ("dpo",),
+    "beta": ("dpo", "kto", "orpo", "simpo"),
+    "label_smoothing": ("dpo",),
+    "gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "center_rewards_coefficient": ("reward",),
+    "reference": ("dpo", "kto", "grpo"),
+}
+
+
+class AlignConfig(TunedConfig):
+    """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
+
+    of_stage: ClassVar[Stage] = "align"
+    data: AlignDataOptions = section(AlignDataOptions, "preferences, or prompts")
+    align: AlignOptions = section(AlignOptions, "how the model is aligned")
+    rollout: RolloutOptions = section(RolloutOptions, "grpo: how completions are sampled and rewarded, and the loss")
+
+    @property
+    def kind(self) -> str:
+        return {"kto": "judged", "reward": "ranked", "grpo": "prompts"}.get(self.align.method, "pairs")
+
+    @property
+    def beta(self) -> float:
+        return self.align.beta if self.align.beta is not None else {"simpo": 2.0}.get(self.align.method, 0.1)
+
+    @property
+    def reference(self) -> str | None:
+        """Which reference there is; None where the method has none."""
+        if self.align.method not in METHODS_THAT_READ["reference"]:
+            return None
+        if self.align.reference == "auto":
+            return "copy" if self.lora.rank is None else "adapters-off"
+        return self.align.reference
+
+    @model_validator(mode="after")
+    def _check_unread_options(self) -> "AlignConfig":
+        """Refuse options that the method does not read."""
+        method = self.align.method
+        for name in self.align.changed():
+            readers = METHODS_THAT_READ.get(name, (method,))
+            if method not in readers:
+                raise ValueError(f"align.{name}: {method} does not read it; it is for {', '.join(readers)}: leave it out")
+        if method == "grpo" and self.data.packing != "best-fit":
+            raise ValueError(f"data.packing = {self.data.packing}: grpo has a sequence for each completion; leave it out")
+        if method != "grpo" and (given := self.rollout.changed()):
+            raise ValueError(f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_method(self) -> "AlignConfig":
+        method, reference = self.align.method, self.align.reference
+        if self.parallel.model_parallel_size > 1:
+            raise ValueError(
+                "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: alignment needs whole"
+                " completions on one rank; shard with fsdp2 instead"
+            )
+        if method == "grpo" and reference == "precomputed":
+            raise ValueError("align.reference = precomputed: grpo samples its completions while it trains; use copy")
+        if method == "grpo" and (self.model.dropout or self.model.neftune_noise_alpha or self.lora.dropout):
+            raise ValueError(
+                "model.dropout, model.neftune_noise_alpha, lora.dropout: not with grpo, whose completions are sampled without"
+            )
+        if reference == "adapters-off" and self.lora.rank is None:
+            raise ValueError("align.reference = adapters-off: there are no adapters; give lora.rank, or use copy")
+        if method == "kto" and self.data.packing == "none":
+            raise ValueError("data.packing = none: kto compares the completions of a sequence with each other; use best-fit")
+        if self.rollout.reward_weights and len(self.rollout.reward_weights) != len(self.rollout.reward_functions):
+            raise ValueError("rollout.reward_weights: give as many as rollout.reward_functions")
+        return self
+
+    @model_validator(mode="after")
+    def _check_reward_model(self) -> "AlignConfig":
+        if self.align.method != "reward":
+            return self
+        if self.model.implementation != "lmforge":
+            raise ValueError("model.implementation = transformers: not with align.method = reward; leave it out")
+        if self.sample.every_steps is not None:
+            raise ValueError("sample.every_steps: a reward model generates nothing; leave it out")
+        if self.validation.tasks:
+            raise ValueError("validation.tasks: a reward model answers nothing; leave it out")
+        return self

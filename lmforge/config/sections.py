@@ -1,0 +1,397 @@
+"""The sections of a recipe that all training stages share, each option with its default and its meaning.
+
+`stage.py` puts them together; `pretrain.py`, `sft.py` and `align.py` add what is theirs.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from lmforge.config.options import Options, option
+
+Resume = Literal["auto", "never", "required"]
+Stage = Literal["pretrain", "sft", "align"]
+Device = Literal["auto", "cpu", "cuda"]
+Sharding = Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
+DType = Literal["auto", "fp32", "bf16"]
+ScheduleName = Literal["cosine", "linear", "warmup-stable-decay", "constant"]
+ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"]
+ExampleFormat = Literal[ConversationFormat, "prompts"]
+
+# One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
+COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
+DEFAULT_GLOBAL_BATCH_SIZE = 32
+# Seeds of sequences, samples and steps are added to it, and torch takes 64 bits.
+LARGEST_SEED = 2**62
+# torch's name of each sharding (ShardingStrategy), which `parallel.sharding` takes too.
+TORCH_SHARDING_NAMES = {
+    "full-shard": "FULL_SHARD",
+    "grad-shard": "SHARD_GRAD_OP",
+    "no-shard": "NO_SHARD",
+    "hybrid-full-shard": "HYBRID_SHARD",
+    "hybrid-grad-shard": "_HYBRID_SHARD_ZERO2",
+}
+DEFAULT_INTERLEAVED_STAGES = 2
+
+
+def _model_option(meaning: str, **bounds: Any) -> Any:
+    return option(None, f"{meaning} (default: unchanged)", **bounds)
+
+
+class RunOptions(Options):
+    """Where the run is kept, and what happens when it exists already."""
+
+    name: str = option("", "name of the run; its directory is FOLDER/NAME (default: the recipe's file name)")
+    folder: Path = option(Path("runs"), "folder that holds the runs")
+    resume: Resume = option("auto", "continue a run that exists: auto (if it exists), required, or never")
+    overwrite: bool = option(False, "delete a run of this name first")
+    stage: Stage | None = option(None, "the verb that trains this recipe; recorded with the run, and refused by other verbs")
+
+
+class SequenceOptions(Options):
+    """What every stage's data has in common."""
+
+    sequence_length: int = option(1024, "tokens in a sequence", gt=0)
+
+
+class ModelOptions(Options):
+    """The model config: a preset or a Hugging Face folder, and changes to it. Names are those of config.json."""
+
+    preset: str | None = option(None, "a named model config; `lmforge show presets` lists them (default: nano)")
+    source: Path | None = option(
+        None,
+        "model to start from: a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model[@revision])",
+    )
+    implementation: Literal["lmforge", "transformers"] = option(
+        "lmforge", "with model.source: whose code runs it; transformers (an extra) knows every family, lmforge is faster"
+    )
+    load_weights: bool = option(True, "with model.source: load its weights; false takes its config only")
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] | None = _model_option(
+        "model family; it decides which of the options below exist"
+    )
+    hidden_size: int | None = _model_option("width of the residual stream", gt=0)
+    intermediate_size: int | None = _model_option("width of the feed-forward layer", gt=0)
+    num_hidden_layers: int | None = _model_option("number of blocks", gt=0)
+    num_attention_heads: int | None = _model_option("query heads", gt=0)
+    num_key_value_heads: int | None = _model_option("key and value heads (grouped-query attention)", gt=0)
+    head_dim: int | None = _model_option("width of a head", gt=0)
+    max_position_embeddings: int | None = _model_option("longest sequence that the model is made for, in tokens", gt=0)
+    rope_theta: float | None = _model_option("base of the rotary position embedding's frequencies", gt=0)
+    rms_norm_eps: float | None = _model_option("epsilon of the norms", gt=0)
+    tie_word_embeddings: bool | None = _model_option("use the input embedding as output head")
+    attention_bias: bool | None = _model_option("biases in the attention projections")
+    mlp_bias: bool | None = _model_option("biases in the feed-forward layer")
+    sliding_window: int | None = _model_option("attend to this many last tokens only", gt=0)
+    initializer_range: float | None = _model_option("standard deviation of random weights", gt=0)
+    embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", gt=0)
+    dropout: float = option(
+        0.0, "dropout probability in training, on the embeddings and on the output of attention and feed-forward", ge=0, lt=1
+    )
+
+    @model_validator(mode="after")
+    def _check_source(self) -> "ModelOptions":
+        if self.preset and self.source:
+            raise ValueError("model.preset and model.source: give one of them, not both")
+        if self.implementation == "lmforge":
+            return self
+        if not self.source:
+            raise ValueError("model.implementation = transformers: wraps a Hugging Face folder; name it with model.source")
+        if self.model_type:
+            raise ValueError("model.model_type: with model.implementation = transformers the folder says it; leave it out")
+        if self.dropout:
+            raise ValueError("model.dropout: not with model.implementation = transformers, which has none here; leave it out")
+        return self
+
+    def overrides(self) -> dict[str, object]:
+        """The fields of the model config that were given, by their Hugging Face names."""
+        own = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
+        given = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
+        return dict(given)
+
+
+class ParallelOptions(Options):
+    """How the model is distributed over ranks."""
+
+    engine: Literal["auto", "single", "ddp", "fsdp1", "fsdp2"] = option(
+        "auto",
+        "single process, DDP, FSDP (fsdp1), or fully_shard (fsdp2); auto is fsdp2 on several ranks and single on one",
+    )
+    sharding: Sharding | None = option(
+        None,
+        "fsdp1 and fsdp2: full-shard (ZeRO-3; the default) frees gathered weights after each forward (reshard_after_forward),"
+        " grad-shard (ZeRO-2) keeps them until backward; hybrid-… shards within groups of ranks and replicates over groups;"
+        " no-shard replicates (fsdp2). torch's names, such as SHARD_GRAD_OP, are taken too",
+    )
+    shard_degree: int | None = option(
+        None, "ranks that share one copy of the model in hybrid sharding, HSDP (default: those of one host)", gt=0
+    )
+    activation_checkpointing: Literal["none", "full", "selective-blocks", "selective-ops"] = option(
+        "none",
+        "recompute activations in backward: of every block (full), of every k-th block (selective-blocks), or of all but"
+        " expensive operators (selective-ops)",
+    )
+    activation_checkpointing_every: int = option(2, "the k of activation_checkpointing = selective-blocks", gt=0)
+    cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
+    wrap_embedding: bool = option(True, "shard an untied input embedding as its own FSDP unit (fsdp1, fsdp2)")
+    prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", ge=0)
+    reduce_every_micro_batch: bool = option(
+        True,
+        "reduce-scatter gradients after every micro-batch, which keeps them sharded; false waits for the last micro-batch"
+        " (no_sync: faster, more memory)",
+    )
+    limit_all_gathers: bool = option(True, "fsdp1: torch's limit_all_gathers, which bounds the memory of gathered weights")
+    tensor_parallel_degree: int = option(
+        1, "fsdp2: ranks that split every matrix of a block (tensor parallelism, with sequence parallelism)", gt=0
+    )
+    context_parallel_degree: int = option(1, "fsdp2: ranks that split the tokens of each sequence (context parallelism)", gt=0)
+    pipeline_parallel_degree: int = option(
+        1, "fsdp2: ranks that split the blocks, with micro-batches flowing through them (pipeline parallelism)", gt=0
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved"] = option("1f1b", "order of a pipeline's forward and backward passes")
+    pipeline_stages_per_rank: int | None = option(
+        None, f"with pipeline_schedule = interleaved: stages on each rank (default: {DEFAULT_INTERLEAVED_STAGES})", gt=1
+    )
+    forward_prefetch: bool = option(False, "fsdp1: torch's forward_prefetch, which gathers the next unit early in forward")
+
+    @field_validator("sharding", mode="before")
+    @classmethod
+    def _translate_torch_name(cls, given: Any) -> Any:
+        return next((ours for ours, theirs in TORCH_SHARDING_NAMES.items() if theirs == given), given)
+
+    @model_validator(mode="after")
+    def _check_interleaved(self) -> "ParallelOptions":
+        if self.pipeline_stages_per_rank and self.pipeline_schedule != "interleaved":
+            raise ValueError(
+                "parallel.pipeline_stages_per_rank: only with parallel.pipeline_schedule = interleaved; leave it out"
+            )
+        return self
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether no rank can hold the whole model, not even for a moment."""
+        return self.tensor_parallel_degree * self.pipeline_parallel_degree > 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that work on the same sequences."""
+        return self.tensor_parallel_degree * self.context_parallel_degree * self.pipeline_parallel_degree
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages on each rank."""
+        if self.pipeline_schedule == "1f1b":
+            return 1
+        return self.pipeline_stages_per_rank or DEFAULT_INTERLEAVED_STAGES
+
+
+class TrainOptions(Options):
+    """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
+
+    steps: int = option(1000, "optimizer steps in the whole run (transformers: max_steps)", gt=0)
+    epochs: float | None = option(None, "passes over the data, instead of train.steps (num_train_epochs)", gt=0)
+    global_batch_size: int | None = option(
+        None, f"sequences in an optimizer step, over all ranks (default: {DEFAULT_GLOBAL_BATCH_SIZE})", gt=0
+    )
+    global_batch_tokens: int | None = option(None, "the global batch size in tokens; a multiple of data.sequence_length", gt=0)
+    micro_batch_size: int | None = option(
+        None, f"sequences in a rank's forward pass (default: up to {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", gt=0
+    )
+    seed: int = option(0, "seed of the initial weights, the data order and dropout", ge=0, le=LARGEST_SEED)
+    dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware supports it")
+    master_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "dtype of parameters and optimizer states between steps; bf16 halves them, and small updates are lost"
+    )
+    float8: bool = option(
+        False,
+        "float8 matrix multiplications in the blocks' linear layers (GPUs of compute capability 8.9 and up; extra: fp8)",
+    )
+    device: Device = option("auto", "auto is cuda where there is one")
+    compile: Literal["auto", "on", "off"] = option("auto", "torch.compile each block; auto is on where a compiler is found")
+    deterministic: bool = option(
+        False,
+        "bit-identical results on the same ranks, on GPUs too; slower, and operators without a deterministic form are refused",
+    )
+    threads: int | None = option(None, "CPU threads of a rank (default: the cores divided by the local ranks)", gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_length(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("steps") is not None and given.get("epochs") is not None:
+            raise ValueError("train.steps and train.epochs: give one of them, not both")
+        return given
+
+    @model_validator(mode="after")
+    def _check_batch_size(self) -> "TrainOptions":
+        if self.global_batch_size and self.global_batch_tokens:
+            raise ValueError("train.global_batch_size and train.global_batch_tokens: give one of them, not both")
+        return self
+
+
+class GroupOptions(Options):
+    """A parameter group: parameters chosen by name, and the values that hold for them."""
+
+    pattern: str = option(..., "a regular expression searched in parameter names, such as norm|bias or layers\\.0\\.")
+    lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without the group)", ge=0)
+    weight_decay: float | None = option(None, "weight decay (default: as without the group)", ge=0)
+
+    @model_validator(mode="after")
+    def _check_pattern(self) -> "GroupOptions":
+        try:
+            re.compile(self.pattern)
+        except re.error as problem:
+            raise ValueError(f"optimizer.groups.pattern: not a regular expression: {self.pattern} ({problem})") from None
+        return self
+
+
+class OptimizerOptions(Options):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), Muon (Jordan; Liu et al., arXiv 2502.16982), or SGD."""
+
+    name: Literal["adamw", "muon", "sgd"] = option(
+        "adamw", "muon updates the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw"
+    )
+    lr: float = option(3e-4, "peak learning rate", gt=0)
+    beta1: float = option(0.9, "adamw: decay rate of the first moment", ge=0, lt=1)
+    beta2: float = option(0.95, "adamw: decay rate of the second moment", ge=0, lt=1)
+    eps: float = option(1e-8, "adamw: epsilon, added to the root of the second moment", gt=0)
+    momentum: float | None = option(None, "muon and sgd: momentum (default: 0.95 for muon, 0.9 for sgd)", ge=0, lt=1)
+    embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to optimizer.lr", gt=0)
+    weight_decay: float = option(
+        0.1, "weight decay of matrices, not of norms and biases; decoupled, but sgd adds it to the gradient", ge=0
+    )
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 does not clip", ge=0)
+    groups: tuple[GroupOptions, ...] = option(
+        (), "parameter groups, [[optimizer.groups]] in a recipe; the first whose pattern matches applies"
+    )
+    state_dtype: Literal["fp32", "bf16"] = option("fp32", "adamw and muon: dtype of moments and momentum")
+    implementation: Literal["fused", "foreach"] = option(
+        "fused", "adamw with fp32 states: torch.optim.AdamW's fused (one kernel) or foreach"
+    )
+
+    @model_validator(mode="after")
+    def _check_sgd(self) -> "OptimizerOptions":
+        if self.name == "sgd" and self.state_dtype != "fp32":
+            raise ValueError("optimizer.state_dtype = bf16: not with optimizer.name = sgd; use adamw or muon, or leave it out")
+        return self
+
+
+class ScheduleOptions(Options):
+    """The learning rate over the run."""
+
+    name: ScheduleName = option("cosine", "schedule after warm-up (transformers: lr_scheduler_type)")
+    warmup_steps: int = option(100, "steps of linear warm-up", ge=0)
+    warmup_ratio: float | None = option(None, "warm-up as a fraction of the run, instead of schedule.warmup_steps", ge=0, le=1)
+    decay_steps: int | None = option(None, "warmup-stable-decay: steps of decay at the end (default: a fifth of the run)", gt=0)
+    min_lr_ratio: float = option(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+
+
+class ValidationOptions(Options):
+    """Loss on validation data while training, and scores of tasks."""
+
+    every_steps: int | None = option(None, "steps between validations; none for never (the last step always validates)", gt=0)
+    sequences: int = option(64, "validation sequences, evenly spaced over the split and always the same", gt=0)
+    at_start: bool = option(False, "validate before the first step too")
+    tasks: tuple[Path, ...] = option(
+        (), "files of questions, one JSON object a line, scored at each validation, as by `lmforge evaluate --tasks`"
+    )
+    task_limit: int | None = option(None, "use the first so many questions of each task (default: all)", gt=0)
+    num_fewshot: int = option(0, "examples before each question: the first others of its file", ge=0)
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> "ValidationOptions":
+        for name in ("task_limit", "num_fewshot"):
+            if not self.tasks and getattr(self, name):
+                raise ValueError(f"validation.{name}: only with validation.tasks; leave it out")
+        return self
+
+
+class SampleOptions(Options):
+    """Text that the model generates while it trains."""
+
+    every_steps: int | None = option(None, "steps between samples; none for never", gt=0)
+    prompts: tuple[str, ...] = option(("import ",), "prompts of the samples")
+    max_tokens: int = option(48, "tokens of a sample", gt=0)
+    temperature: float = option(0.8, "sampling temperature; 0 is greedy", ge=0)
+
+
+class CheckpointOptions(Options):
+    """Which checkpoints are saved and kept. Temporary checkpoints make room for newer ones; kept ones stay."""
+
+    every_steps: int | None = option(
+        None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", gt=0
+    )
+    every_minutes: float | None = option(None, "minutes between checkpoints, in addition to those by steps", gt=0)
+    keep_last: int = option(3, "newest temporary checkpoints to keep (transformers: save_total_limit)", gt=0)
+    keep_every_steps: int | None = option(
+        None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", gt=0
+    )
+    keep_every_minutes: float | None = option(None, "minutes between checkpoints that are kept, likewise", gt=0)
+    keep_best: int = option(0, "best checkpoints to keep in addition to the newest", ge=0)
+    best_metric: str = option(
+        "val/loss", "metric that says which is best, by its name in metrics.jsonl; for val/… each checkpoint validates"
+    )
+    best_mode: Literal["min", "max"] = option("min", "whether the lowest or the highest best_metric is best")
+    last_save_model_only: bool = option(
+        False, "save the last step without optimizer states: a third of the size, but no run can resume from it"
+    )
+    folder: str | None = option(
+        None,
+        "save checkpoints in FOLDER/NAME: a folder, or an address such as s3://bucket/runs (extra: cloud)"
+        " (default: in the run's directory)",
+    )
+    async_save: bool = option(True, "write in the background while training goes on; needs host memory for what a rank writes")
+    max_failures: int = option(3, "failed saves in a row after which the run ends; 0 never ends it", ge=0)
+    retry_seconds: float = option(60.0, "seconds until a failed save is tried again", gt=0)
+
+
+class FaultOptions(Options):
+    """Bad steps. A step with a non-finite loss or gradient (NaN or inf) is skipped: it changes nothing and is counted."""
+
+    max_bad_steps: int = option(
+        5, "bad steps in a row after which the run rolls back to a checkpoint and continues with later batches", gt=0
+    )
+    max_rollbacks: int = option(3, "rollbacks after which the run ends", ge=0)
+    spike_sigmas: float | None = option(
+        None, "a loss this many standard deviations above the mean of the steps before it is bad too (try 6)", gt=0
+    )
+    spike_window_steps: int = option(128, "number of those steps", gt=1)
+
+
+class LogOptions(Options):
+    """What is logged."""
+
+    every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", gt=0)
+    tensorboard: bool = option(False, "write TensorBoard events too (extra: tensorboard)")
+
+
+class WatchOptions(Options):
+    """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
+
+    stall_seconds: float = option(
+        30.0, "report which rank is where after so long without progress (or 3 times what the phase usually takes)", ge=0.5
+    )
+    timeout_seconds: float | None = option(
+        1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _check_timeout(self) -> "WatchOptions":
+        if self.timeout_seconds is not None and self.timeout_seconds < 2 * self.stall_seconds:
+            raise ValueError(
+                f"watch.timeout_seconds = {self.timeout_seconds:g}: at least twice watch.stall_seconds"
+                f" = {self.stall_seconds:g}, so that stacks are reported before the end; raise it or lower the other"
+            )
+        return self
+
+
+class LaunchOptions(Options):
+    """How processes are started."""
+
+    processes: int = option(1, "ranks to start on this machine (torchrun: --nproc-per-node); leave it out under torchrun", gt=0)
+    max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", ge=0)

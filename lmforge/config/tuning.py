@@ -1,0 +1,149 @@
+"""What fine-tuning and alignment share: examples instead of token shards, adapters, and defaults for shorter runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from lmforge.config.options import Options, option, section
+from lmforge.config.sections import (
+    ModelOptions,
+    OptimizerOptions,
+    ScheduleName,
+    ScheduleOptions,
+    SequenceOptions,
+    TrainOptions,
+)
+from lmforge.config.stage import StageConfig
+from lmforge.errors import UserError
+
+
+def renamed_fields(pairs: Sequence[str], option_name: str) -> dict[str, str]:
+    """{our name of a field: its name in the files}, from OURS=THEIRS. Raises UserError naming the option for anything else."""
+    for pair in pairs:
+        if not all(pair.partition("=")[::2]):
+            raise UserError(f"{option_name}: expected OURS=THEIRS, such as messages=chat, got {pair}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+class ExampleOptions(SequenceOptions):
+    """Files of examples, one a line (jsonl, .gz or .zst) or row (parquet), and how they become sequences."""
+
+    files: tuple[Path, ...] = option((), "files to train on, or folders of them")
+    validation_files: tuple[Path, ...] = option(
+        (), "files to validate on, or folders of them (default: a fraction of data.files)"
+    )
+    validation_ratio: float = option(
+        0.02, "fraction of the examples kept for validation where data.validation_files is not given", ge=0, lt=1
+    )
+    packing: Literal["best-fit", "none"] = option(
+        "best-fit",
+        "best-fit packs several examples into a sequence, where they do not attend to each other (TRL: packing, bfd);"
+        " none puts each in its own",
+    )
+    fields: tuple[str, ...] = option((), "fields that have other names in the files, OURS=THEIRS, such as messages=chat")
+    overlong: Literal["drop", "truncate"] = option(
+        "drop", "what happens to an example longer than data.sequence_length; their number is logged"
+    )
+    folder: Path = option(
+        Path("data/examples"), "where tokenized examples are cached, one folder for each set of files and options"
+    )
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        try:
+            renamed_fields(self.fields, "data.fields")
+        except UserError as problem:
+            raise ValueError(str(problem)) from None
+        return self
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """{our name of a field: its name in the files}."""
+        return renamed_fields(self.fields, "data.fields")
+
+
+class TunedModelOptions(ModelOptions):
+    """The model to start from."""
+
+    neftune_noise_alpha: float = option(
+        0.0, "NEFTune (arXiv 2310.05914): uniform noise on the embeddings, alpha / sqrt(document length x width)", ge=0
+    )
+
+
+class LoraOptions(Options):
+    """LoRA: low-rank adapters (Hu et al., arXiv 2106.09685) are trained beside frozen weights. Names are PEFT's."""
+
+    rank: int | None = option(None, "rank of the adapters (PEFT: r); none trains all weights", gt=0)
+    alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank (PEFT: lora_alpha)", gt=0)
+    target_modules: tuple[str, ...] = option(("all-linear",), "layers with adapters: names such as q_proj, or all-linear")
+    dropout: float = option(0.0, "dropout probability of the adapters' inputs (PEFT: lora_dropout)", ge=0, lt=1)
+    use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (arXiv 2312.03732)")
+
+
+class TunedTrainOptions(TrainOptions):
+    """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
+
+    epochs: float | None = option(
+        None, "passes over the data, instead of train.steps (default: 1, if neither is given; num_train_epochs)", gt=0
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_to_one_epoch(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("steps") is None and given.get("epochs") is None:
+            return {**given, "epochs": 1.0}
+        return given
+
+
+class TuningSchedule(ScheduleOptions):
+    """The learning rate over the run: linear, after a warm-up of a tenth of the run."""
+
+    name: ScheduleName = option("linear", "schedule after warm-up (transformers: lr_scheduler_type)")
+    warmup_ratio: float | None = option(0.1, "warm-up as a fraction of the run; none uses schedule.warmup_steps", ge=0, le=1)
+    min_lr_ratio: float = option(0.0, "final learning rate, as a fraction of the peak", ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prefer_given_steps(cls, given: Any) -> Any:
+        """warmup_steps, if given, replaces the warmup_ratio that holds by default."""
+        if isinstance(given, dict) and given.get("warmup_steps") is not None and "warmup_ratio" not in given:
+            return {**given, "warmup_ratio": None}
+        return given
+
+
+class TuningOptimizer(OptimizerOptions):
+    """AdamW, Muon or SGD."""
+
+    lr: float = option(2e-5, "peak learning rate; about ten times as much for adapters", gt=0)
+    beta2: float = option(0.999, "adamw: decay rate of the second moment", ge=0, lt=1)
+    weight_decay: float = option(0.0, "weight decay of matrices; vectors (norms, biases) have none", ge=0)
+
+
+class TunedConfig(StageConfig):
+    """What the configs of fine-tuning and alignment have in common."""
+
+    data: ExampleOptions = section(ExampleOptions, "examples to train on")
+    model: TunedModelOptions = section(TunedModelOptions, "the model to start from")
+    lora: LoraOptions = section(LoraOptions, "low-rank adapters")
+    train: TunedTrainOptions = section(TunedTrainOptions, "the training loop")
+    optimizer: TuningOptimizer = section(TuningOptimizer, "the optimizer")
+    schedule: TuningSchedule = section(TuningSchedule, "the learning rate over the run")
+
+    @property
+    def kind(self) -> str:
+        """What its examples are."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if not self.model.load_weights:
+            raise ValueError("model.load_weights = false: this verb starts from weights; leave it out, or pretrain")
+        if self.model.neftune_noise_alpha and self.model.implementation != "lmforge":
+            raise ValueError("model.neftune_noise_alpha: not with model.implementation = transformers; leave it out")
+        if self.lora.rank is not None and self.parallel.splits_model:
+            raise ValueError(
+                "lora.rank: not with parallel.tensor_parallel_degree or pipeline_parallel_degree; shard with fsdp2 instead"
+            )
+        return self

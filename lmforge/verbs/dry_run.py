@@ -1,0 +1,111 @@
+"""`--dry-run` of the training verbs: the resolved recipe, how its batch is cut and what it costs."""
+
+from dataclasses import replace
+
+from lmforge.cluster.rank_info import read_rank_info
+from lmforge.config.align import AlignConfig
+from lmforge.config.options import to_toml
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import OptimizerOptions
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.data.shards import TokenFolder
+from lmforge.hub import is_hub_name
+from lmforge.model.config import (
+    ModelConfig,
+    model_config_from_options,
+)
+from lmforge.model.flops import flops_per_token, parameter_count
+from lmforge.parallel.dims import parallel_dims, plan_batches
+from lmforge.parallel.validate import check_parallel, choose_engine
+from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
+from lmforge.runs import MANIFEST, format_bytes
+
+
+def dry_run(config: StageConfig) -> str:
+    """The resolved recipe and the batch arithmetic. Raises UserError where they do not fit together."""
+    return f"{to_toml(config)}\n{describe_batch_and_cost(config)}"
+
+
+def describe_batch_and_cost(config: StageConfig) -> str:
+    rank_info = read_rank_info()
+    ranks = rank_info.world_size if rank_info.launched else config.launch.processes
+    plan = plan_batches(config, ranks)
+    steps = config.train.steps
+    passes = config.train.epochs
+    length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
+    lines = [f"batch      {plan}", f"run        {length}"]
+    vocab_size = None
+    if isinstance(config, PretrainConfig) and (config.data.folder / MANIFEST).exists():
+        tokens = TokenFolder.open(config.data.folder)
+        vocab_size = tokens.tokenizer.vocab_size
+        num_tokens = tokens.split("train").num_tokens
+        lines.append(
+            f"data       {config.data.folder}: {num_tokens:,} tokens, so {steps * plan.tokens / num_tokens:.2f} epochs"
+        )
+    elif isinstance(config, PretrainConfig):
+        lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
+    model = _model_config(config, vocab_size)
+    optimizer, master_dtype = config.optimizer, config.train.master_dtype
+    lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
+    flops, at_rest = float(flops_per_token(model, config.data.sequence_length)), _at_rest_bytes(model, optimizer, master_dtype)
+    if isinstance(config, TunedConfig) and config.lora.rank is not None:
+        from lmforge.stages.inputs import count_parameters, training_flops_per_token  # with torch, which knows the layers
+
+        counts, flops = count_parameters(config, model), training_flops_per_token(config, model)
+        at_rest = checkpoint_bytes(optimizer, master_dtype, counts)
+        added = counts.total - parameter_count(model).total
+        lines.append(
+            f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs a token"
+            f" and {format_bytes(at_rest)} at rest"
+        )
+    check_parallel(config.parallel, model, plan)
+    lines += _describe_sharding(config, ranks, at_rest)
+    if passes is None:
+        lines.append(f"compute    {flops * steps * plan.tokens:.3g} FLOPs in the whole run")
+    return "\n".join(lines)
+
+
+def _model_config(config: StageConfig, vocab_size: int | None) -> ModelConfig:
+    source = config.model.source
+    if source is None or is_hub_name(source) or (source / "config.json").exists():
+        model = model_config_from_options(config.model, vocab_size)
+    else:
+        from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
+
+        model = find_pretrained(source).resolve_model_config(config.model, vocab_size)
+    return replace(model, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else model
+
+
+def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> list[str]:
+    """How FSDP distributes the model over the ranks. Raises UserError where it does not fit them."""
+    parallel = config.parallel
+    if choose_engine(parallel, world_size) in ("single", "ddp"):
+        return []
+    rank_info = read_rank_info()
+    dims = parallel_dims(parallel, world_size, rank_info.local_world_size if rank_info.launched else world_size)
+    copies = f"{dims.replicate_degree} copies, each" if dims.is_hybrid else "one copy"
+    where = "host memory" if parallel.cpu_offload else "its memory"
+    ranks = dims.fsdp_degree * parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
+    average = ", on average" if parallel.splits_model else ""  # the ranks with embedding or head hold more
+    where = f"{format_bytes(at_rest / ranks)} in {where} at rest{average}"
+    return [f"sharding   {dims}: {copies} over {ranks} of {world_size} ranks; each holds {where}"]
+
+
+def describe_cost(
+    model: ModelConfig, sequence_length: int, optimizer: OptimizerOptions = OptimizerOptions(), master_dtype: str = "fp32"
+) -> str:
+    """Parameters, FLOPs per token and memory at rest of a model that `optimizer` trains."""
+    count = parameter_count(model)
+    return (
+        f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
+        f" {flops_per_token(model, sequence_length):.3g} FLOPs a token at length {sequence_length:,}\n"
+        f"memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
+        f" {format_bytes(_at_rest_bytes(model, optimizer, master_dtype))} at rest in training"
+        f" (with the states of {optimizer.name}), over all ranks that shard it"
+    )
+
+
+def _at_rest_bytes(model: ModelConfig, optimizer: OptimizerOptions, master_dtype: str) -> int:
+    count = parameter_count(model)
+    return checkpoint_bytes(optimizer, master_dtype, ParameterCounts(count.total, count.total, count.block_matrices))

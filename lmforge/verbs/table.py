@@ -1,0 +1,65 @@
+"""The table of verbs: options and function of each. A verb that is added here is in `lmforge --help` and in pipelines.
+
+Functions are named by strings, so that the table is there without importing what the verbs need.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lmforge.config import verbs as options
+from lmforge.config.align import AlignConfig
+from lmforge.config.bench import BenchConfig
+from lmforge.config.options import Options
+from lmforge.config.pipeline import RunPipelineOptions
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sft import SftConfig
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb: its options, and the function that carries it out.
+
+    options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB ARGUMENTS: SUMMARY.`
+    function: "module:name", called with the options; it returns the exit status.
+    distributed: the options name a number of processes; `lmforge` starts that many ranks, which call the function together.
+    pass_arguments: the function is called with the command line too, without the verb.
+    """
+
+    options: type[Options]
+    function: str
+    distributed: bool = False
+    pass_arguments: bool = False
+
+    @property
+    def usage(self) -> str:
+        return (self.options.__doc__ or "").partition(": ")[0]
+
+    @property
+    def summary(self) -> str:
+        return (self.options.__doc__ or "").partition(": ")[2].removesuffix(".")
+
+    def load(self) -> Callable[..., int]:
+        module, _, name = self.function.partition(":")
+        function: Callable[..., int] = getattr(importlib.import_module(module), name)
+        return function
+
+
+VERBS = {
+    "quickstart": Verb(options.QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
+    "prepare": Verb(options.PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
+    "pretrain": Verb(PretrainConfig, "lmforge.stages.run:pretrain", distributed=True),
+    "sft": Verb(SftConfig, "lmforge.stages.run:sft", distributed=True),
+    "align": Verb(AlignConfig, "lmforge.stages.run:align", distributed=True),
+    "run": Verb(RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
+    "evaluate": Verb(options.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
+    "generate": Verb(options.GenerateOptions, "lmforge.verbs.generate:run_generate"),
+    "chat": Verb(options.ChatOptions, "lmforge.verbs.chat:run_chat"),
+    "serve": Verb(options.ServeOptions, "lmforge.verbs.serve:run_serve"),
+    "export": Verb(options.ExportOptions, "lmforge.verbs.export:run_export"),
+    "import": Verb(options.ImportOptions, "lmforge.verbs.import_model:run_import"),
+    "download": Verb(options.DownloadOptions, "lmforge.verbs.download:run_download"),
+    "bench": Verb(BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
+    "doctor": Verb(options.DoctorOptions, "lmforge.bench.doctor:doctor", distributed=True),
+    "show": Verb(options.ShowOptions, "lmforge.verbs.show:run_show"),
+}
