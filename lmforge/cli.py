@@ -264,7 +264,7 @@ def _serve(arguments: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as problem:
         raise UserError(f"serve: needs {problem.name}, which is not installed; pip install 'lmforge[serve]'") from None
-    from lmforge.serve.server import run_serve
+    from lmforge.verbs.serve import run_serve
 
     return run_serve(chosen)
 
