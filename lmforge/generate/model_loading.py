@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
@@ -176,8 +177,8 @@ def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | Non
         return None
 
 
-class _EosConfig(TypedDict, total=False):
-    eos_token_id: int | list[int] | None
+class _EosConfig(BaseModel):
+    eos_token_id: int | list[int] | None = None
 
 
 def _read_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
@@ -185,6 +186,6 @@ def _read_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
     ids: set[int] = set()
     for path in (folder / "config.json", folder / "generation_config.json"):
         if path.exists():
-            named = read_json(path, _EosConfig).get("eos_token_id")
+            named = read_json(path, _EosConfig).eos_token_id
             ids.update([named] if isinstance(named, int) else named or [])
     return frozenset(id for id in ids if 0 <= id < vocab_size)

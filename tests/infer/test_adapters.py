@@ -33,7 +33,7 @@ class Tuned:
     words: list[str]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "bloom"])
+@pytest.fixture(scope="module", params=["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bloom"))])
 def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     folder, seed = tmp_path_factory.mktemp("tuned"), fresh_seed()
     byte_tokenizer.save(folder / "tokenizer")

@@ -5,7 +5,6 @@ import random
 import string
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.generate.engine import Completion, Engine, GeneratedToken, GenerationRequest, decode, generate
+from lmforge.generate.engine import Completion, Engine, GeneratedToken, GenerationRequest, generate
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from tests.decoding import decode
 from tests.infer.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, built, drawn_config
 from tests.seeds import fresh_seed
@@ -52,11 +52,7 @@ def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
 def decoded(
     model: LanguageModel, prompts: list[list[int]], max_tokens: int, sampling: SamplingParams, seed: int = 0
 ) -> list[list[int]]:
-    steps = decode(model, prompts, vocab_size=97, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_ids=frozenset({0}))
-    written: list[list[int]] = [[] for _ in prompts]
-    for token in chain.from_iterable(steps):
-        written[token.request_id].append(token.token_id)
-    return written
+    return decode(model, prompts, vocab_size=97, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_ids=frozenset({0}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,9 +95,11 @@ def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
 
 def test_an_ended_row_gives_no_more_tokens_while_others_go_on(scripted: Scripted) -> None:
     model = scripted({10: 11, 11: 0, 20: 21, 21: 22, 22: 23, 23: 0})
-    steps = decode(model, [[10], [20]], vocab_size=261, max_tokens=99, sampling=GREEDY, seed=0, stop_ids=frozenset({0}))
-    told = [{token.request_id: token.token_id for token in step} for step in steps]
-    assert told == [{0: 11, 1: 21}, {0: 0, 1: 22}, {1: 23}, {1: 0}]
+    engine = Engine(model, vocab_size=261, max_batch_size=2, max_length=100)
+    one, other = (engine.add_request(GenerationRequest([id], 99, GREEDY, 0, frozenset({0}))) for id in (10, 20))
+    steps = [{token.request_id: token.token_id for token in engine.step()} for _ in range(4)]
+    assert steps == [{one: 11, other: 21}, {one: 0, other: 22}, {other: 23}, {other: 0}]
+    assert engine.num_unfinished == 0
 
 
 def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
@@ -122,11 +120,6 @@ def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: SamplingParams
         model.lm_head.weight[7, 3] = torch.nan
     with pytest.raises(RunFailed, match="the model's logits are NaN or infinite after 4 tokens"):
         decoded(model, [[5, 6, 7, 8]], 3, sampling)
-
-
-def test_an_empty_list_of_ids_is_no_prompt(scripted: Scripted) -> None:
-    with pytest.raises(ValueError, match="an empty prompt"):
-        decoded(scripted({}), [[1], []], 5, GREEDY)
 
 
 def test_more_tokens_than_learned_positions_are_a_mistake() -> None:
@@ -393,7 +386,7 @@ def test_of_a_narrowed_distribution_only_tokens_that_can_be_drawn_are_told() -> 
 def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_would() -> None:
     seed = fresh_seed()
     model, requests = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
-    requests = [replace(request, max_tokens=12, stop_ids=frozenset()) for request in requests]
+    requests = [replace(request, max_tokens=12, stop_token_ids=frozenset()) for request in requests]
     alone = served(model, requests, 1, random.Random(seed))
     engine = Engine(model, vocab_size=97, max_batch_size=4, max_length=40)
     numbers = [engine.add_request(request) for request in requests[:3]]
@@ -419,7 +412,7 @@ def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
     )
     with pytest.raises(ValueError, match="an empty prompt"):
         engine.add_request(GenerationRequest([], 5, GREEDY, 0, frozenset()))
-    with pytest.raises(UserError, match="6 tokens of prompt and 5 new ones are 11, and there is room for 10"):
+    with pytest.raises(UserError, match="6 prompt tokens and 5 new ones are 11, more than the 10 allowed"):
         engine.add_request(GenerationRequest([1] * 6, 5, GREEDY, 0, frozenset()))
     engine.add_request(GenerationRequest([1] * 5, 5, GREEDY, 0, frozenset()))
     with pytest.raises(UserError, match="all 1 slots are taken"):
@@ -432,18 +425,11 @@ def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
 
 def test_each_of_several_samples_has_a_seed_of_its_own() -> None:
     model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
-    about: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": SamplingParams(), "stop_ids": frozenset()}
-
-    def written(prompts: list[list[int]], n: int, seed: int) -> list[list[int]]:
-        rows: list[list[int]] = [[] for _ in range(n * len(prompts))]
-        for token in chain.from_iterable(decode(model, prompts, n=n, seed=seed, **about)):
-            rows[token.request_id].append(token.token_id)
-        return rows
-
-    rows = written([[5, 6], [7], [5, 6]], 3, seed=4)
-    assert len({tuple(row) for row in rows}) == 9
-    assert written([[5, 6]], 2, seed=4) == rows[:2]
-    assert written([[5, 6]], 2, seed=5) != rows[:2]
+    settings: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": SamplingParams()}
+    completions = decode(model, [[5, 6], [7], [5, 6]], num_completions=3, seed=4, **settings)
+    assert len(set(map(tuple, completions))) == 9
+    assert decode(model, [[5, 6]], num_completions=2, seed=4, **settings) == completions[:2]
+    assert decode(model, [[5, 6]], num_completions=2, seed=5, **settings) != completions[:2]
 
 
 def test_several_completions_of_a_prompt_follow_each_other(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
@@ -465,16 +451,12 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     export_folder(model, config, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     prompts = [[draw.randrange(config.vocab_size) for _ in range(draw.randrange(1, 25))] for _ in range(4)]
-    about: dict[str, Any] = {"vocab_size": config.vocab_size, "sampling": GREEDY, "seed": 0, "stop_ids": frozenset()}
-    written: list[list[int]] = [[] for _ in prompts]
-    for token in chain.from_iterable(decode(model, prompts, max_tokens=20, **about)):
-        written[token.request_id].append(token.token_id)
-    for prompt, ours in zip(prompts, written, strict=True):
-        ids, about = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = theirs.generate(ids, create_attention_mask=torch.ones_like(ids), max_new_tokens=20, **about)[
-            0, len(prompt) :
-        ].tolist()
-        parted = next((at for at, pair in enumerate(zip(ours, found, strict=True)) if pair[0] != pair[1]), None)
-        if parted is not None:  # at a tie: another order of summing may choose either, and what follows is another text
-            own = own_logprobs(model, prompt, found[: parted + 1])[-1]
-            assert abs(float(own[ours[parted]] - own[found[parted]])) < 1e-4
+    completions = decode(model, prompts, vocab_size=config.vocab_size, max_tokens=20, sampling=GREEDY)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for prompt, ours in zip(prompts, completions, strict=True):
+        ids = torch.tensor([prompt])
+        reference = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+        different = next((at for at, pair in enumerate(zip(ours, reference, strict=True)) if pair[0] != pair[1]), None)
+        if different is not None:  # a tie: another order of summing may choose either, and the texts differ from there on
+            own = own_logprobs(model, prompt, reference[: different + 1])[-1]
+            assert abs(float(own[ours[different]] - own[reference[different]])) < 1e-4

@@ -28,7 +28,7 @@ from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
-from lmforge.serve.model_registry import ModelRegistry
+from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from tests.infer.conftest import Server
 from tests.seeds import fresh_seed
 
@@ -240,9 +240,9 @@ BAD = [
     ({"max_tokens": 0}, 400, "max_tokens: input should be greater than or equal to 1"),
     ({"stop": [""]}, 400, "stop: expected a text, or a list of at most 16 texts, none of them empty"),
     ({"top_q": 1}, 400, "top_q: no such parameter"),
-    ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported here, and was asked for (1)"),
-    ({"n": 9}, 400, "n: 9 texts in one request, and this server writes at most 8 at once"),
-    ({"max_tokens": 20_000}, 400, "this model reads at most 20000 tokens, and was given "),
+    ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported, got 1"),
+    ({"n": 9}, 400, "n: 9 texts in one request, and this server generates at most 8"),
+    ({"max_tokens": 20_000}, 400, "this model takes at most 20000 tokens, and got "),
     ({"model": "plain"}, 400, "plain: "),
 ]
 
@@ -264,11 +264,11 @@ def test_bodies_that_are_no_requests_are_refused(server: Server) -> None:
     assert refusal(server.ask("/v1/completions", b"{nonsense"))[0] == 400
     assert refusal(server.ask("/v1/completions", b'{"model": "\\ud800"}'))[0] == 400
     assert refusal(server.ask("/v1/completions", b"[" * 100_000))[0] == 400
-    assert refusal(server.ask("/v1/completions", b"[1]"))[1] == "the body is JSON, but not an object"
+    assert refusal(server.ask("/v1/completions", b"[1]"))[1] == "the body: expected an object, got [1]"
     assert refusal(server.ask("/v1/completions", b"\xff\xfe"))[0] == 400
     assert refusal(server.ask("/v1/completions", {}, **{"content-type": "text/plain"}))[0] == 415
     assert refusal(server.ask("/v1/completions"))[0] == 405
-    assert refusal(server.ask("/elsewhere")) == (404, "GET /elsewhere: no such address")
+    assert refusal(server.ask("/elsewhere")) == (404, "GET /elsewhere: no such route")
     assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": [999]}))[0] == 400
     assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": [[]]}))[0] == 400
     assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": []}))[0] == 400
@@ -342,8 +342,8 @@ def test_a_body_that_is_too_big_is_refused_and_so_is_a_prompt_that_is_too_long(n
     def ask(size: int) -> tuple[int, str]:
         return refusal(narrow_server.ask("/v1/completions", {"model": "endless", "prompt": "a" * size}, key="sesame"))
 
-    assert ask(9_000) == (400, "this model reads at most 9000 tokens, and was given 9000 and 16 to write")
-    assert ask(20_000) == (413, "the body has more than 20,000 bytes")
+    assert ask(9_000) == (400, "this model takes at most 9000 tokens, and got 9000 in the prompt and max_tokens = 16")
+    assert ask(20_000) == (413, "the body is larger than 20,000 bytes")
     assert ask(500_000)[0] == 413
 
 
@@ -379,7 +379,7 @@ def test_a_signal_ends_the_server_and_what_it_writes(serving: Serving, models: P
     assert answers[0][0] == 503
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_server_that_is_interrupted_while_a_model_opens_ends(models: Path, tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "slow"
     shutil.copytree(models / "hello", folder)
@@ -400,12 +400,22 @@ def test_a_server_that_is_interrupted_while_a_model_opens_ends(models: Path, tmp
     assert process.returncode == (128 + number if number == signal.SIGINT else -number)
 
 
+def test_a_checkpoint_that_is_gone_is_not_listed(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that trains deletes checkpoints: here one goes after its name was read."""
+    limits = ServingLimits(max_batch_size=1, max_queue=0, max_length=None, max_models=1)
+    registry = ModelRegistry([tiny_run], limits, torch.device("cpu"), torch.float32, warn=print)
+    listed = registry.list_models()
+    monkeypatch.setattr(Run, "checkpoint_steps", lambda self: [2, 4, 6, 99])
+    assert registry.list_models() == listed
+
+
+@pytest.mark.slow
 def test_a_checkpoint_that_goes_while_models_are_listed_is_left_out(models: Path, tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    limits: dict[str, Any] = {"rows": 1, "waiting": 0, "max_length": None, "max_models": 1, "say": print}
-    shelf = ModelRegistry([run, models / "hello"], device=torch.device("cpu"), dtype=torch.float32, **limits)
-    first, *others = [offer.name for offer in shelf.list_models()]
+    limits = ServingLimits(max_batch_size=1, max_queue=0, max_length=None, max_models=1)
+    registry = ModelRegistry([run, models / "hello"], limits, torch.device("cpu"), torch.float32, warn=print)
+    first, *others = [info.name for info in registry.list_models()]
     assert (first, others[-1]) == ("run", "hello")
     place, enough = Run(run).checkpoint_path(99), threading.Event()
 
@@ -417,7 +427,7 @@ def test_a_checkpoint_that_goes_while_models_are_listed_is_left_out(models: Path
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        seen = [{offer.name for offer in shelf.list_models()} - {f"run/{place.name}"} for _ in range(1500)]
+        seen = [{info.name for info in registry.list_models()} - {f"run/{place.name}"} for _ in range(1500)]
     finally:
         enough.set()
         thread.join()

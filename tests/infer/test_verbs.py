@@ -18,6 +18,7 @@ from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
+from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
 
 Capture = pytest.CaptureFixture[str]
@@ -75,13 +76,13 @@ def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path
 
 
 def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
-    told, _ = run(capsys, "evaluate", tiny_run, "--rows", 4, "--output", "json")
+    told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 4, "--output", "json")
     measured = json.loads(told)
     last = Run(tiny_run).read_metrics()[-1]
     assert measured["loss"] == pytest.approx(last["val/loss"], rel=1e-6)
     assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=1e-6)
     assert measured["model"] == str(Run(tiny_run).checkpoint_path(6))
-    assert (measured["data"], measured["split"], measured["length"]) == (str(tiny_tokens), "validation", 48)
+    assert (measured["data"], measured["split"], measured["sequence_length"]) == (str(tiny_tokens), "validation", 48)
 
 
 def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
@@ -97,34 +98,38 @@ def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run:
     capsys.readouterr()
 
     def measured(*words: object) -> dict[str, float]:
-        assert command(["evaluate", str(tiny_run), *map(str, words), "--length", "1024", "--output", "json"]) == 0
+        assert command(["evaluate", str(tiny_run), *map(str, words), "--sequence_length", "1024", "--output", "json"]) == 0
         found: dict[str, float] = json.loads(capsys.readouterr().out)
         return found
 
     lines, folder = measured("--data", tmp_path / "lines.jsonl"), measured("--data", tmp_path / "folder")
     parts = [measured("--data", tmp_path / "shards", "--split", split) for split in ("train", "validation")]
-    for name in ("targets", "bytes"):
+    for name in ("tokens", "bytes"):
         assert lines[name] == folder[name] == sum(part[name] for part in parts)
-    nats = sum(part["loss"] * part["targets"] for part in parts)
-    assert lines["loss"] == pytest.approx(nats / lines["targets"], rel=1e-6)
+    nats = sum(part["loss"] * part["tokens"] for part in parts)
+    assert lines["loss"] == pytest.approx(nats / lines["tokens"], rel=1e-6)
     assert folder["loss"] == pytest.approx(lines["loss"], rel=1e-6)
     assert lines["split"] == "all"
 
 
-def test_processes_share_an_evaluation_and_print_it_once(lmforge: Command, tiny_run: Path) -> None:
-    words = ("evaluate", tiny_run, "--rows", 7, "--batch_size", 2, "--device", "cpu", "--output", "json")
-    alone, shared = lmforge(*words), lmforge(*words, "--processes", 2)
-    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    one, other = json.loads(alone.stdout), json.loads(shared.stdout)
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_processes_evaluate_together_and_print_once(
+    capsys: Capture, lmforge: Command, tiny_run: Path, tmp_path: Path, launched: bool
+) -> None:
+    words = ["evaluate", str(tiny_run), "--sequences", "7", "--batch_size", "2", "--device", "cpu", "--output", "json"]
+    alone, _ = run(capsys, *words)
+    several = lmforge(*words, "--processes", 2) if launched else preloaded().run(words, tmp_path, ranks=2)
+    assert several.returncode == 0, several.stderr
+    one, other = json.loads(alone), json.loads(several.stdout)
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert other.pop(name) == pytest.approx(one.pop(name), rel=1e-6)
     assert other == one
 
 
 def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
-    told, _ = run(capsys, "evaluate", tiny_run, "--rows", 2)
+    told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 2)
     number = r"[\d,]+"
-    assert re.search(rf"\(held_out, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
+    assert re.search(rf"\(validation, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
     assert told.count("\n") == 1
 
 

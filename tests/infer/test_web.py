@@ -86,12 +86,12 @@ def test_an_answer_is_stopped_by_its_button_and_by_the_keyboard_and_its_row_is_f
 def test_settings_reach_the_model_and_regenerating_asks_again(page: Page) -> None:
     if page.get_by_role("button", name="Settings").get_attribute("aria-expanded") == "false":
         page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Longest answer").fill("9")
+    page.get_by_label("Maximum tokens").fill("9")
     page.get_by_label("Seed").fill("5")
     page.get_by_label("System prompt").fill("Be brief")
     say(page, "noise", "Hi")
     done(page)
-    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · .* · cut at the length$"))
+    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · .* · stopped at the maximum$"))
     first = last_answer(page)
     page.get_by_role("button", name="Regenerate").click()
     done(page)
@@ -114,11 +114,11 @@ def test_settings_reach_the_model_and_regenerating_asks_again(page: Page) -> Non
 def test_a_checkpoint_is_chosen_and_continues_a_text(page: Page) -> None:
     options = page.get_by_label("Model", exact=True).locator("option").all_inner_texts()
     assert options == ["hello", "endless", "noise", "plain", "tiny, newest", "tiny, step 6", "tiny, step 4", "tiny, step 2"]
-    longest = page.get_by_label("Longest answer")
+    longest = page.get_by_label("Maximum tokens")
     expect(longest).to_have_attribute("placeholder", "as many as fit")
-    page.get_by_label("continues the text").check()
+    page.get_by_label("continue the text").check()
     expect(longest).to_have_attribute("placeholder", "128")
-    page.get_by_label("Longest answer").fill("3")
+    page.get_by_label("Maximum tokens").fill("3")
     page.get_by_label("Temperature").fill("0")
     expect(page.get_by_label("System prompt")).to_be_hidden()
     say(page, "endless", "a")
@@ -134,7 +134,7 @@ def test_a_new_chat_forgets_and_ends_what_is_being_written(page: Page, server: S
     say(page, "endless", "Go on")
     expect(page.locator("article.assistant .body")).to_contain_text("ab")
     page.get_by_role("button", name="New chat").click()
-    expect(page.get_by_text("Nothing said yet")).to_be_visible()
+    expect(page.get_by_text("No messages yet")).to_be_visible()
     assert page.locator("article").count() == 0
     assert server.is_idle()
     done(page)
@@ -152,10 +152,10 @@ def test_what_goes_wrong_is_told_where_the_answer_would_be(browser: Browser, ser
 
 def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, narrow_server: Server) -> None:
     for page in opened(browser, narrow_server, allowed="status of 401"):
-        expect(page.get_by_text("This server asks for a key")).to_be_visible()
+        expect(page.get_by_text("This server needs an API key")).to_be_visible()
         page.get_by_label("API key").fill("open")
         page.keyboard.press("Enter")
-        expect(page.get_by_text("not the key of this server")).to_be_visible()
+        expect(page.get_by_text("not the API key of this server")).to_be_visible()
         page.get_by_label("API key").fill("sesame")
         page.keyboard.press("Tab")
         expect(page.get_by_label("Model", exact=True).locator("option")).to_have_count(2)
@@ -174,7 +174,7 @@ def test_code_is_set_apart_and_nothing_is_parsed_as_html(page: Page) -> None:
     expect(page.locator("#log")).to_contain_text("<script>alert(2)</script>")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, server: Server, scheme: str) -> None:
     for page in opened(browser, server, viewport={"width": 360, "height": 640}, color_scheme=scheme):
         say(page, "hello", "word" * 60)
