@@ -87,7 +87,7 @@ class ModelRegistry:
         return [ModelInfo(name, path, time) for name, path in paths if (time := _modified_time(path)) is not None]
 
     async def get(self, name: str) -> ServedModel:
-        """A loaded model. Raises ApiError where it does not exist or no other can be unloaded, UserError where loading fails."""
+        """A loaded model. Raises ApiError where there is none or no other can be unloaded, UserError where loading fails."""
         if not self._is_ready(name):
             async with self._load_lock:
                 if not self._is_ready(name):

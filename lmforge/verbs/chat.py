@@ -42,7 +42,7 @@ class ExitChat(Exception):
 
 
 def run_chat(options: ChatOptions) -> int:
-    """Chat until the input ends. Raises UserError; in a terminal, an error of a turn is printed and the conversation goes on."""
+    """Chat until the input ends. Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on."""
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
     session = ChatSession(loaded, options, to_terminal=sys.stdout.isatty())

@@ -393,10 +393,10 @@ def test_a_server_that_is_interrupted_while_a_model_opens_ends(models: Path, tmp
         with suppress(BrokenPipeError):
             pipe.write(text)
     try:
-        told, complaint = process.communicate(timeout=60)
+        output = process.communicate()
     finally:
         process.kill()
-    assert (told, complaint) == (b"", b"")
+    assert output == (b"", b"")
     assert process.returncode == (128 + number if number == signal.SIGINT else -number)
 
 
