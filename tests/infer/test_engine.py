@@ -56,7 +56,7 @@ def decoded(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_reading_everything_again(shape: str) -> None:
+def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pass(shape: str) -> None:
     seed = fresh_seed()
     model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     prompts = random_prompts(seed, [1, 7, 12, 3])
@@ -72,7 +72,7 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_reading_everything_a
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_row_writes_does_not_depend_on_its_neighbours(shape: str) -> None:
+def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> None:
     seed = fresh_seed()
     model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     mine, *others = random_prompts(seed, [5, 1, 9, 5])
@@ -85,7 +85,7 @@ def test_what_a_row_writes_does_not_depend_on_its_neighbours(shape: str) -> None
     assert together[0][0] != together[1][0]  # the neighbours do differ
 
 
-def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
+def test_the_seed_and_the_index_decide_what_is_sampled() -> None:
     model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
     first = decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3)
     assert decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3) == first
@@ -93,7 +93,7 @@ def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
     assert len({tuple(row) for row in first}) == 3
 
 
-def test_an_ended_row_gives_no_more_tokens_while_others_go_on(scripted: Scripted) -> None:
+def test_a_finished_request_yields_no_more_tokens_while_others_continue(scripted: Scripted) -> None:
     model = scripted({10: 11, 11: 0, 20: 21, 21: 22, 22: 23, 23: 0})
     engine = Engine(model, vocab_size=261, max_batch_size=2, max_length=100)
     one, other = (engine.add_request(GenerationRequest([id], 99, GREEDY, 0, frozenset({0}))) for id in (10, 20))
@@ -102,7 +102,7 @@ def test_an_ended_row_gives_no_more_tokens_while_others_go_on(scripted: Scripted
     assert engine.num_unfinished == 0
 
 
-def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+def test_only_tokens_of_the_tokenizer_are_sampled(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     """Published models round their vocabulary up: the last rows of the head belong to no token."""
     start = byte_tokenizer.encode("a")[0]
     model = scripted({start: 262}, vocab_size=264)
@@ -114,7 +114,7 @@ def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0)])
-def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: SamplingParams) -> None:
+def test_nan_logits_raise_run_failed(sampling: SamplingParams) -> None:
     model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
     with torch.no_grad():
         model.lm_head.weight[7, 3] = torch.nan
@@ -122,14 +122,14 @@ def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: SamplingParams
         decoded(model, [[5, 6, 7, 8]], 3, sampling)
 
 
-def test_more_tokens_than_learned_positions_are_a_mistake() -> None:
+def test_more_tokens_than_learned_positions_are_a_user_error() -> None:
     model = build_model(ModelConfig(**SIZES, **SHAPES["gpt2"]), seed=0)
     assert len(decoded(model, [[5] * 30, [7]], 10, GREEDY)[0]) <= 10
     with pytest.raises(UserError, match="reads at most 40 tokens, not 41"):
         decoded(model, [[5] * 30, [7]], 11, GREEDY)
 
 
-def test_under_autocast_the_cache_follows(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_the_cache_has_the_dtype_of_autocast(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)[0].text == "ey"
 
@@ -144,25 +144,25 @@ class Told:
         self.pieces[row].append(piece)
 
 
-def test_end_of_text_ends_a_row_and_is_no_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_the_end_of_text_token_ends_a_completion_and_has_no_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     [completion] = generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)
     ids = [*byte_tokenizer.encode("ey"), byte_tokenizer.eos_token_id]
     assert completion == Completion(ids, "ey", "stop", completion.logprobs)
     assert len(completion.logprobs) == 3
 
 
-def test_a_row_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_a_completion_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     completions = generate(spelling("abcdefgh"), byte_tokenizer, ["a", "f"], max_tokens=4, sampling=GREEDY, seed=0)
     assert [(row.text, row.finish_reason) for row in completions] == [("bcde", "length"), ("gh", "stop")]
 
 
-def test_pieces_come_token_by_token_to_their_row(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_on_text_is_called_token_by_token_with_the_index(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     told = Told(3)
     generate(spelling("abcdefgh"), byte_tokenizer, ["a", "g", "h"], max_tokens=3, sampling=GREEDY, seed=0, on_text=told)
     assert told.pieces == [["b", "c", "d"], ["h"], []]
 
 
-def test_characters_of_several_bytes_come_whole(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_characters_of_several_bytes_are_streamed_whole(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     told = Told(1)
     [completion] = generate(spelling("aé漢🙂z"), byte_tokenizer, ["a"], max_tokens=99, sampling=GREEDY, seed=0, on_text=told)
     assert completion.text == "é漢🙂z"
@@ -170,9 +170,7 @@ def test_characters_of_several_bytes_come_whole(spelling: Spelling, byte_tokeniz
 
 
 @pytest.mark.parametrize("tokens", range(11))
-def test_a_character_that_never_became_whole_is_marked_at_the_end(
-    spelling: Spelling, byte_tokenizer: Tokenizer, tokens: int
-) -> None:
+def test_an_incomplete_character_is_replaced_at_the_end(spelling: Spelling, byte_tokenizer: Tokenizer, tokens: int) -> None:
     told = Told(1)
     whole = "é漢🙂z"
     [completion] = generate(
@@ -182,7 +180,7 @@ def test_a_character_that_never_became_whole_is_marked_at_the_end(
     assert "".join(told.pieces[0]) == completion.text
 
 
-def test_a_character_cut_off_by_the_end_of_text_is_marked_too(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+def test_a_character_cut_off_by_the_end_of_text_is_replaced_too(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     start, first, _ = byte_tokenizer.encode("aé")
     model = scripted({start: first, first: byte_tokenizer.eos_token_id})
     [completion] = generate(model, byte_tokenizer, ["a"], max_tokens=9, sampling=GREEDY, seed=0)
@@ -203,7 +201,7 @@ letters = st.permutations(string.ascii_lowercase[:14]).map("".join)
 
 @settings(max_examples=40, deadline=None)
 @given(text=letters, data=st.data())
-def test_a_stop_text_ends_a_row_and_no_part_of_it_is_ever_told(
+def test_a_stop_string_ends_a_completion_and_no_part_of_it_is_streamed(
     text: str, data: st.DataObject, scripted: Scripted, byte_tokenizer: Tokenizer
 ) -> None:
     starts = st.tuples(st.integers(1, 13), st.integers(1, 5)).map(lambda cut: text[cut[0] : cut[0] + cut[1]])
@@ -221,7 +219,7 @@ def test_a_stop_text_ends_a_row_and_no_part_of_it_is_ever_told(
     assert "".join(told.pieces[0]) == completion.text
 
 
-def test_a_row_that_a_stop_text_ended_is_written_no_further(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+def test_a_completion_that_a_stop_string_ended_is_decoded_no_further(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     a, b, c = byte_tokenizer.encode("abc")
     model, rows = scripted({a: b, b: c, c: a}), list[int]()
     model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
@@ -230,7 +228,7 @@ def test_a_row_that_a_stop_text_ended_is_written_no_further(scripted: Scripted, 
     assert rows == [2, 2, 1, 1]
 
 
-def test_of_stop_texts_that_are_complete_at_once_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_of_stop_strings_that_complete_together_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for stops in (["cd", "d"], ["d", "cd"]):
         [completion] = generate(
             spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops
@@ -245,7 +243,7 @@ def test_text_is_held_back_only_while_it_may_begin_a_stop_text(spelling: Spellin
     assert told.pieces == [["b", "cde", "f"]]
 
 
-def test_a_stop_text_that_is_half_written_at_the_end_is_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_an_incomplete_stop_string_at_the_end_is_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for max_tokens, expected in ((3, "bcd"), (50, "bcdef")):
         told = Told(1)
         [completion] = generate(
@@ -336,7 +334,7 @@ def served(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_request_writes_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
+def test_a_request_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
     seed = fresh_seed()
     model, requests, draw = (
         build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed),
@@ -376,14 +374,14 @@ def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
                 assert [float(row[id]) for id, _ in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
 
 
-def test_of_a_narrowed_distribution_only_tokens_that_can_be_drawn_are_told() -> None:
+def test_top_logprobs_hold_only_tokens_that_can_be_sampled() -> None:
     model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
     [[token]] = served(model, [GenerationRequest([5], 1, SamplingParams(1.0, top_k=2), 1, frozenset(), 5)], 1, random.Random(0))
     assert len(token.top_logprobs) == 2
     assert sum(math.exp(logprob) for _, logprob in token.top_logprobs) == pytest.approx(1)
 
 
-def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_would() -> None:
+def test_a_cancelled_request_frees_its_slot_and_does_not_change_the_others() -> None:
     seed = fresh_seed()
     model, requests = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
     requests = [replace(request, max_tokens=12, stop_token_ids=frozenset()) for request in requests]
@@ -406,7 +404,7 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_woul
     assert engine.step() == []
 
 
-def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
+def test_a_request_that_does_not_fit_is_refused() -> None:
     engine = Engine(
         build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1), vocab_size=97, max_batch_size=1, max_length=10
     )

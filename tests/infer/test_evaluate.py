@@ -48,7 +48,7 @@ def sums(
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)])
-def test_rows_are_scored_once_each_however_they_are_batched(
+def test_sequences_are_scored_once_each_in_any_batch_size(
     score: ScoreFn,
     stream: TokenDataset,
     tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer],
@@ -76,7 +76,7 @@ def test_rows_are_scored_once_each_however_they_are_batched(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_passes(
+def test_the_parts_of_all_ranks_add_up_in_equally_many_forward_passes(
     stream: TokenDataset, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], ranks: int
 ) -> None:
     model, tokenizer = tiny_model_and_tokenizer
@@ -99,6 +99,6 @@ def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_pas
     assert torch.stack(shares).sum(0).tolist() == pytest.approx(sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6)
 
 
-def test_nothing_to_score_is_zero_and_not_a_division_by_it(stream: TokenDataset) -> None:
+def test_a_loss_of_nothing_is_zero(stream: TokenDataset) -> None:
     measured = evaluate_loss(lambda batch: torch.zeros(4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
     assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "tokens": 0.0, "bytes": 0.0}

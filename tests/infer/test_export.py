@@ -46,7 +46,7 @@ def test_an_export_has_the_logits_tokens_and_ends_of_the_run_in_transformers(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_an_export_has_the_dtype_that_was_asked_for(tiny_run: Path, tmp_path: Path, dtype: str) -> None:
+def test_an_export_has_the_requested_dtype(tiny_run: Path, tmp_path: Path, dtype: str) -> None:
     assert command(["export", str(tiny_run), str(tmp_path / "out"), "--dtype", dtype]) == 0
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
@@ -54,9 +54,7 @@ def test_an_export_has_the_dtype_that_was_asked_for(tiny_run: Path, tmp_path: Pa
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == wanted
 
 
-def test_what_is_there_is_not_overwritten_unless_asked(
-    tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     for more in ([], ["--overwrite"]):

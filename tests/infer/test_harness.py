@@ -117,7 +117,7 @@ def test_scores_are_those_of_the_exported_model(folder: Path, opened: LoadedMode
     assert 1 < numbers(mine["reading"])["byte_perplexity,none"] < 256
 
 
-def test_answers_to_single_requests_are_those_of_the_exported_model(opened: LoadedModel, exported: HFLM) -> None:
+def test_single_requests_give_the_results_of_the_exported_model(opened: LoadedModel, exported: HFLM) -> None:
     theirs, mine = exported, LMEvalModel(opened, ALONE, batch_size=2)
     assert (mine.max_length, mine.eot_token_id, mine.prefix_token_id) == (
         theirs.max_length,
@@ -192,7 +192,7 @@ def test_several_processes_refuse_an_unknown_task_once(folder: Path, tiny_run: P
     assert failed.stderr.count(UNKNOWN) == 1
 
 
-def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(opened: LoadedModel) -> None:
+def test_results_are_the_same_on_any_number_of_ranks_with_sampling_too(opened: LoadedModel) -> None:
     drawn = {"until": [], "max_gen_toks": 5, "do_sample": True, "temperature": 1.5}
     written = [Instance("generate_until", {}, (text, drawn), number) for number, text in enumerate(["The", "O", "The", "My"])]
     pairs = [Instance("loglikelihood", {}, ("The", after), number) for number, after in enumerate([" king", " a", " o"])]
@@ -208,7 +208,7 @@ def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(o
         assert found == alone
 
 
-def test_ranks_that_are_asked_other_things_are_told(opened: LoadedModel) -> None:
+def test_ranks_with_different_requests_get_the_same_error(opened: LoadedModel) -> None:
 
     def problem(dist_ctx: DistributedContext) -> str:
         request = Instance("loglikelihood", {}, ("The", f" king {dist_ctx.rank_info.rank}"), 0)
@@ -221,7 +221,7 @@ def test_ranks_that_are_asked_other_things_are_told(opened: LoadedModel) -> None
     assert "the ranks' tasks of lm-evaluation-harness differ" in one
 
 
-def test_a_task_that_cannot_be_loaded_is_told_in_one_line(
+def test_a_task_that_cannot_be_loaded_is_reported_in_one_line(
     folder: Path, tmp_path: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = (folder / "choosing.yaml").read_text().replace("choosing", "missing")
@@ -231,9 +231,7 @@ def test_a_task_that_cannot_be_loaded_is_told_in_one_line(
     assert "lm-evaluation-harness cannot load its task (" in capfd.readouterr().err
 
 
-def test_a_task_that_one_rank_cannot_load_ends_all_of_them_with_its_reason(
-    folder: Path, tmp_path: Path, tiny_run: Path
-) -> None:
+def test_a_task_that_one_rank_cannot_load_ends_all_ranks_with_its_error(folder: Path, tmp_path: Path, tiny_run: Path) -> None:
     failing = """
         import os
 

@@ -61,7 +61,7 @@ def log_probability(opened: ModelWithTokenizer, before: list[int], after: list[i
     return sum(float(logs[len(before) + place - 1, token]) for place, token in enumerate(after))
 
 
-def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     result = run_task(load_task(task_file(tmp_path, CHOICES)), opened, ALONE, TaskSettings(batch_size=3))
     encode, right = opened.tokenizer.encode, [0, 0, 1, 1]
     prompts = ["Question: Who speaks?\nAnswer:", "First Citizen:\n", "What is", ""]
@@ -84,7 +84,7 @@ def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened:
     assert [told["correct_choice"] for told in result["answers"]] == right
 
 
-def test_written_answers_are_compared_as_texts_and_by_pattern(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_written_answers_are_compared_with_texts_and_patterns(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     [first] = generate(
         opened.model,
         opened.tokenizer,
@@ -110,7 +110,7 @@ def test_written_answers_are_compared_as_texts_and_by_pattern(opened: ModelWithT
     assert result["questions"] == 4
 
 
-def test_examples_are_the_first_others_with_their_answers(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_fewshot_examples_are_the_first_other_questions_with_their_answers(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     task = load_task(task_file(tmp_path, CHOICES))
     shown = ["Question: Who speaks?\nAnswer: the king\n\n", "First Citizen:\nBefore we proceed\n\n", "What is the matter\n\n"]
     by_hand = [
@@ -164,7 +164,9 @@ def test_any_number_of_ranks_gives_the_same_to_the_last_bit(
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN], ids=["choices", "written"])
-def test_each_batch_of_a_rank_is_heard_of(opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+def test_on_batch_is_called_for_each_batch_of_a_rank(
+    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
     task = load_task(task_file(tmp_path, lines))
     sequences = sum(len(line.get("choices", [0])) for line in lines)
 
@@ -177,7 +179,7 @@ def test_each_batch_of_a_rank_is_heard_of(opened: ModelWithTokenizer, tmp_path: 
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN[:2]], ids=["choices", "written"])
-def test_what_fits_is_found_before_there_is_a_model(
+def test_check_task_finds_the_longest_prompt_without_a_model(
     opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     """As many tokens as the longest prompt and answer take are enough, and give the scores of more; one less is refused."""
@@ -204,7 +206,7 @@ def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: Model
     assert answer["text"]
 
 
-def test_a_context_that_is_cut_is_not_cut_into_tokens_anew(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_truncated_context_is_not_tokenized_again(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     """Half of a character, at which the cut may fall, is three when it is decoded and encoded again."""
     longest, character = opened.config.max_position_embeddings, "\N{CJK UNIFIED IDEOGRAPH-6F22}"
     assert len(opened.tokenizer.encode(character)) == 3
@@ -218,13 +220,13 @@ def test_a_context_that_is_cut_is_not_cut_into_tokens_anew(opened: ModelWithToke
         assert answer["text"] == alone.text
 
 
-def test_a_choice_longer_than_the_model_reads_is_a_mistake(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_choice_longer_than_the_model_reads_is_a_user_error(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     line = {"prompt": "a", "choices": ["b", "word " * opened.config.max_position_embeddings], "answer": 0}
     with pytest.raises(UserError, match=r"a choice has \d+ tokens, and the model reads at most \d+"):
         run_task(load_task(task_file(tmp_path, [line])), opened, ALONE, TaskSettings())
 
 
-def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_line_of_json(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": text, "answer": "b"}, ensure_ascii=False) + "\r\n")
     assert [item.prompt for item in load_task(tmp_path / "a.jsonl").questions] == [text]
@@ -265,14 +267,14 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "record 1 has no choices and record 2 has some"),
     ],
 )
-def test_a_bad_line_is_told_with_its_number(line: str, told: str, tmp_path: Path) -> None:
+def test_the_error_of_a_bad_record_has_its_number(line: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
     with pytest.raises(UserError, match=rf"bad\.jsonl.*{re.escape(told)}"):
         load_task(path)
 
 
-def test_files_without_questions_and_examples_that_cannot_be_shown_are_told(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_files_without_questions_and_unusable_examples_are_refused(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         load_task(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="no questions"):
@@ -305,7 +307,7 @@ def test_several_processes_print_the_scores_of_one_process_once(
     assert refused.stderr.count("b.jsonl: exists already") == 1
 
 
-def test_the_verb_prints_scores_of_several_files_and_writes_what_was_answered(
+def test_evaluate_prints_the_scores_of_several_files_and_writes_the_answers(
     tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:
     def evaluate(*words: object) -> str:

@@ -35,7 +35,7 @@ def run(capsys: Capture, *words: object) -> tuple[str, str]:
     return told.out, told.err
 
 
-def test_a_prompt_is_printed_with_what_follows_it(
+def test_generate_prints_the_prompt_and_its_continuation(
     capsys: Capture, tiny_run: Path, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]
 ) -> None:
     told, _ = run(capsys, "generate", tiny_run, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
@@ -44,7 +44,7 @@ def test_a_prompt_is_printed_with_what_follows_it(
     assert told == f"The king{completion.text}\n"
 
 
-def test_the_seed_is_told_where_it_was_not_given_and_repeats_the_text(capsys: Capture, tiny_run: Path) -> None:
+def test_generate_prints_a_drawn_seed_which_repeats_the_text(capsys: Capture, tiny_run: Path) -> None:
     words = ("generate", tiny_run, "The", "--max_tokens", 30)
     told, aside = run(capsys, *words)
     named = re.fullmatch(r"\(seed (\d+)\)\n", aside)
@@ -53,7 +53,7 @@ def test_the_seed_is_told_where_it_was_not_given_and_repeats_the_text(capsys: Ca
     assert run(capsys, *words)[0] != told
 
 
-def test_several_prompts_are_each_told_with_their_own_text(capsys: Capture, tiny_run: Path) -> None:
+def test_several_prompts_are_each_printed_with_their_continuation(capsys: Capture, tiny_run: Path) -> None:
     options = ("--max_tokens", 12, "--seed", 3, *EXACT)
     told, _ = run(capsys, "generate", tiny_run, "The king", "My lord", "", *options)
     parts = re.split(r"--- \d ---\n", told)
@@ -75,7 +75,7 @@ def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path
     assert done.stderr == ""
 
 
-def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
+def test_evaluate_measures_what_the_run_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
     told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 4, "--output", "json")
     measured = json.loads(told)
     last = Run(tiny_run).read_metrics()[-1]
@@ -85,7 +85,7 @@ def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run
     assert (measured["data"], measured["split"], measured["sequence_length"]) == (str(tiny_tokens), "validation", 48)
 
 
-def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
+def test_files_are_measured_as_if_they_were_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
     """In rows that hold everything nothing depends on where documents lie; texts in files, lines and shards are the same."""
     texts = [f"Document {number}: " + "well, " * number + "so be it." for number in range(12)]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -126,7 +126,7 @@ def test_several_processes_evaluate_together_and_print_once(
     assert other == one
 
 
-def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
+def test_evaluate_prints_one_line(capsys: Capture, tiny_run: Path) -> None:
     told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 2)
     number = r"[\d,]+"
     assert re.search(rf"\(validation, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
@@ -134,7 +134,7 @@ def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [[], [1, 2]])
-def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
+def test_texts_of_a_hugging_face_model_begin_and_end_as_in_transformers(
     capsys: Capture, tmp_path: Path, byte_tokenizer: Tokenizer, ends: list[int]
 ) -> None:
     seed = fresh_seed()

@@ -54,7 +54,7 @@ def done(page: Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_a_question_is_answered_and_the_answer_is_text_whatever_it_says(page: Page) -> None:
+def test_an_answer_is_shown_as_text_whatever_it_contains(page: Page) -> None:
     say(page, "hello", "What is <b>this</b>?")
     expect(page.get_by_text("Hey <s>", exact=True).last).to_be_visible()
     done(page)
@@ -68,7 +68,7 @@ def test_a_question_is_answered_and_the_answer_is_text_whatever_it_says(page: Pa
     assert page.locator("article").count() == 4
 
 
-def test_an_answer_is_stopped_by_its_button_and_by_the_keyboard_and_its_row_is_free(page: Page, server: Server) -> None:
+def test_the_stop_button_and_escape_stop_an_answer_and_free_its_slot(page: Page, server: Server) -> None:
     say(page, "endless", "Go on")
     expect(page.locator("article.assistant .body")).to_contain_text("ababab")
     page.get_by_role("button", name="Stop").click()
@@ -83,7 +83,7 @@ def test_an_answer_is_stopped_by_its_button_and_by_the_keyboard_and_its_row_is_f
     assert server.is_idle()
 
 
-def test_settings_reach_the_model_and_regenerating_asks_again(page: Page) -> None:
+def test_settings_reach_the_model_and_regenerate_requests_again(page: Page) -> None:
     if page.get_by_role("button", name="Settings").get_attribute("aria-expanded") == "false":
         page.get_by_role("button", name="Settings").click()
     page.get_by_label("Maximum tokens").fill("9")
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_chosen_and_continues_a_text(page: Page) -> None:
     expect(page.locator(".note")).to_contain_text("3 tokens")
 
 
-def test_a_new_chat_forgets_and_ends_what_is_being_written(page: Page, server: Server) -> None:
+def test_a_new_chat_clears_the_conversation_and_stops_the_answer(page: Page, server: Server) -> None:
     say(page, "endless", "Go on")
     expect(page.locator("article.assistant .body")).to_contain_text("ab")
     page.get_by_role("button", name="New chat").click()
@@ -140,7 +140,7 @@ def test_a_new_chat_forgets_and_ends_what_is_being_written(page: Page, server: S
     done(page)
 
 
-def test_what_goes_wrong_is_told_where_the_answer_would_be(browser: Browser, server: Server) -> None:
+def test_an_error_is_shown_in_place_of_the_answer(browser: Browser, server: Server) -> None:
     for page in opened(browser, server, allowed="status of 400"):
         say(page, "plain", "Hi")
         expect(page.locator("article").get_by_role("alert")).to_contain_text("plain: the tokenizer has no chat template")
@@ -150,7 +150,7 @@ def test_what_goes_wrong_is_told_where_the_answer_would_be(browser: Browser, ser
         assert last_answer(page) == "Hey <s>"
 
 
-def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, narrow_server: Server) -> None:
+def test_the_page_asks_for_a_key_where_one_is_needed(browser: Browser, narrow_server: Server) -> None:
     for page in opened(browser, narrow_server, allowed="status of 401"):
         expect(page.get_by_text("This server needs an API key")).to_be_visible()
         page.get_by_label("API key").fill("open")
@@ -164,7 +164,7 @@ def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, narrow_server:
         assert last_answer(page) == "Hey <s>"
 
 
-def test_code_is_set_apart_and_nothing_is_parsed_as_html(page: Page) -> None:
+def test_code_is_formatted_and_nothing_is_parsed_as_html(page: Page) -> None:
     text = "See `a < b` and **c**:\n\n```html\n<img src=x onerror=alert(1)>\n```\n<script>alert(2)</script>\n```\nopen"
     page.evaluate("text => { turns = [{role: 'assistant', content: text, note: '', error: ''}]; draw(); }", text)
     assert page.locator("#log pre code").all_inner_texts() == ["<img src=x onerror=alert(1)>", "open"]
@@ -187,7 +187,7 @@ def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, server: Se
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) > 384) == (scheme == "light")
 
 
-def test_the_browser_is_told_to_load_nothing_from_elsewhere(page: Page, server: Server) -> None:
+def test_the_content_security_policy_allows_nothing_from_elsewhere(page: Page, server: Server) -> None:
     answer = page.request.get(server.url)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; ")
