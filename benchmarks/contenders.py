@@ -126,7 +126,7 @@ class TakesTurns(ConsoleLogger):
         super().__init__(*arguments)
         self._turns = turns
 
-    def advance(self, step: int) -> None:
+    def update_progress(self, step: int) -> None:
         super().update_progress(step)
         self._turns.step_done()
 

@@ -10,6 +10,7 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.post_training import AlignConfig
+from lmforge.config.run import ParallelOptions
 from lmforge.data.stream import PackedDataset
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
@@ -25,7 +26,7 @@ from lmforge.objectives.preference import (
     simpo,
 )
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.validate import choose_engine
 from lmforge.stages.feed import StageBatches, StageContext
 from lmforge.stages.pretrained import find_pretrained
@@ -96,16 +97,15 @@ def _build_frozen_reference(config: AlignConfig, context: StageContext) -> Paral
     origin, ranks = find_pretrained(config.model.source, "weights"), context.parallel_model.dist_ctx
     model = build_model(context.inputs.model_config, seed=None, device="meta").to(MASTER_DTYPES[config.train.master_dtype])
     model.requires_grad_(False)
-    strategy = ParallelStrategy(**config.parallel.model_dump())
-    if choose_engine(strategy, ranks.world_size, ranks.device.type) in ("single", "ddp"):
+    options = config.parallel
+    if choose_engine(options, ranks.world_size, ranks.device.type) in ("single", "ddp"):
         # What is not trained has nothing to exchange.
-        strategy, ranks = ParallelStrategy(engine="single"), DistributedContext(RankInfo(), ranks.device, None)
+        options, ranks = ParallelOptions(), DistributedContext(RankInfo(), ranks.device, None)
 
     def fill(model: LanguageModel) -> None:
         with context.parallel_model.dist_ctx.raise_on_all():
             origin.load_weights(model)
 
-    strategy = replace(strategy, activation_checkpointing="none")
     # In the policy's arithmetic, or the two would differ before anything is learnt.
     return parallelize(
         model,
@@ -113,7 +113,7 @@ def _build_frozen_reference(config: AlignConfig, context: StageContext) -> Paral
         dist_ctx=ranks,
         dtype=context.dtype,
         float8=config.train.float8,
-        strategy=strategy,
+        options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,
     )
 

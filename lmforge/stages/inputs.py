@@ -1,7 +1,10 @@
 """What a run is made from: data, tokenizer, shape and batch plan, found to fit together before anything is touched."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+
+from torch import nn
 
 from lmforge.config.post_training import AlignConfig, TunedConfig
 from lmforge.config.run import BatchPlan, Config, StageConfig
@@ -16,6 +19,7 @@ from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
+from lmforge.plan.memory import ParameterCounts
 from lmforge.stages.pretrained import Pretrained, find_pretrained
 from lmforge.train.optimizer import assign_groups
 
@@ -114,15 +118,20 @@ def get_lora_config(config: StageConfig) -> LoraConfig | None:
     return LoraConfig(**config.lora.model_dump())
 
 
-def count_parameters(config: StageConfig, model_config: ModelConfig) -> tuple[int, int]:
-    """How many numbers a recipe's model holds, adapters included, and how many of them are trained."""
-    total = parameter_count(model_config).total
+def count_parameters(config: StageConfig, model_config: ModelConfig) -> ParameterCounts:
+    """Numbers of parameters of a recipe's model, adapters included."""
+    count = parameter_count(model_config)
     if (lora := get_lora_config(config)) is None:
-        return total, total
+        return ParameterCounts(count.total, count.total, count.block_matrices)
     model = build_model(model_config, seed=None, device="meta")
     add_lora(model, lora)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return total + sum(tensor.numel() for tensor in adapter_parameters(model).values()), trained
+
+    def trained(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+    adapters = sum(tensor.numel() for tensor in adapter_parameters(model).values())
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    return ParameterCounts(count.total + adapters, trained(model.parameters()), trained(matrices))
 
 
 def training_flops_per_token(config: StageConfig, model_config: ModelConfig) -> float:
@@ -133,13 +142,8 @@ def training_flops_per_token(config: StageConfig, model_config: ModelConfig) -> 
     per_token = float(flops_per_token(model_config, config.data.sequence_length))
     if get_lora_config(config) is None:
         return per_token
-    total, trained = count_parameters(config, model_config)
-    return (
-        per_token
-        - 2 * parameter_count(model_config).active_matmul
-        + 4 * (total - parameter_count(model_config).total)
-        + 2 * trained
-    )
+    counts, count = count_parameters(config, model_config), parameter_count(model_config)
+    return per_token - 2 * count.active_matmul + 4 * (counts.total - count.total) + 2 * counts.trained
 
 
 def loads_pretrained_weights(config: StageConfig) -> bool:

@@ -36,12 +36,19 @@ from lmforge.parallel.dims import data_parallel_rank_and_size, parallel_dims
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import choose_engine
+from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.runs import Run, is_local
 from lmforge.stages.align import build_preference_batches, build_preference_objective
 from lmforge.stages.examples import open_example_inputs, prepare_examples
 from lmforge.stages.feed import StageBatches, StageContext
-from lmforge.stages.grpo import build_policy_objective, build_rollout_batches, check_prompts_and_rewards, open_prompt_inputs
+from lmforge.stages.grpo import (
+    build_policy_objective,
+    build_rollout_batches,
+    check_prompts_and_rewards,
+    has_frozen_reference,
+    open_prompt_inputs,
+)
 from lmforge.stages.inputs import (
     RunInputs,
     check_tracker,
@@ -55,7 +62,6 @@ from lmforge.stages.setup import (
     build_model_and_optimizer,
     describe_peak_flops,
     device_peak_flops,
-    estimate_checkpoint_bytes,
     token_rng_seed,
 )
 from lmforge.stages.validation import build_task_evaluator, open_validation_tasks
@@ -171,7 +177,13 @@ def run_stage(config: StageConfig, stage: StageSpec) -> int:
         try:
             number_bytes = choose_dtype(config.train.dtype, ranks.device)[0].itemsize
             need = MemoryEstimator(
-                config, material.model_config, material.batch_plan, number_bytes, ranks.device.type == "cuda"
+                config,
+                material.model_config,
+                material.batch_plan,
+                number_bytes,
+                ranks.device.type == "cuda",
+                count_parameters(config, material.model_config),
+                has_frozen_reference(config),
             )
             with explain_out_of_memory(need, ranks, watch.describe_progress):
                 status = _train(config, stage, run, entry, material, ranks, watch, teller)
@@ -389,7 +401,9 @@ def _build_checkpointer(
         tokenizer=inputs.tokenizer,
         log=console.warn,
         async_save=chosen.async_save,
-        expected_bytes=estimate_checkpoint_bytes(config, inputs.model_config),
+        expected_bytes=checkpoint_bytes(
+            config.optimizer, config.train.master_dtype, count_parameters(config, inputs.model_config)
+        ),
     )
 
 
@@ -398,7 +412,8 @@ def _log_summary(
 ) -> None:
     """Say what is about to be trained, on what, and by whom."""
     ranks, shape = parallel_model.dist_ctx, inputs.model_config
-    total, learnt = count_parameters(config, shape)
+    counts = count_parameters(config, shape)
+    total, learnt = counts.total, counts.trained
     on_gpu = ranks.device.type == "cuda"
     where = torch.cuda.get_device_name(ranks.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
     console.info(

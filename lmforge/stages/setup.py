@@ -17,8 +17,8 @@ from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
-from lmforge.stages.inputs import count_parameters, get_lora_config
+from lmforge.parallel.parallelize import parallelize
+from lmforge.stages.inputs import get_lora_config
 from lmforge.stages.pretrained import Pretrained
 from lmforge.train.metrics import measured_peak_flops
 from lmforge.train.optimizer import build_optimizer
@@ -53,7 +53,7 @@ def build_model_and_optimizer(
         dtype=dtype,
         compile_model=compiled,
         float8=config.train.float8,
-        strategy=ParallelStrategy(**config.parallel.model_dump()),
+        options=config.parallel,
         init_weights=partial(_init_weights, config, pretrained, dist_ctx, fresh=init_weights),
     )
     return trained, build_optimizer(trained.model, config.optimizer, trained.parameter_shapes())
@@ -81,14 +81,6 @@ def token_rng_seed(config: StageConfig) -> int | None:
     if isinstance(config, TunedConfig):
         drawn = drawn or config.model.neftune_noise_alpha > 0 or (config.lora.rank is not None and config.lora.dropout > 0)
     return config.train.seed if drawn else None
-
-
-def estimate_checkpoint_bytes(config: StageConfig, model_config: ModelConfig) -> int:
-    """About what a checkpoint takes: the masters, and what the optimizer keeps of each."""
-    of_state = config.optimizer.state_dtype if config.train.master_dtype == "fp32" else config.train.master_dtype
-    states = 2 if config.optimizer.name == "adamw" else 1
-    total, trained = count_parameters(config, model_config)
-    return total * MASTER_DTYPES[config.train.master_dtype].itemsize + trained * states * MASTER_DTYPES[of_state].itemsize
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

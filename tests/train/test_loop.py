@@ -11,7 +11,7 @@ from lmforge import checkpoint
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cli import run as command
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import BatchPlan, CheckpointOptions, OptimizerOptions
+from lmforge.config.run import BatchPlan, CheckpointOptions, OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
@@ -83,7 +83,7 @@ def trained(
         seed=0,
         device=ranks.device,
     )
-    spreaded = parallelize(model, objective.loss, dist_ctx=ranks, dtype=torch.float32, compile_model=compiled)
+    spreaded = parallelize(model, objective.loss, dist_ctx=ranks, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled)
     (tmp_path / "health").mkdir()
     watch, teller = Watchdog(ranks, tmp_path / "health"), ConsoleLogger(ranks, steps, None)
     optimizer = build_optimizer(model, OptimizerOptions())
