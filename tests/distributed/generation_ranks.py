@@ -9,12 +9,7 @@ import torch
 
 from lmforge.bench.parity import ParityData
 from lmforge.cluster import distributed as cluster
-<<<<<<< HEAD
-from lmforge.config.run import OptimizerOptions
-=======
 from lmforge.config.run import OptimizerOptions, ParallelOptions
-from lmforge.generate.engine import decode
->>>>>>> main
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
