@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
 from lmforge.errors import UserError
@@ -65,6 +65,24 @@ def atomic_write_text(path: Path, text: str, *, sync: bool = True) -> None:
 def atomic_write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     atomic_write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def create_file(path: Path) -> Iterator[TextIO]:
+    """A new text file to write, which is deleted again if the block fails. Raises UserError where `path` exists or cannot be
+    written; the file is created at once, so that a command can fail before its work."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            try:
+                yield file
+                file.flush()
+            except BaseException:
+                path.unlink()
+                raise
+    except FileExistsError:
+        raise UserError(f"{path}: exists already; name another file") from None
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be written ({problem.strerror}); choose another file") from None
 
 
 @contextmanager

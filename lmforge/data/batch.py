@@ -66,6 +66,18 @@ class Batch:
         return cls(tokens, targets, positions, documents, extras=extras)
 
     @classmethod
+    def from_token_lists(cls, token_lists: Sequence[Sequence[int]]) -> Self:
+        """One document a sequence, padded at its end to the longest; nothing is scored."""
+        sequences = []
+        for tokens in token_lists:
+            sequence = PackedSequence.all_padding(max(map(len, token_lists)))
+            sequence.tokens[: len(tokens)] = tokens
+            sequence.positions[: len(tokens)] = range(len(tokens))
+            sequence.document_ids[: len(tokens)] = 0
+            sequences.append(sequence)
+        return cls.from_sequences(sequences)
+
+    @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
         """All rows of several batches of one length, in order."""
         together: dict[str, Any] = {name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors}

@@ -1,4 +1,4 @@
-"""What a loss is measured on: token shards, the examples that a run was tuned on, or files of text or conversations."""
+"""What a loss is measured on: token shards, tokenized examples of fine-tuning, or files of text or conversations."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lmforge.data.chat.conversations import TokenizedExample, detect_format, read_conversations
-from lmforge.data.chat.examples import EXAMPLES_MANIFEST as EXAMPLES
-from lmforge.data.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
+from lmforge.data.chat.conversations import detect_format, read_conversations
+from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
 from lmforge.data.packing import ConcatPacking
-from lmforge.data.shards import SHARDS_MANIFEST as SHARDS
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards import SHARDS_MANIFEST, TokenFolder
 from lmforge.data.sources.documents import JSON_SUFFIXES, content_suffix, open_text_source
 from lmforge.data.sources.records import read_records
 from lmforge.data.stream import PackedDataset, TokenDataset
@@ -23,37 +21,33 @@ ENCODE_BATCH_TEXTS = 256
 
 
 def open_evaluation_dataset(loaded: LoadedModel, data: Path, split: str, sequence_length: int) -> tuple[PackedDataset, str]:
-    """Rows of `length` tokens of what `data` names, and which part of it that is. Raises UserError.
+    """Sequences of `sequence_length` tokens of `data`, and the name of the split. Raises UserError.
 
-    Of prepared folders that is `split`; of files it is all of them, made tokens by the model's tokenizer, each document or
-    conversation by itself.
+    A prepared folder gives `split`. Files give all of their content (split "all"), tokenized with the model's tokenizer;
+    attention stays within a document or conversation.
     """
-    if (data / EXAMPLES).exists():
+    if (data / EXAMPLES_MANIFEST).exists():
         folder = ExampleFolder.open(data)
         if folder.manifest["plan"]["kind"] != "conversations":
-            raise UserError(
-                f"{data}: holds pairs or judged answers, which have no loss of their own; name other data with --data"
-            )
+            raise UserError(f"{data}: holds preferences, which have no language-modelling loss; name other data with --data")
         _check_tokenizer(folder.tokenizer, loaded, data)
         if not folder.manifest["splits"][split]["examples"]:
-            raise UserError(f"{data}: has no {split} examples; choose the other split, or name other data with --data")
+            raise UserError(f"{data}: no {split} examples; choose the other --split, or name other data with --data")
         return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False), split
-    if (data / SHARDS).exists() or (data.is_dir() and not any(data.iterdir())):
+    if (data / SHARDS_MANIFEST).exists() or (data.is_dir() and not any(data.iterdir())):
         tokens = TokenFolder.open(data)
         _check_tokenizer(tokens.tokenizer, loaded, data)
         return TokenDataset(tokens, split=split, sequence_length=sequence_length, shuffle=False), split
     if split != "validation":
-        raise UserError(f"--split {split}: {data} is not prepared, and all of it is measured; leave it out")
-    packing = (
-        _pack_conversations(loaded, data, sequence_length)
-        if _has_conversations(data)
-        else _pack_texts(loaded, data, sequence_length)
-    )
+        raise UserError(f"--split {split}: {data} is not a prepared folder, and all of it is measured; leave --split out")
+    pack = _pack_conversations if _has_conversations(data) else _pack_texts
+    packing = pack(loaded, data, sequence_length)
     if not packing.num_sequences:
         raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
-    return PackedDataset(
+    dataset = PackedDataset(
         packing, name="measured", location=str(data), plan=[str(data)], sequence_length=sequence_length, shuffle=False
-    ), "all"
+    )
+    return dataset, "all"
 
 
 def _check_tokenizer(data_tokenizer: Tokenizer, loaded: LoadedModel, data: Path) -> None:
@@ -62,52 +56,46 @@ def _check_tokenizer(data_tokenizer: Tokenizer, loaded: LoadedModel, data: Path)
 
 
 def _has_conversations(data: Path) -> bool:
-    """Whether records are more than a text each, by the first one."""
+    """Whether `data` is a file of conversations, by its first record."""
     if data.is_dir() or content_suffix(data.name) not in {*JSON_SUFFIXES, ".parquet"}:
         return False
-    place, first = next(iter(read_records(data)), ("", {"text": ""}))
+    record, first = next(iter(read_records(data)), ("", {"text": ""}))
     try:
         return detect_format(first) != "text"
     except UserError:
         raise UserError(
-            f"{place}: neither a conversation nor a text: its fields are {', '.join(sorted(first))}; rename them as"
+            f"{record}: neither a conversation nor a text: its fields are {', '.join(sorted(first))}; rename them as"
             " docs/sft-data.md has them, or prepare the file with `lmforge prepare --text_field`"
         ) from None
 
 
 def _pack_conversations(loaded: LoadedModel, data: Path, sequence_length: int) -> ExamplePacking:
-    sequences = [each for each in read_conversations(data, loaded.tokenizer) if each.loss_mask[1:].any()]
-    whole = [each for each in sequences if len(each.tokens) - 1 <= sequence_length]
-    if longer := len(sequences) - len(whole):
+    examples = [each for each in read_conversations(data, loaded.tokenizer) if each.loss_mask[1:].any()]
+    if overlong := sum(len(each.tokens) - 1 > sequence_length for each in examples):
         limit = loaded.config.max_sequence_length
-        most = "" if limit is None else f" of at most the {limit} that the model reads"
+        most = "" if limit is None else f" of at most {limit}, which the model reads"
         raise UserError(
-            f"{data}: {longer} conversations are longer than {sequence_length} tokens; give a larger --length{most}"
+            f"{data}: {overlong} conversations are longer than {sequence_length} tokens; give a larger --sequence_length{most}"
         )
-    return ExamplePacking(_as_examples(whole), sequence_length, pack=True)
-
-
-def _as_examples(sequences: list[TokenizedExample]) -> TokenizedExamples:
-    starts = np.concatenate(([0], np.cumsum([len(each.tokens) for each in sequences]))).astype(np.int64)
-    nothing = TokenizedExample(np.zeros(0, np.int32), np.zeros(0, bool))
-    tokens, scored = (np.concatenate([getattr(each, name) for each in (nothing, *sequences)]) for name in ("tokens", "scored"))
-    return TokenizedExamples(tokens, scored, starts, {}, 1, "")
+    starts = np.cumsum([0, *(len(each.tokens) for each in examples)]).astype(np.int64)
+    tokens = np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in examples)])
+    loss_mask = np.concatenate([np.zeros(0, bool), *(each.loss_mask for each in examples)])
+    return ExamplePacking(TokenizedExamples(tokens, loss_mask, starts, {}, 1, ""), sequence_length, pack=True)
 
 
 class _TokenizedTexts:
-    """Documents one after another as tokens in memory, each begun and ended as the model has texts begin and end."""
+    """The tokens of all documents in memory, each after the model's prefix ids and before its end-of-text token."""
 
     def __init__(self, texts: Iterable[str], loaded: LoadedModel) -> None:
-        tokenizer, documents, lengths = loaded.tokenizer, [np.zeros(0, np.int32)], []
+        tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]
         remaining = iter(texts)
-        while some := [list(tokenizer.split_long_text(text)) for text in islice(remaining, ENCODE_BATCH_TEXTS)]:
-            ids = iter(tokenizer.encode_batch([piece for pieces in some for piece in pieces]))
-            for pieces in some:
-                of_text = [id for _ in pieces for id in next(ids)]
-                documents.append(np.array([*loaded.prefix_ids, *of_text, tokenizer.eos_token_id], np.int32))
-                lengths.append(len(documents[-1]))
+        while batch := [list(tokenizer.split_long_text(text)) for text in islice(remaining, ENCODE_BATCH_TEXTS)]:
+            encoded = iter(tokenizer.encode_batch([piece for pieces in batch for piece in pieces]))
+            for pieces in batch:
+                ids = [id for _ in pieces for id in next(encoded)]
+                documents.append(np.array([*loaded.prefix_ids, *ids, tokenizer.eos_token_id], np.int32))
         self._ids = np.concatenate(documents)
-        self._starts = np.cumsum([0, *lengths])[1:-1]
+        self._starts = np.cumsum([len(document) for document in documents])[1:-1]
         self.num_tokens = len(self._ids)
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""A model as lm-evaluation-harness asks it: tasks by their names there, on a checkpoint as it is, without exporting it.
+"""A model for lm-evaluation-harness: its tasks by name, on a checkpoint that need not be exported.
 
-The scores are those that the harness's own reader of Hugging Face models gives the exported model. On several ranks each has
-the harness build the same requests, as if it were alone; only the work on them is shared out, below the harness.
+The scores are those that the harness's own Hugging Face model gives the exported checkpoint. On several ranks the harness
+builds the same requests on each, as if it ran alone; the work on them is divided among the ranks below the harness.
 """
 
 import os
@@ -14,9 +14,10 @@ import xxhash
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import ModelWithTokenizer, TokenPair, default_prefix_id, loglikelihoods, max_sequence_length
-from lmforge.evaluate.tasks import generate_in_batches
+from lmforge.evaluate.likelihood import ModelWithTokenizer, TokenPair, loglikelihoods, max_input_length
+from lmforge.evaluate.tasks import TaskSettings, generate_in_batches
 from lmforge.generate.sampling import SamplingParams
+from lmforge.generate.text_streamer import default_prefix_id
 
 try:
     import lm_eval
@@ -27,19 +28,19 @@ try:
 except ImportError as missing:
     raise UserError(f"lm-evaluation-harness cannot be imported ({missing}); pip install 'lmforge[eval]'") from None
 
-DEFAULT_MAX_GEN_TOKENS = 256  # where a task does not say
+DEFAULT_MAX_GEN_TOKENS = 256  # of tasks that set none
 
 
 class LMEvalModel(TemplateLM):
-    """What the harness calls a model: likelihoods of continuations and of whole texts, and texts that are written.
+    """The harness's interface of a model: likelihoods of continuations and of whole texts, and generated texts.
 
-    Its `world_size` stays 1 on any number of ranks: with more the harness would share out the questions itself, and each
-    rank would have scores of its own share.
+    Its `world_size` stays 1 on any number of ranks. Otherwise the harness would divide the questions itself, and each rank
+    would have the scores of its own part.
     """
 
     def __init__(self, loaded: ModelWithTokenizer, dist_ctx: DistributedContext, batch_size: int) -> None:
         super().__init__()
-        self._loaded, self._dist_ctx, self._batch_rows = loaded, dist_ctx, batch_size
+        self._loaded, self._dist_ctx, self._batch_size = loaded, dist_ctx, batch_size
 
     @property
     def eot_token_id(self) -> int:
@@ -51,19 +52,19 @@ class LMEvalModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        return max_sequence_length(self._loaded.config)
+        return max_input_length(self._loaded.config)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        opening = [] if add_special_tokens is False else self._loaded.prefix_ids
-        return [*opening, *self._loaded.tokenizer.encode(string)]
+        prefix_ids = [] if add_special_tokens is False else self._loaded.prefix_ids
+        return [*prefix_ids, *self._loaded.tokenizer.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs: list[TokenPair] = [(context, continuation) for _, context, continuation in requests]
         self._check_same_on_all_ranks(pairs)
-        found = loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_rows)
-        return [(each.logprob, each.is_greedy) for each in found]
+        likelihoods = loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size)
+        return [(each.logprob, each.is_greedy) for each in likelihoods]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [
@@ -75,40 +76,37 @@ class LMEvalModel(TemplateLM):
             ]
             for (text,) in (request.args for request in requests)
         ]
-        found = iter(self._loglikelihood_tokens([(None, *window) for windows in texts for window in windows]))
-        return [sum(next(found)[0] for _ in windows) for windows in texts]
+        scored = iter(self._loglikelihood_tokens([(None, *window) for windows in texts for window in windows]))
+        return [sum(next(scored)[0] for _ in windows) for windows in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         self._check_same_on_all_ranks([request.args for request in requests])
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
-        written: dict[int, str] = {}
+        generated: dict[int, str] = {}
         for numbers in groups.values():
             options: dict[str, Any] = dict(normalize_gen_kwargs(requests[numbers[0]].args[1], DEFAULT_MAX_GEN_TOKENS))
-            sampled = bool(options.get("do_sample"))
-            texts = generate_in_batches(
-                self._loaded,
-                [requests[number].args[0] for number in numbers],
-                self._dist_ctx,
-                batch_size=self._batch_rows,
+            temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
+            settings = TaskSettings(
+                batch_size=self._batch_size,
                 max_tokens=options["max_gen_toks"],
                 stop_strings=[stop for stop in handle_stop_sequences(options.get("until"), eos=None) if stop],
-                sampling=SamplingParams(
-                    options.get("temperature", 1.0) if sampled else 0.0, options.get("top_k") or 0, options.get("top_p", 1.0)
-                ),
             )
-            written |= zip(numbers, texts, strict=True)
-        return [written[number] for number in range(len(requests))]
+            sampling = SamplingParams(temperature, options.get("top_k") or 0, options.get("top_p", 1.0))
+            prompts = [requests[number].args[0] for number in numbers]
+            texts = generate_in_batches(prompts, self._loaded, self._dist_ctx, settings, sampling)
+            generated |= zip(numbers, texts, strict=True)
+        return [generated[number] for number in range(len(requests))]
 
     def _check_same_on_all_ranks(self, requests: Sequence[Any]) -> None:
-        """Raise UserError, on every rank, where one is asked other things: answers go by the numbers of requests."""
+        """Raise UserError on every rank where the requests differ: results are matched to requests by number."""
         if len(set(self._dist_ctx.all_gather(xxhash.xxh3_128_hexdigest(repr(requests).encode())))) > 1:
-            raise UserError("the ranks' tasks of lm-evaluation-harness differ; have the same version and data on every host")
+            raise UserError("the ranks' tasks of lm-evaluation-harness differ; install the same version and data on every host")
 
 
 class _SyncedTaskManager(TaskManager):
-    """Loads tasks on every rank, or on none."""
+    """A task manager that fails on every rank where it fails on one."""
 
     def __init__(self, dist_ctx: DistributedContext, **options: Any) -> None:
         super().__init__(**options)
@@ -118,7 +116,7 @@ class _SyncedTaskManager(TaskManager):
         with self._dist_ctx.raise_on_all():
             try:
                 return super().load(*arguments, **options)
-            except Exception as problem:  # a YAML file's, a dataset's or the network's
+            except Exception as problem:  # of a YAML file, a dataset or the network
                 reason = " ".join(str(problem).split()) or type(problem).__name__
                 raise UserError(f"lm-evaluation-harness cannot load its task ({reason})") from problem
 
@@ -128,17 +126,16 @@ def run_lm_eval(
     tasks: Sequence[str],
     dist_ctx: DistributedContext,
     *,
-    include_path: Path | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 16,
+    include_path: Path | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    batch_size: int,
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of tasks of the harness, by task: those that it comes with, and those of the YAML files in `folder`.
+    """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files in `include_path`.
 
-    Every rank calls it, and has the model whole; the first gets the metrics, the same for any number of ranks, and the
-    others none: they say nothing either.
-
-    few_shot: examples before each question; None leaves it to the task. Raises UserError for a name that is no task.
+    Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of ranks; the others get an
+    empty dict and print nothing. `num_fewshot` None leaves the number of examples to the task. Raises UserError for an
+    unknown task.
     """
     with dist_ctx.raise_on_all():
         manager = _task_manager(tasks, dist_ctx, include_path)
@@ -152,13 +149,13 @@ def run_lm_eval(
             task_manager=manager,
             log_samples=False,
         )
-    # It keeps its scores from all but local rank 0.
+    # The harness returns scores on local rank 0 only.
     return {name: dict(metrics) for name, metrics in result["results"].items()} if dist_ctx.is_rank0 else {}
 
 
 def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_path: Path | None) -> _SyncedTaskManager:
-    """What knows the tasks of these names. Its own are thousands of files: gone through only where a name is none of the
-    folder's. Raises UserError."""
+    """A manager that has these tasks. Those that the harness comes with are thousands of files, and are only indexed where a
+    name is not in `include_path`. Raises UserError for an unknown task."""
     included = str(include_path) if include_path else None
     manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=False)
     if _unknown_tasks(manager, tasks):
@@ -171,11 +168,11 @@ def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_pa
 
 @contextmanager
 def _silenced_unless(verbose: bool) -> Iterator[None]:
-    """Without the harness's bars and lines, which every rank would print."""
+    """Suppress the harness's progress bars and messages, which every rank would print."""
     if verbose:
         yield
         return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a model on rows of text, on one rank or shared out over many."""
+"""Loss, perplexity and bits per byte of a model on sequences of text, on one rank or many."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,14 +9,10 @@ from torch import Tensor
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch
 from lmforge.data.stream import PackedDataset
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import score_text
-
-ScoreFn = Callable[[Batch], Tensor]
 
 
 def evaluate_loss(
-    score: ScoreFn,
+    score: Callable[[Batch], Tensor],
     dataset: PackedDataset,
     dist_ctx: DistributedContext,
     *,
@@ -25,12 +21,14 @@ def evaluate_loss(
     shard: tuple[int, int] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """Measure `rows` rows (None: all) of an unshuffled `stream`, evenly spaced, so that few stand for all.
+    """Measure `num_sequences` sequences (None: all) of an unshuffled dataset, evenly spaced over it.
 
-    `score` maps a batch on this rank's device to `score_text`'s four sums. Every rank makes the same number of forward
-    passes, over equal shares padded with masked rows, so that sharded models stay in step. Returns `loss` (nats per
-    target), `perplexity`, `bits_per_byte` (special tokens left out), `targets`, `bytes`. `place` is (which share of the
-    rows is this rank's, how many shares there are), where ranks share rows; then the last two count each row for each of them.
+    `score` maps a batch on this rank's device to the four sums of `score_text`. Every rank makes the same number of forward
+    passes over equal parts, padded with masked sequences, so that sharded models stay in step. `shard` is (index of this
+    rank's part, number of parts) where several ranks score the same part; `tokens` and `bytes` then count it for each of them.
+
+    Returns `loss` (nats per token), `perplexity`, `bits_per_byte` (special tokens left out), and the `tokens` and `bytes`
+    that were scored.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=dist_ctx.device)
     for batch in local_batches(
@@ -41,13 +39,13 @@ def evaluate_loss(
         on_progress=on_progress,
     ):
         sums += score(batch.to(dist_ctx.device))
-    nats, targets, text_nats, text_bytes = dist_ctx.all_reduce_sum(sums).tolist()
-    loss = nats / targets if targets else 0.0
+    nats, tokens, text_nats, text_bytes = dist_ctx.all_reduce_sum(sums).tolist()
+    loss = nats / tokens if tokens else 0.0
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
         "bits_per_byte": text_nats / math.log(2) / text_bytes if text_bytes else 0.0,
-        "targets": targets,
+        "tokens": tokens,
         "bytes": text_bytes,
     }
 
@@ -60,23 +58,19 @@ def local_batches(
     batch_size: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Batch]:
-    """This rank's share of `rows` rows of an unshuffled stream, evenly spaced, as many batches on every rank.
+    """This rank's part of `num_sequences` sequences of an unshuffled dataset, evenly spaced; as many batches on every rank.
 
-    `place` is (which share, of how many). `on_rows(done, total)` hears how far all are, after each batch was used.
+    `shard` is (index of the part, number of parts). `on_progress(done, total)` is called after each batch, in sequences of
+    all ranks.
     """
-    there = dataset.sequences_per_epoch
-    total_rows = min(num_sequences or there, there)
-    share, shares = shard
-    stride = batch_size * shares
-    for first in range(0, total_rows, stride):
-        start = first + share * batch_size
-        # Rows beyond the last one asked for are rows beyond the stream's end: all padding.
+    available = dataset.sequences_per_epoch
+    total = min(num_sequences or available, available)
+    index, num_shards = shard
+    stride = batch_size * num_shards
+    for first in range(0, total, stride):
+        start = first + index * batch_size
+        # Indices beyond the last sequence give padding.
         yield Batch.from_sequences(
-            [dataset.sequence(number * there // total_rows) for number in range(start, start + batch_size)]
+            [dataset.sequence(number * available // total) for number in range(start, start + batch_size)]
         )
-        on_progress(min(first + stride, total_rows), total_rows)
-
-
-def make_score_fn(model: LanguageModel, token_bytes: Tensor) -> ScoreFn:
-    """`score` for a model that is not spread over ranks."""
-    return lambda batch: score_text(model, batch, token_bytes)
+        on_progress(min(first + stride, total), total)

@@ -1,14 +1,13 @@
-"""Opening a trained model by naming it: a run, a checkpoint, a Hugging Face folder or name, a folder of adapters,
-with no other flag."""
+"""Load a trained model by its name alone: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
@@ -24,8 +23,9 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig, resolve_model_config
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import choose_dtype
+from lmforge.untrusted import read_json
 
-# A shape may allow rows far longer than a cache has room for.
+# A model may read sequences for which a KV cache has no memory.
 DEFAULT_MAX_LENGTH = 4096
 # Stages in which texts begin and end as the tokenizer and its chat template say.
 POST_TRAINING_STAGES = ("sft", "align")
@@ -33,10 +33,11 @@ POST_TRAINING_STAGES = ("sft", "align")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in fp32 or bf16 on one device, ready to be read from, and what is known of it.
+    """A model on one device in one dtype, in eval mode, and what is known about it.
 
-    opening, ends: ids that a text begins with, and that end one, as the model was trained.
-    data: where what it was trained on lies; None where it does not say.
+    prefix_ids, stop_token_ids: ids that a text begins with, and that end it, as the model was trained.
+    recipe: the options it was trained with; None for a Hugging Face folder.
+    training_data: path of the data it was trained on; None where unknown.
     """
 
     model: LanguageModel
@@ -48,9 +49,24 @@ class LoadedModel:
     stop_token_ids: frozenset[int]
     training_data: Path | None = None
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The tokenizer's chat template. Raises UserError where it has none that can be used."""
+        return ChatTemplate.from_tokenizer(self.tokenizer)
+
+    @property
+    def text_stop_ids(self) -> frozenset[int]:
+        """Ids that end a text, the tokenizer's end-of-text token included."""
+        return self.stop_token_ids | {self.tokenizer.eos_token_id}
+
+    @property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer in a chat. Raises UserError as `chat_template` does."""
+        return self.text_stop_ids | self.chat_template.stop_ids
+
 
 def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype that two options mean, with every core at the command of this process. Raises UserError."""
+    """The device and dtype that `--device` and `--dtype` name. On a CPU, torch takes every core. Raises UserError."""
     chosen = choose_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads_per_rank(1))
@@ -59,7 +75,7 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, tor
 
 
 def resolve_max_length(loaded: LoadedModel, requested: int | None) -> int:
-    """Tokens that a prompt and its answer may have together: what was asked for, or what the model was made for."""
+    """The maximum length of prompt and answer in tokens: `requested`, or what the model was trained for, up to 4096."""
     bound = loaded.config.max_sequence_length
     if requested is None:
         return min(loaded.config.max_position_embeddings, DEFAULT_MAX_LENGTH)
@@ -71,90 +87,88 @@ def resolve_max_length(loaded: LoadedModel, requested: int | None) -> int:
 def load_model(
     path: Path, device: torch.device, dtype: torch.dtype, warn: Callable[[str], None] = print, reward_model: bool = False
 ) -> LoadedModel:
-    """Load what `path` names onto `device`. Raises UserError where there is no model or tokenizer.
+    """Load the model at `path` onto `device`. Raises UserError where there is no model or tokenizer.
 
-    `say` gets a line for each damaged checkpoint that was passed over; with `judges` a reward model is asked for.
+    `warn` gets a line for each corrupt checkpoint that was skipped. With `reward_model` it must be a reward model, else it
+    must not.
     """
     path = resolve_model_folder(path)
     if is_peft_folder(path):
         return _from_adapters(path, device, dtype, warn, reward_model)
     if (path / "config.json").exists():
         return _from_folder(path, device, dtype, reward_model)
-    opened, passed_over = checkpoint.open_checkpoint(
-        path, partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
-    )
-    for line in passed_over:
+    load = partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
+    loaded, skipped = checkpoint.open_checkpoint(path, load)
+    for line in skipped:
         warn(line)
-    return opened
+    return loaded
 
 
 def _from_adapters(
     folder: Path, device: torch.device, dtype: torch.dtype, warn: Callable[[str], None], reward_model: bool
 ) -> LoadedModel:
-    """The model that adapters belong to with these merged into it, rounded only then. A tokenizer beside them comes first."""
-    opened = load_model(base_model_of(folder), device, torch.float32, warn, reward_model)
-    merge_adapters(opened.model, *load_peft_folder(folder), str(folder))
-    tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").exists() else opened.tokenizer
-    return replace(opened, model=opened.model.to(dtype), tokenizer=tokenizer, path=folder)
+    """The base model with the adapters merged into it in fp32 and then cast. A tokenizer beside the adapters has precedence."""
+    base = load_model(base_model_of(folder), device, torch.float32, warn, reward_model)
+    merge_adapters(base.model, *load_peft_folder(folder), str(folder))
+    tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").exists() else base.tokenizer
+    return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=folder)
 
 
 def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, reward_model: bool) -> LoadedModel:
     config = resolve_model_config(folder, {}, implementation="auto")
     check_reward_head(config, folder, reward_model)
     if not (folder / "tokenizer.json").exists():
-        raise UserError(f"{folder}: has no tokenizer.json; put the model's beside its weights")
+        raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
     tokenizer = Tokenizer.open(folder)
     model = build_model(config, seed=None, device=device)
     load_folder(folder, model)
-    ends = _read_eos_token_ids(folder, config.vocab_size)
-    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.prefix_ids, ends)
+    stop_ids = _read_eos_token_ids(folder, config.vocab_size)
+    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.prefix_ids, stop_ids)
 
 
 def _from_checkpoint(
     folder: Path, manifest: Manifest, device: torch.device, dtype: torch.dtype, reward_model: bool
 ) -> LoadedModel:
-    check_reward_head(manifest.model_config, folder, reward_model)
-    model = build_model(manifest.model_config, seed=None, device=device)
+    config = manifest.model_config
+    check_reward_head(config, folder, reward_model)
+    model = build_model(config, seed=None, device=device)
     checkpoint.load_weights(folder, manifest, model)
     tokenizer = Tokenizer.open(folder)
-    opening, ends = prefix_and_stop_ids(tokenizer, training_stage(manifest))
+    prefix_ids, stop_ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
     model = model.to(dtype).eval()
     data = manifest.written_by.get("data") or manifest.recipe.get("data", {}).get("folder")
     if manifest.recipe.get("align", {}).get("method") == "grpo":
-        data = None  # prompts, to which no answers are known
-    return LoadedModel(
-        model, manifest.model_config, tokenizer, folder, manifest.recipe, opening, ends, Path(data) if data else None
-    )
+        data = None  # prompts without answers: nothing to measure a loss on
+    training_data = Path(data) if data else None
+    return LoadedModel(model, config, tokenizer, folder, manifest.recipe, prefix_ids, stop_ids, training_data)
 
 
 def check_reward_head(config: ModelConfig, path: Path, reward_model: bool) -> None:
-    """Raise UserError for a model that gives rewards where words are wanted, and the other way round."""
+    """Raise UserError where a reward model is given instead of a language model, or the other way round."""
     if config.reward and not reward_model:
-        raise UserError(
-            f"{path}: a reward model, which judges answers and writes none; name it in rollout.reward_functions, or export it"
-        )
+        raise UserError(f"{path}: a reward model, which generates no text; name it in rollout.reward_functions, or export it")
     if reward_model and not config.reward:
         raise UserError(f"{path}: not a reward model; train one with `lmforge align --align.method reward`")
 
 
 def training_stage(manifest: Manifest) -> str | None:
-    """Which stage a checkpoint is of; None for old ones of pretraining."""
+    """The stage that wrote a checkpoint; None where it does not say (pretraining)."""
     stage: str | None = manifest.recipe.get("run", {}).get("stage")
     return stage
 
 
 def prefix_and_stop_ids(tokenizer: Tokenizer, stage: str | None) -> tuple[list[int], frozenset[int]]:
-    """Ids that a text begins with, and that end one, as a stage trains them.
+    """Ids that a text begins with, and that end it, as a stage trains them.
 
-    Rows of pretraining are texts and separators: no text in them began with another token. Later stages begin each text as
-    the tokenizer does, and end it as its chat template does.
+    Pretraining puts no token before a text. Later stages begin each text as the tokenizer does, and end it as its chat
+    template does.
     """
     template = chat_template(tokenizer, stage)
     return tokenizer.prefix_ids if stage in POST_TRAINING_STAGES else [], frozenset() if template is None else template.stop_ids
 
 
 def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | None:
-    """How a stage teaches to chat; None where it is pretraining, or the tokenizer has no such way."""
+    """The chat template that a stage trains with; None for pretraining, or where the tokenizer has none."""
     if stage not in POST_TRAINING_STAGES:
         return None
     try:
@@ -163,15 +177,15 @@ def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | Non
         return None
 
 
+class _EosConfig(BaseModel):
+    eos_token_id: int | list[int] | None = None
+
+
 def _read_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
-    """Every id that a Hugging Face folder calls `eos_token_id`: chat models name several."""
+    """Every `eos_token_id` of a Hugging Face folder: chat models have several."""
     ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        try:
-            named = json.loads((folder / name).read_text("utf-8")).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (ValueError, AttributeError):
-            raise UserError(f"{folder / name}: not a JSON object") from None
-        ids.update(id for id in (named if isinstance(named, list) else [named]) if isinstance(id, int))
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if path.exists():
+            named = read_json(path, _EosConfig).eos_token_id
+            ids.update([named] if isinstance(named, int) else named or [])
     return frozenset(id for id in ids if 0 <= id < vocab_size)

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, temperature, top-k, top-p. What a row draws is decided by one number of its own."""
+"""From logits to tokens: greedy, temperature, top-k, top-p. One uniform number per sequence decides what is drawn."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from torch.nn.functional import pad
 
 from lmforge.data.order import splitmix64
 
-# A request's numbers are the stream of SplitMix64 that its seed begins: a counter in these steps, scattered by `mix`.
+# A request's numbers are the SplitMix64 stream of its seed: a counter with this increment, scrambled by `splitmix64`.
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
-# So many tokens are summed at once to find the one that is drawn: adding them up one by one takes ten times as long.
+# The token is searched in blocks of this size: a cumulative sum over the whole vocabulary takes ten times as long.
 _SEARCH_BLOCK = 128
-# Below, a temperature leaves one token to be drawn, and fp32 would soon take it for zero.
+# Below it only one token can be drawn, and fp32 soon rounds the temperature to zero.
 MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy, and so is one below COLDEST. `top_k` 0 and `top_p` 1 leave the distribution whole."""
+    """A `temperature` below MIN_TEMPERATURE is greedy. `top_k` 0 and `top_p` 1 leave the distribution unchanged."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -31,17 +31,17 @@ class SamplingParams:
 
 
 def draw_uniforms(seed: int, count: int) -> Tensor:
-    """fp64 [count], each 0 ≤ u < 1 with 53 random bits: what the tokens of a request are drawn with, one after another."""
+    """fp64 [count], each 0 ≤ u < 1 with 53 random bits: one for each token of a request, in order."""
     first = splitmix64(np.full(1, seed % 2**64, np.uint64))
     words = splitmix64(first + np.arange(count, dtype=np.uint64) * np.uint64(_SPLITMIX_INCREMENT))
     return torch.from_numpy((words >> np.uint64(11)) * 2.0**-53)
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities fp32 [rows, vocab] after top-k, then temperature, then top-p (nucleus, arXiv 1904.09751).
+    """Probabilities fp32 [batch, vocab] after top-k, then temperature, then top-p (nucleus, arXiv 1904.09751).
 
-    The likeliest token always stays, and so do tokens that tie with the k-th. Where the sampling is greedy it is the
-    model's own distribution, whatever else is asked.
+    The likeliest token always stays, and so do tokens that tie with the k-th. With greedy sampling it is the model's own
+    distribution; top-k and top-p are ignored.
     """
     scores = logits.float()
     if params.is_greedy:
@@ -49,23 +49,22 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
-    # The largest becomes 0, which no temperature, however low, makes infinite.
+    # The largest score becomes 0, which no temperature makes infinite.
     probabilities = ((scores - scores.amax(-1, keepdim=True)) / params.temperature).softmax(-1)
     if params.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         beyond = ordered.cumsum(-1) - ordered >= params.top_p
-        beyond[:, 0] = False  # whatever becomes of top_p in fp32
+        beyond[:, 0] = False  # even if top_p rounds to 0 in fp32
         probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return probabilities
 
 
 def sample_tokens(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token of each row, int64 [rows], and the distribution that it was drawn from, fp32 [rows, vocab].
+    """The next token of each sequence, int64 [batch], and the distribution it was drawn from, fp32 [batch, vocab].
 
-    Greedy takes the first of the largest logits; else the token at which the probabilities, added up, pass the row's
-    number in `drawing`, fp64 [rows] in [0, 1). Where the logits are no distribution (NaN, all of them -inf) some token is
-    chosen, whose probability is NaN.
+    Greedy takes the first of the largest logits. Otherwise it is the token at which the cumulative probability exceeds
+    `uniforms`, fp64 [batch] in [0, 1). If the logits are NaN or all -inf, the probability of the returned token is NaN.
     """
     probabilities = sampling_probs(logits, params)
     if params.is_greedy:
@@ -74,18 +73,18 @@ def sample_tokens(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> t
 
 
 def _invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which each row's sum passes its number: first the stretch of tokens, then the token in it.
+    """The token at which the cumulative probability exceeds `uniforms`: first its block of tokens, then the token in it.
 
-    Sums are fp64: in fp32 those over a large vocabulary lose the unlikely tokens to rounding.
+    Sums are fp64: in fp32 a sum over a large vocabulary loses the unlikely tokens to rounding.
     """
-    stretches = pad(probabilities, (0, -probabilities.shape[-1] % _SEARCH_BLOCK)).unflatten(-1, (-1, _SEARCH_BLOCK))
-    sums = stretches.sum(-1, dtype=torch.float64)
+    blocks = pad(probabilities, (0, -probabilities.shape[-1] % _SEARCH_BLOCK)).unflatten(-1, (-1, _SEARCH_BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
     reached = sums.cumsum(-1)
     goal = uniforms[:, None] * reached[:, -1:]
-    # Nothing passes a NaN: the last one is taken, for whoever reads its probability to find out.
-    stretch = torch.searchsorted(reached, goal, right=True).clamp(max=reached.shape[-1] - 1)
-    within = stretches[torch.arange(len(uniforms), device=uniforms.device), stretch[:, 0]].cumsum(-1, dtype=torch.float64)
-    # The same numbers summed in another order may stay a rounding below the goal.
-    rest = torch.minimum(goal - (reached - sums).gather(1, stretch), within[:, -1:] * (1 - 2**-52)).clamp(min=0)
-    token = (stretch * _SEARCH_BLOCK + torch.searchsorted(within, rest, right=True))[:, 0]
+    # Nothing exceeds NaN: the last block is taken, and the caller finds that the probability is NaN.
+    block = torch.searchsorted(reached, goal, right=True).clamp(max=reached.shape[-1] - 1)
+    within = blocks[torch.arange(len(uniforms), device=uniforms.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    # Summed in another order, the same numbers may stay a rounding below the goal.
+    rest = torch.minimum(goal - (reached - sums).gather(1, block), within[:, -1:] * (1 - 2**-52)).clamp(min=0)
+    token = (block * _SEARCH_BLOCK + torch.searchsorted(within, rest, right=True))[:, 0]
     return token.clamp(max=probabilities.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""From tokens that come one by one to text that may be shown: whole characters, and no part of a stop text."""
+"""From tokens that come one by one to text that can be shown: whole characters, and no part of a stop string."""
 
 from collections.abc import Sequence
 
@@ -6,48 +6,50 @@ from lmforge.data.tokenizer import Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int], prefix_ids: Sequence[int]) -> list[int]:
-    """The ids that a text, or what is ids already, is continued from: after those of `opening`.
+    """The ids of a prompt, a text or ids, after `prefix_ids`. An empty one becomes `default_prefix_id`."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return [*prefix_ids, *ids] or [default_prefix_id(tokenizer)]
 
-    An empty prompt without opening begins with the token that begins a text or, where there is none, the one that ends it.
-    """
-    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return [*prefix_ids, *(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)] or [begin]
+
+def default_prefix_id(tokenizer: Tokenizer) -> int:
+    """The id that stands before a text with nothing before it: the tokenizer's bos, or its eos where it has none."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 class TextStreamer:
-    """The text of one completion: whole characters only, and never a piece that may turn out to begin a stop text.
+    """The text of one completion. It holds back incomplete characters and text that may be the beginning of a stop string.
 
-    `tokens` are all that came, `text` is theirs up to the stop text, `reason` is "stop" once the text has ended.
+    `token_ids` are all tokens so far, `text` is their text up to the stop string, `finish_reason` is "stop" once it ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
         self._decoder = tokenizer.stream_decoder()
-        self._stop_strings = stop
-        self._num_emitted = 0  # characters of `text` that were given out
+        self._stop_strings = stop_strings
+        self._num_emitted = 0  # characters of `text` that were returned
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
 
     def add(self, token: int, is_stop: bool) -> str:
-        """Take the next token; with `ends` it is the last and stands for no text. Returns the text that became certain."""
+        """Add the next token; with `is_stop` it is the last and has no text. Returns the text that became certain."""
         self.token_ids.append(token)
         self.text += self._decoder.finish() if is_stop else self._decoder.feed(token)
-        found = [place for place in map(self.text.find, self._stop_strings) if place >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        if is_stop or found:
+        stops = [start for start in map(self.text.find, self._stop_strings) if start >= 0]
+        if stops:
+            self.text = self.text[: min(stops)]
+        if is_stop or stops:
             self.finish_reason = "stop"
             return self._emit_up_to(len(self.text))
         return self._emit_up_to(len(self.text) - self._partial_stop_length())
 
     def finish(self) -> str:
-        """No more tokens come. Returns the text that was held back."""
+        """Call it after the last token. Returns the text that was held back."""
         if self.finish_reason is None:
             self.text += self._decoder.finish()
         return self._emit_up_to(len(self.text))
 
     def _partial_stop_length(self) -> int:
-        """Length of the longest tail that begins a stop text."""
+        """Length of the longest end of `text` that begins a stop string."""
         sizes = (size for stop in self._stop_strings for size in range(1, len(stop)) if self.text.endswith(stop[:size]))
         return max(sizes, default=0)
 

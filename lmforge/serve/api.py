@@ -1,13 +1,14 @@
-"""The addresses of the OpenAI-compatible API: a request is checked, becomes prompts for a batcher, and is answered.
+"""The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and the text goes back.
 
-Answers go out whole or as a stream of server-sent events. The wire format is `protocol.py`'s, the writing `batching.py`'s,
-the models `shelf.py`'s; who is let in is `guard.py`'s.
+Responses are sent whole or as a stream of server-sent events. The wire format is in protocol.py, generation in batching.py,
+loading in model_registry.py; auth.py checks requests before they come here.
 """
 
 import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,45 +34,49 @@ from lmforge.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     ResponseBuilder,
+    TokenLogprob,
+    no_such_model,
     parse_request,
     token_usage,
 )
 
 STOPPING_ERROR = ApiError(
-    503, "the server is stopping, or gave this model up; ask again", error_type="server_error", code="stopping"
+    503, "the server is stopping, or unloaded this model; try again", error_type="server_error", code="stopping"
 )
 
 
 def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
-    """The routes, over the models of a shelf."""
+    """The routes, for the models of a registry."""
 
     async def health(request: Request) -> Response:
         running, waiting = registry.request_counts()
         return JSONResponse({"status": "ok", "version": __version__, "running": running, "waiting": waiting})
 
     async def models(request: Request) -> Response:
-        offers = await asyncio.to_thread(registry.list_models)
-        return JSONResponse({"object": "list", "data": [_model_object(offer) for offer in offers]})
+        infos = await asyncio.to_thread(registry.list_models)
+        return JSONResponse({"object": "list", "data": [_model_object(info) for info in infos]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        for offer in await asyncio.to_thread(registry.list_models):
-            if offer.name == name:
-                return JSONResponse(_model_object(offer))
-        raise ApiError(404, f"{name}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
+        for info in await asyncio.to_thread(registry.list_models):
+            if info.name == name:
+                return JSONResponse(_model_object(info))
+        raise no_such_model(name)
 
     async def completions(request: Request) -> Response:
-        asked = parse_request(CompletionRequest, await read_json_body(request, max_body_bytes))
-        held = await registry.get(asked.model)
-        return await _respond(request, asked, held, await asyncio.to_thread(_encode_prompts, held, asked))
+        body = parse_request(CompletionRequest, await read_json_body(request, max_body_bytes))
+        served = await registry.get(body.model)
+        return await _respond(request, body, served, await asyncio.to_thread(_encode_prompts, served, body))
 
     async def chat(request: Request) -> Response:
-        asked = parse_request(ChatCompletionRequest, await read_json_body(request, max_body_bytes))
-        held = await registry.get(asked.model)
-        if isinstance(held.chat_template, UserError):
-            raise ApiError(400, f"{asked.model}: {held.chat_template}; /v1/completions continues a text with it", param="model")
-        prompt = await asyncio.to_thread(held.chat_template.encode_prompt, asked.messages)
-        return await _respond(request, asked, held, [prompt])
+        body = parse_request(ChatCompletionRequest, await read_json_body(request, max_body_bytes))
+        served = await registry.get(body.model)
+        try:
+            template = served.loaded.chat_template
+        except UserError as problem:
+            raise ApiError(400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model") from None
+        prompt = await asyncio.to_thread(template.encode_prompt, body.messages)
+        return await _respond(request, body, served, [prompt])
 
     return Starlette(
         routes=[
@@ -99,7 +104,7 @@ def _model_object(info: ModelInfo) -> dict[str, Any]:
 
 
 def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of each prompt; a text is put after what the model's texts begin with."""
+    """Token ids of each prompt. Texts are put after the model's prefix ids."""
     tokenizer = served.loaded.tokenizer
     prompts = []
     for prompt in body.prompts:
@@ -107,7 +112,7 @@ def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[i
             prompts.append(encode_prompt(tokenizer, prompt, served.loaded.prefix_ids))
         else:
             if any(id >= tokenizer.vocab_size for id in prompt):
-                raise ApiError(400, f"prompt: token ids of this model are below {tokenizer.vocab_size}", param="prompt")
+                raise ApiError(400, f"prompt: expected token ids below {tokenizer.vocab_size}", param="prompt")
             prompts.append(prompt)
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: expected at least one prompt, and at least one token in each list of ids", param="prompt")
@@ -119,124 +124,112 @@ async def _respond(
 ) -> Response:
     requests = _generation_requests(body, served, prompts)
     if len(requests) > served.batcher.max_batch_size:
-        message = (
-            f"n: {len(requests)} texts in one request, and this server writes at most {served.batcher.max_batch_size} at once"
-        )
+        message = f"n: {len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
         raise ApiError(400, message, param="n")
     try:
-        answer = GenerationStream(served.batcher, served.loaded.tokenizer, requests, body.stop_strings)
+        stream = GenerationStream(served.batcher, served.loaded.tokenizer, requests, body.stop_strings)
     except QueueFull:
-        message = "as many requests are being answered, and wait, as this server takes; try again later"
+        message = "too many requests: the batch and the queue are full; try again later"
         raise ApiError(429, message, error_type="rate_limit_error", code="too_many_requests") from None
     chat = isinstance(body, ChatCompletionRequest)
-    heading = ResponseBuilder(chat, body.model, f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}")
-    prompt_tokens = sum(map(len, prompts))
-    scores = body.num_top_logprobs is not None
+    builder = ResponseBuilder(chat, body.model, f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}")
+    reply = _Reply(builder, stream, body, prompt_tokens=sum(map(len, prompts)), num_choices=len(requests))
     if body.stream:
-        return _EventStreamResponse(_stream_events(heading, answer, body, scores, prompt_tokens, len(requests)), answer)
+        return _EventStreamResponse(reply.events(), stream)
     try:
-        choices = await _unless_disconnected(request, _collect_choices(heading, answer, scores, len(requests)))
+        choices = await _unless_disconnected(request, reply.collect_choices())
     except (EngineStopped, ApiError, ClientDisconnect):
         raise
     except Exception as problem:
         raise _engine_error(problem) from problem
     finally:
-        answer.close()
-    return JSONResponse(heading.response(choices, token_usage(prompt_tokens, answer.num_generated_tokens)))
+        stream.close()
+    return JSONResponse(builder.response(choices, reply.usage))
 
 
 def _generation_requests(
     body: ChatCompletionRequest | CompletionRequest, served: ServedModel, prompts: list[list[int]]
 ) -> list[engine.GenerationRequest]:
-    """`n` requests for each prompt, each with a seed of its own. Raises Refusal where one does not fit."""
-    limit = body.max_tokens
-    if isinstance(body, ChatCompletionRequest):
-        limit = body.max_completion_tokens or body.max_tokens
+    """`n` requests for each prompt, each with its own seed. Raises ApiError where a prompt is too long."""
+    chat = isinstance(body, ChatCompletionRequest)
+    max_tokens = (body.max_completion_tokens if isinstance(body, ChatCompletionRequest) else None) or body.max_tokens
     seed = secrets.randbelow(LARGEST_SEED) if body.seed is None else body.seed
     sampling = SamplingParams(body.temperature, body.top_k, body.top_p)
-    ends = served.chat_stop_token_ids if isinstance(body, ChatCompletionRequest) else served.stop_token_ids
+    stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
     requests: list[engine.GenerationRequest] = []
     for prompt in prompts:
         room = served.max_length - len(prompt)
-        if room < (limit or 1):
-            wanted = f" and {limit} to write" if limit else ", which leaves no room for an answer"
-            message = f"this model reads at most {served.max_length} tokens, and was given {len(prompt)}{wanted}"
-            raise ApiError(
-                400,
-                message,
-                param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
-                code="context_length_exceeded",
-            )
+        if room < (max_tokens or 1):
+            requested = f" and max_tokens = {max_tokens}" if max_tokens else ", which leaves no room for an answer"
+            message = f"this model takes at most {served.max_length} tokens, and got {len(prompt)} in the prompt{requested}"
+            raise ApiError(400, message, param="messages" if chat else "prompt", code="context_length_exceeded")
         for _ in range(body.n):
+            own_seed = derive_key(seed, "choice", len(requests))
             requests.append(
-                engine.GenerationRequest(
-                    prompt_ids=prompt,
-                    max_tokens=limit or room,
-                    sampling=sampling,
-                    seed=derive_key(seed, "choice", len(requests)),
-                    stop_token_ids=ends,
-                    top_logprobs=body.num_top_logprobs or 0,
-                )
+                engine.GenerationRequest(prompt, max_tokens or room, sampling, own_seed, stop_ids, body.num_top_logprobs or 0)
             )
     return requests
 
 
-async def _collect_choices(
-    builder: ResponseBuilder, stream: GenerationStream, with_logprobs: bool, num_choices: int
-) -> list[dict[str, Any]]:
-    pieces: list[list[TextDelta]] = [[] for _ in range(num_choices)]
-    async for piece in stream.deltas():
-        pieces[piece.choice_index].append(piece)
-    choices = []
-    for index, each in enumerate(pieces):
-        scored = [token for piece in each for token in piece.logprobs] if with_logprobs else None
-        choices.append(builder.choice(index, "".join(piece.text for piece in each), scored, each[-1].finish_reason))
-    return choices
+@dataclass(frozen=True)
+class _Reply:
+    """What a request is answered with: whole, or as events."""
+
+    builder: ResponseBuilder
+    stream: GenerationStream
+    body: ChatCompletionRequest | CompletionRequest
+    prompt_tokens: int
+    num_choices: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return token_usage(self.prompt_tokens, self.stream.num_generated_tokens)
+
+    def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
+        return None if self.body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
+
+    async def collect_choices(self) -> list[dict[str, Any]]:
+        deltas: list[list[TextDelta]] = [[] for _ in range(self.num_choices)]
+        async for delta in self.stream.deltas():
+            deltas[delta.choice_index].append(delta)
+        return [
+            self.builder.choice(index, "".join(delta.text for delta in each), self._logprobs(each), each[-1].finish_reason)
+            for index, each in enumerate(deltas)
+        ]
+
+    async def events(self) -> AsyncIterator[str]:
+        """The lines of a stream. An error after its beginning is an error object in it."""
+        include_usage = self.body.stream_options.include_usage
+        no_usage = {"usage": None} if include_usage else {}
+        if self.builder.chat:
+            for index in range(self.num_choices):
+                choice = self.builder.choice(index, "", None, None, delta=True, first=True)
+                yield _format_event(self.builder.chunk([choice]) | no_usage)
+        try:
+            async for delta in self.stream.deltas():
+                logprobs = self._logprobs([delta])
+                choice = self.builder.choice(delta.choice_index, delta.text, logprobs, delta.finish_reason, delta=True)
+                yield _format_event(self.builder.chunk([choice]) | no_usage)
+        except Exception as problem:
+            yield _format_event((STOPPING_ERROR if isinstance(problem, EngineStopped) else _engine_error(problem)).body)
+            return
+        if include_usage:
+            yield _format_event(self.builder.chunk([]) | {"usage": self.usage})
+        yield "data: [DONE]\n\n"
 
 
 async def _unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What `collecting` returns, unless whoever asked goes away meanwhile: then ClientDisconnect."""
+    """The result of `coroutine`. Raises ClientDisconnect as soon as the client closes the connection."""
     work = asyncio.ensure_future(coroutine)
-    leaving = asyncio.ensure_future(request.receive())  # the body has been read: only the end of the connection can come
+    disconnect = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
     try:
-        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return await work
         raise ClientDisconnect
     finally:
         work.cancel()
-        leaving.cancel()
-
-
-async def _stream_events(
-    builder: ResponseBuilder,
-    stream: GenerationStream,
-    body: ChatCompletionRequest | CompletionRequest,
-    with_logprobs: bool,
-    prompt_tokens: int,
-    num_choices: int,
-) -> AsyncIterator[str]:
-    """The lines of a stream. What goes wrong once it has begun is told in it, as an error object."""
-    counted = body.stream_options.include_usage
-    none = {"usage": None} if counted else {}
-    if builder.chat:
-        for index in range(num_choices):
-            yield _format_event(builder.chunk([builder.choice(index, "", None, None, delta=True, first=True)]) | none)
-    try:
-        async for piece in stream.deltas():
-            scored = piece.logprobs if with_logprobs else None
-            yield _format_event(
-                builder.chunk([builder.choice(piece.choice_index, piece.text, scored, piece.finish_reason, delta=True)]) | none
-            )
-    except EngineStopped:
-        yield _format_event(STOPPING_ERROR.body)
-        return
-    except Exception as problem:
-        yield _format_event(_engine_error(problem).body)
-        return
-    if counted:
-        yield _format_event(builder.chunk([]) | {"usage": token_usage(prompt_tokens, stream.num_generated_tokens)})
-    yield "data: [DONE]\n\n"
+        disconnect.cancel()
 
 
 def _format_event(content: dict[str, Any]) -> str:
@@ -244,7 +237,7 @@ def _format_event(content: dict[str, Any]) -> str:
 
 
 class _EventStreamResponse(StreamingResponse):
-    """Server-sent events of an answer, which is given up when the stream ends, whoever ended it."""
+    """Server-sent events. Generation is cancelled when the response ends, whoever ended it."""
 
     def __init__(self, events: AsyncIterator[str], stream: GenerationStream) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -258,12 +251,11 @@ class _EventStreamResponse(StreamingResponse):
 
 
 def _engine_error(error: Exception) -> ApiError:
-    """What went wrong with an engine, in one line; its traceback is in the server's own output."""
+    """The error of an engine in one line. Its traceback is on the server's stderr."""
     if isinstance(error, torch.OutOfMemoryError):
-        return ApiError(
-            503, "out of memory; serve with fewer --rows or a smaller --max_length", error_type="server_error", code="memory"
-        )
-    return ApiError(500, "the model failed to write; the server's output says why", error_type="server_error")
+        message = "out of memory; serve with a smaller --max_batch_size or --max_length"
+        return ApiError(503, message, error_type="server_error", code="memory")
+    return ApiError(500, "generation failed; the server's stderr says why", error_type="server_error")
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -281,14 +273,16 @@ async def _on_engine_stopped(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone
 
 
 async def _on_unknown_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    what = "no such address" if status == 404 else f"not by {request.method}"
-    return await _on_api_error(request, ApiError(status, f"{request.method} {request.url.path}: {what}"))
+    message = "no such route" if status == 404 else "method not allowed"
+    return await _on_api_error(request, ApiError(status, f"{request.method} {request.url.path}: {message}"))
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    return await _on_api_error(request, ApiError(500, "the server failed; its output says why", error_type="server_error"))
+    return await _on_api_error(
+        request, ApiError(500, "internal error; the server's stderr says why", error_type="server_error")
+    )

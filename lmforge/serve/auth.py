@@ -1,9 +1,11 @@
-"""Who and what is let in: the key, the name that the server is called by, and how much a request may hold."""
+"""What a request must satisfy before it is handled: the API key, the Host header, and the size and type of its body."""
 
 import asyncio
 import ipaddress
 import re
 import secrets
+from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -11,15 +13,16 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmforge.serve.protocol import ApiError
+from lmforge.untrusted import parse_json
 
-# How long a body may take to arrive, and how many times the limit of it is read and dropped, so that whoever sends it
-# reads the refusal and not the end of the connection.
+# How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
+# the client reads the refusal instead of a closed connection.
 BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether an address can only be reached from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -27,11 +30,11 @@ def is_loopback(host: str) -> bool:
 
 
 class AuthMiddleware:
-    """Answers with a refusal what may not come in, and hands on the rest. The page and /health need no key."""
+    """Refuses requests without the key or with a foreign Host header. The page and /health need no key."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_hosts_only: bool) -> None:
-        """With `local_names_only`, requests are refused that call the server by another name than this machine's own:
-        they come from pages elsewhere, whose name was pointed here (DNS rebinding)."""
+        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web page elsewhere can send them
+        by DNS rebinding."""
         self._app = app
         self._api_key = api_key
         self._loopback_hosts_only = loopback_hosts_only
@@ -45,21 +48,21 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        called = re.sub(r":\d*$", "", headers.get("host", ""))  # an address of IPv6 is in brackets
-        if self._loopback_hosts_only and not is_loopback(called.strip("[]")):
-            return ApiError(403, f"called {called!r}, which is not this machine; use http://localhost, or serve with --api_key")
+        host = re.sub(r":\d*$", "", headers.get("host", ""))  # IPv6 addresses are in brackets
+        if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
+            return ApiError(403, f"Host {host!r} is not this machine; use http://localhost, or serve with --api_key")
         if self._api_key is None or not scope["path"].startswith("/v1/"):
             return None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._api_key.encode()):
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._api_key.encode()):
             return None
-        what = "needs a key: send it as `Authorization: Bearer KEY`" if not given else "not the key of this server"
-        return ApiError(401, what, code="invalid_api_key")
+        message = "not the API key of this server" if key else "no API key: send it as `Authorization: Bearer KEY`"
+        return ApiError(401, message, code="invalid_api_key")
 
 
-async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a JSON request. Raises Refusal where it is too large, not called JSON, or does not arrive."""
-    # What a page elsewhere may send without asking first is never called JSON.
+async def read_json_body(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body of a request. Raises ApiError where it is too large, too late, or not a JSON object."""
+    # Browsers let web pages elsewhere send other content types without asking the server first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected a body with the header Content-Type: application/json")
     content, seen = bytearray(), 0
@@ -74,5 +77,5 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECONDS} seconds") from None
     if seen > max_bytes:
-        raise ApiError(413, f"the body has more than {max_bytes:,} bytes", code="body_too_large")
-    return bytes(content)
+        raise ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="body_too_large")
+    return parse_json(bytes(content), dict[str, Any], "the body", max_bytes=max_bytes, error=partial(ApiError, 400))

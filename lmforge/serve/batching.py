@@ -1,6 +1,6 @@
-"""Continuous batching: one thread drives an engine, and requests join and leave what it is writing between two steps.
+"""Continuous batching: one thread drives an engine, and requests join and leave its batch between two steps.
 
-Whoever asks is on an asyncio loop and reads its answer as it is written. Nothing here knows of HTTP.
+Callers are on an asyncio event loop and read tokens as they are generated. Nothing here knows of HTTP.
 """
 
 import asyncio
@@ -17,21 +17,21 @@ from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.serve.protocol import TokenLogprob
 
-# What is told of a token that could not have been drawn: JSON has no minus infinity.
+# Reported for a token that could not have been drawn: JSON has no minus infinity.
 MIN_LOGPROB = -9999.0
 
 
 class QueueFull(Exception):
-    """As many requests are being written and wait as may."""
+    """The batch and the queue are full."""
 
 
 class EngineStopped(Exception):
-    """The model was given up, or the server stops: nothing more is written."""
+    """The model was unloaded, or the server is stopping: no more tokens come."""
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and under which number the engine has it while it runs."""
+    """One request in a batcher: where its tokens go, and its id in the engine while it runs."""
 
     request: GenerationRequest
     choice_index: int
@@ -40,13 +40,13 @@ class QueuedRequest:
 
 
 class ContinuousBatcher:
-    """The thread of one engine, and the requests that wait for a row of it, first come, first served."""
+    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first in, first out."""
 
     def __init__(self, engine: Engine, *, max_queue: int, loop: asyncio.AbstractEventLoop) -> None:
-        """`waiting` is how many requests may wait beyond those that run; `loop` is the one that answers are read on."""
+        """`max_queue` requests may wait besides those that run; `loop` is the event loop on which tokens are read."""
         self._engine = engine
-        self._max_batch_size = engine.num_free_slots
-        self._max_requests = self._max_batch_size + max_queue
+        self.max_batch_size = engine.num_free_slots
+        self._max_requests = self.max_batch_size + max_queue
         self._loop = loop
         self._changed = threading.Condition()
         self._waiting: deque[QueuedRequest] = deque()
@@ -57,24 +57,19 @@ class ContinuousBatcher:
         self._thread.start()
 
     @property
-    def max_batch_size(self) -> int:
-        """Requests that are written at once."""
-        return self._max_batch_size
-
-    @property
     def request_counts(self) -> tuple[int, int]:
-        """Requests that run, and that wait."""
+        """How many requests run, and how many wait."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
     @property
     def stopped(self) -> bool:
-        """Whether it takes no more requests: it was told to end, or its engine failed."""
+        """Whether it takes no more requests: it was stopped, or its engine failed."""
         with self._changed:
             return self._stopped
 
     def submit(self, requests: Sequence[QueuedRequest]) -> None:
-        """Take requests in, all or none. Raises Full, and Ended."""
+        """Queue requests, all or none. Raises QueueFull or EngineStopped."""
         with self._changed:
             if self._stopped:
                 raise EngineStopped
@@ -84,7 +79,7 @@ class ContinuousBatcher:
             self._changed.notify()
 
     def cancel(self, request: QueuedRequest) -> None:
-        """Write no more for a request, and free its row. What has ended already is left alone."""
+        """Stop a request and free its slot. Does nothing for one that has finished."""
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -93,7 +88,7 @@ class ContinuousBatcher:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Tell all who wait for tokens that none will come, and take no more requests. The step under way is finished."""
+        """Take no more requests, and end all that are there with EngineStopped. The current step is finished first."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -103,63 +98,60 @@ class ContinuousBatcher:
         self._thread.join()
 
     def _run(self) -> None:
-        why: Exception = EngineStopped()
+        reason: Exception = EngineStopped()
         try:
             while self._admit_and_cancel():
-                news = [(self._running[token.request_id], token) for token in self._engine.step()]
+                events = [(self._running[token.request_id], token) for token in self._engine.step()]
                 with self._changed:
-                    for _, token in news:
+                    for _, token in events:
                         if token.finish_reason:
                             del self._running[token.request_id]
-                self._post(news)
+                self._post(events)
         except Exception as problem:
-            # Out of memory, most often. What a step leaves half-way is not gone on with: who comes next opens the model anew.
+            # Most often out of memory. The engine's state is incomplete: the next request loads the model again.
             traceback.print_exc(file=sys.stderr)
-            why = problem
+            reason = problem
         with self._changed:
             self._stopped = True
-            self._post(
-                [(ticket, why) for ticket in self._running.values()] + [(ticket, EngineStopped()) for ticket in self._waiting]
-            )
+            self._post([(each, reason) for each in self._running.values()])
+            self._post([(each, EngineStopped()) for each in self._waiting])
             self._running.clear()
             self._waiting.clear()
 
     def _admit_and_cancel(self) -> bool:
-        """Wait for something to do; let go who left and let in who waits. False once there is an end."""
+        """Wait for work, remove cancelled requests and admit waiting ones. Returns False once stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._stopped)
-            for ticket in self._cancelled:
-                if ticket.request_id is not None and self._running.get(ticket.request_id) is ticket:
-                    self._engine.cancel(ticket.request_id)
-                    del self._running[ticket.request_id]
+            for each in self._cancelled:
+                if each.request_id is not None and self._running.get(each.request_id) is each:
+                    self._engine.cancel(each.request_id)
+                    del self._running[each.request_id]
             self._cancelled.clear()
             if self._stopped:
                 return False
-            refused: list[tuple[QueuedRequest, Exception]] = []
             while self._waiting and self._engine.num_free_slots:
-                ticket = self._waiting.popleft()
+                queued = self._waiting.popleft()
                 try:
-                    ticket.request_id = self._engine.add_request(ticket.request)
-                    self._running[ticket.request_id] = ticket
+                    queued.request_id = self._engine.add_request(queued.request)
+                    self._running[queued.request_id] = queued
                 except Exception as problem:
-                    refused.append((ticket, problem))
-            self._post(refused)
+                    self._post([(queued, problem)])
             return True
 
-    def _post(self, events: Sequence[tuple[QueuedRequest, GeneratedToken] | tuple[QueuedRequest, Exception]]) -> None:
+    def _post(self, events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]]) -> None:
         if events:
-            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with suppress(RuntimeError):  # the loop is closed: there are no readers left
                 self._loop.call_soon_threadsafe(_deliver, events)
 
 
-def _deliver(events: Sequence[tuple[QueuedRequest, GeneratedToken] | tuple[QueuedRequest, Exception]]) -> None:
-    for ticket, what in events:
-        ticket.token_queue.put_nowait((ticket.choice_index, what))
+def _deliver(events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]]) -> None:
+    for queued, event in events:
+        queued.token_queue.put_nowait((queued.choice_index, event))
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What became certain of one of several texts: its words, its tokens, and with the last piece why it ended."""
+    """The part of a choice that became certain: its text, its tokens, and with the last part why it ended."""
 
     choice_index: int
     text: str
@@ -168,7 +160,7 @@ class TextDelta:
 
 
 class GenerationStream:
-    """Texts that are being written together: the choices of one request. Close it, however reading it ends."""
+    """The choices of one API request, which are generated together. Close it, however reading it ends."""
 
     def __init__(
         self,
@@ -177,7 +169,7 @@ class GenerationStream:
         requests: Sequence[GenerationRequest],
         stop_strings: Sequence[str],
     ) -> None:
-        """Begin. Raises Full, and Ended."""
+        """Submit the requests. Raises QueueFull or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
@@ -187,35 +179,35 @@ class GenerationStream:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens that were written, those included that ended a text."""
-        return sum(len(text.streamer.token_ids) for text in self._choices)
+        """Tokens generated so far, stop tokens included."""
+        return sum(len(choice.streamer.token_ids) for choice in self._choices)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
-        """The texts as they come. Raises Ended, and whatever went wrong with the engine."""
+        """The text of all choices as it comes. Raises EngineStopped, or the exception that the engine raised."""
         while self._unfinished:
-            await asyncio.sleep(0)  # a full inbox is no reason to keep the loop from others, such as news of who left
+            await asyncio.sleep(0)  # even if tokens are queued, let the event loop see other events, such as a disconnect
             index, token = await self._token_queue.get()
             if isinstance(token, Exception):
                 raise token
             if index not in self._unfinished:
-                continue  # came when a stop text had ended it already
-            piece = self._choices[index].add(index, token)
-            if piece.finish_reason:
+                continue  # generated before a stop string cancelled the request
+            delta = self._choices[index].add(index, token)
+            if delta.finish_reason:
                 self._unfinished.discard(index)
                 if token.finish_reason is None:
                     self._batcher.cancel(self._queued_requests[index])
-            if piece.text or piece.finish_reason:
-                yield piece
+            if delta.text or delta.finish_reason:
+                yield delta
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Cancel what is not finished."""
         for index in self._unfinished:
             self._batcher.cancel(self._queued_requests[index])
         self._unfinished.clear()
 
 
 class _ChoiceStream:
-    """One text, and those of its tokens whose words are not certain yet."""
+    """One choice, and those of its tokens whose text is not certain yet."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
         self.streamer = TextStreamer(tokenizer, stop_strings)
@@ -234,8 +226,8 @@ class _ChoiceStream:
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
         self._num_emitted += len(text)
-        # Of tokens that a stop text cut off nothing is told; of others, at the end, all is, such as have no text of their own.
-        whole = token.finish_reason == "stop" or reason == "length"
-        sure = [scored for scored in self._pending_logprobs if whole or scored.text_offset < self._num_emitted]
-        self._pending_logprobs = self._pending_logprobs[len(sure) :]
-        return TextDelta(choice_index, text, sure, reason)
+        # Tokens behind a stop string are not reported. Otherwise the end reports all, also those without text of their own.
+        complete = token.finish_reason == "stop" or reason == "length"
+        certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
+        self._pending_logprobs = self._pending_logprobs[len(certain) :]
+        return TextDelta(choice_index, text, certain, reason)

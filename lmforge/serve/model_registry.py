@@ -1,4 +1,4 @@
-"""The models that a server offers: named at once, opened when first asked for, and given up when others need the room."""
+"""The models that a server offers: listed at the start, loaded on first use, unloaded when others need the memory."""
 
 import asyncio
 from collections import OrderedDict
@@ -8,19 +8,18 @@ from pathlib import Path
 
 import torch
 
-from lmforge.data.chat.templates import ChatTemplate
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_max_length
 from lmforge.hub import resolve_model_folder
 from lmforge.runs import STEP_PREFIX, Run
 from lmforge.serve.batching import ContinuousBatcher
-from lmforge.serve.protocol import ApiError
+from lmforge.serve.protocol import ApiError, no_such_model
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model by the name that requests call it by, where it is, and when it was made (seconds since 1970)."""
+    """A model's name in requests, its path, and its modification time in seconds since 1970."""
 
     name: str
     path: Path
@@ -29,46 +28,37 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """An opened model, the thread that writes with it, and how it is talked to, or why it cannot be."""
+    """A loaded model, the thread that generates with it, and the maximum length of prompt and answer."""
 
     loaded: LoadedModel
     batcher: ContinuousBatcher
     max_length: int
-    chat_template: ChatTemplate | UserError
 
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end a text."""
-        return self.loaded.stop_token_ids | {self.loaded.tokenizer.eos_token_id}
 
-    @property
-    def chat_stop_token_ids(self) -> frozenset[int]:
-        """Ids that end what a model says in a conversation."""
-        return (
-            self.stop_token_ids
-            if isinstance(self.chat_template, UserError)
-            else self.stop_token_ids | self.chat_template.stop_ids
-        )
+@dataclass(frozen=True)
+class ServingLimits:
+    """How much a server does at once. `max_batch_size`, `max_queue` and `max_length` (None: the model's own) are of each
+    model, `max_models` is how many are loaded."""
+
+    max_batch_size: int
+    max_queue: int
+    max_length: int | None
+    max_models: int
 
 
 class ModelRegistry:
-    """Models by name. Of a run, its checkpoints are offered too, as NAME/step-…; its own name is the newest of them."""
+    """Models by name. The checkpoints of a run are offered as NAME/step-…; NAME itself is the newest of them."""
 
     def __init__(
         self,
         models: Sequence[Path],
-        *,
+        limits: ServingLimits,
         device: torch.device,
         dtype: torch.dtype,
-        max_batch_size: int,
-        max_queue: int,
-        max_length: int | None,
-        max_models: int,
         warn: Callable[[str], None],
     ) -> None:
-        """Looks whether each of `models` is there, and opens none. Raises UserError."""
-        self._device, self._dtype, self._max_batch_size, self._max_queue = device, dtype, max_batch_size, max_queue
-        self._max_length, self._max_models, self._warn = max_length, max_models, warn
+        """Checks that all `models` exist and loads none. Raises UserError."""
+        self._limits, self._device, self._dtype, self._warn = limits, device, dtype, warn
         self._served: OrderedDict[str, ServedModel] = OrderedDict()
         self._load_lock = asyncio.Lock()
         self._stopped = False
@@ -82,22 +72,22 @@ class ModelRegistry:
 
     @property
     def default_model(self) -> str:
-        """The name of the model that was named first."""
+        """The name of the first model."""
         return next(iter(self._paths))
 
     def list_models(self) -> list[ModelInfo]:
-        """All there is at this moment, each run followed by its checkpoints, the newest first. Looks at the disk."""
-        places: list[tuple[str, Path]] = []
+        """All models that are on disk now, each run followed by its checkpoints, the newest first."""
+        paths: list[tuple[str, Path]] = []
         for name, path in self._paths.items():
-            places.append((name, path))
+            paths.append((name, path))
             if _is_run(path):
                 run = Run.open(path)
-                each = [run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())]
-                places += [(f"{name}/{place.name}", place) for place in each]
-        return [ModelInfo(name, place, made) for name, place in places if (made := _modified_time(place)) is not None]
+                checkpoints = [run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())]
+                paths += [(f"{name}/{checkpoint.name}", checkpoint) for checkpoint in checkpoints]
+        return [ModelInfo(name, path, time) for name, path in paths if (time := _modified_time(path)) is not None]
 
     async def get(self, name: str) -> ServedModel:
-        """An opened model. Raises Refusal where there is none of this name, it cannot be opened, or none can be given up."""
+        """A loaded model. Raises ApiError where there is none or no other can be unloaded, UserError where loading fails."""
         if not self._is_ready(name):
             async with self._load_lock:
                 if not self._is_ready(name):
@@ -106,58 +96,51 @@ class ModelRegistry:
         return self._served[name]
 
     def _is_ready(self, name: str) -> bool:
-        """Whether a model is open; one whose engine has failed is opened anew."""
+        """Whether a model is loaded. One whose engine has failed is loaded again."""
         return name in self._served and (self._stopped or not self._served[name].batcher.stopped)
 
     async def _load(self, name: str) -> None:
-        offers = {offer.name: offer for offer in await asyncio.to_thread(self.list_models)}
-        if name not in offers:
-            raise ApiError(404, f"{name}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
+        paths = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}
+        if name not in paths:
+            raise no_such_model(name)
         self._served.pop(name, None)
-        if len(self._served) >= self._max_models:
-            idle = next((name for name, held in self._served.items() if held.batcher.request_counts == (0, 0)), None)
+        if len(self._served) >= self._limits.max_models:
+            idle = next((name for name, served in self._served.items() if served.batcher.request_counts == (0, 0)), None)
             if idle is None:
-                message = f"{name}: not open, and the {len(self._served)} models that are open are all writing; try again later"
+                message = f"{name}: not loaded, and all {len(self._served)} loaded models are busy; try again later"
                 raise ApiError(503, message, error_type="server_error", code="models_busy")
-            held = self._served.pop(idle)
-            held.batcher.stop()
-            await asyncio.to_thread(held.batcher.join)
-            del held  # before the next one takes memory
-        opened, engine, max_length, template = await asyncio.to_thread(self._load_model, offers[name].path)
-        # Its thread begins here, on the loop: where the wait for the model is given up, none is left that nobody ends.
-        batcher = ContinuousBatcher(engine, max_queue=self._max_queue, loop=asyncio.get_running_loop())
-        self._served[name] = ServedModel(opened, batcher, max_length, template)
+            unloaded = self._served.pop(idle)
+            unloaded.batcher.stop()
+            await asyncio.to_thread(unloaded.batcher.join)
+            del unloaded  # before the next one takes memory
+        loaded, engine, max_length = await asyncio.to_thread(self._load_model, paths[name])
+        # The thread starts here, on the event loop: if waiting for the model is cancelled, no thread is left running.
+        batcher = ContinuousBatcher(engine, max_queue=self._limits.max_queue, loop=asyncio.get_running_loop())
+        self._served[name] = ServedModel(loaded, batcher, max_length)
         if self._stopped:
             batcher.stop()
 
-    def _load_model(self, path: Path) -> tuple[LoadedModel, Engine, int, ChatTemplate | UserError]:
-        opened = load_model(path, self._device, self._dtype, self._warn)
-        max_length = resolve_max_length(opened, self._max_length)
-        engine = Engine(
-            opened.model, vocab_size=opened.tokenizer.vocab_size, max_batch_size=self._max_batch_size, max_length=max_length
-        )
-        template: ChatTemplate | UserError
-        try:
-            template = ChatTemplate.from_tokenizer(opened.tokenizer)
-        except UserError as problem:
-            template = problem
-        return opened, engine, max_length, template
+    def _load_model(self, path: Path) -> tuple[LoadedModel, Engine, int]:
+        loaded = load_model(path, self._device, self._dtype, self._warn)
+        max_length = resolve_max_length(loaded, self._limits.max_length)
+        vocab_size, batch_size = loaded.tokenizer.vocab_size, self._limits.max_batch_size
+        return loaded, Engine(loaded.model, vocab_size=vocab_size, max_batch_size=batch_size, max_length=max_length), max_length
 
     def request_counts(self) -> tuple[int, int]:
-        """Requests that are being written, and that wait, over all models."""
-        each = [held.batcher.request_counts for held in self._served.values()]
-        return sum(running for running, _ in each), sum(waiting for _, waiting in each)
+        """How many requests run, and how many wait, over all models."""
+        counts = [served.batcher.request_counts for served in self._served.values()]
+        return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
 
     def stop(self) -> None:
-        """End all that is being written, and begin nothing more."""
+        """End all requests and take no more."""
         self._stopped = True
-        for held in self._served.values():
-            held.batcher.stop()
+        for served in self._served.values():
+            served.batcher.stop()
 
     def join(self) -> None:
-        """Wait for the threads of `end`."""
-        for held in self._served.values():
-            held.batcher.join()
+        """Wait until the threads that `stop` ends have ended."""
+        for served in self._served.values():
+            served.batcher.join()
 
 
 def _is_run(folder: Path) -> bool:
@@ -165,7 +148,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _modified_time(folder: Path) -> int | None:
-    """When a folder was made; None where it is gone, as checkpoints of a run that trains are while one looks at them."""
+    """When a folder was changed; None where it is gone: a run that trains deletes checkpoints while they are listed."""
     try:
         return int(folder.stat().st_mtime)
     except FileNotFoundError:
@@ -173,8 +156,8 @@ def _modified_time(folder: Path) -> int | None:
 
 
 def _model_name(path: Path, folder: Path) -> str:
-    """What requests call a model: its folder's name, of a checkpoint with its run's, of one from the hub the hub's."""
+    """The name of a model in requests: its hub name, RUN/step-… for a checkpoint, otherwise its folder's name."""
     if path != folder:
         return str(path)
-    place = folder.resolve()
-    return f"{place.parents[1].name}/{place.name}" if place.name.startswith(STEP_PREFIX) else place.name
+    resolved = folder.resolve()
+    return f"{resolved.parents[1].name}/{resolved.name}" if resolved.name.startswith(STEP_PREFIX) else resolved.name

@@ -1,4 +1,4 @@
-"""The page to chat on: one file, with nothing from elsewhere, under a policy that lets a browser load nothing else."""
+"""The chat page: one file, under a content security policy that lets a browser load nothing else."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 @cache
 def _load_page() -> tuple[str, dict[str, str]]:
-    """The page, and the headers that go with it: only its own style and script, known by their hashes, may run."""
+    """The page and its headers: only its own style and script, identified by their hashes, may run."""
     text = (files("lmforge.serve") / "web" / "index.html").read_text("utf-8")
     hashes = {}
     for tag in ("style", "script"):

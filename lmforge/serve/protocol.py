@@ -1,19 +1,19 @@
-"""OpenAI's wire format: what a request may say, what is refused and how, and the objects that answers are made of.
+"""OpenAI's wire format: the fields of a request, the errors, and the objects of a response.
 
-Names and shapes are those of the completions and chat-completions endpoints. What is asked for and cannot be done is
-refused by name, never passed over. Nothing here knows of models, threads or sockets.
+Names and structure are those of the completions and chat-completions endpoints. A parameter that is not supported is refused
+by name, never ignored. Nothing here knows of models, threads or sockets.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
-# Parameters that change what is written, and the values of them that ask for nothing.
+from lmforge.untrusted import quoted
+
+# Unsupported parameters that would change the output, and the values with which they have no effect.
 UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -32,7 +32,7 @@ UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-# Parameters that change nothing of what is written.
+# Parameters that do not change the output.
 IGNORED_PARAMETERS = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 MAX_TOP_LOGPROBS = 20
 EXPECTED_VALUES = {
@@ -45,7 +45,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class ApiError(Exception):
-    """A request that is not answered: HTTP status, one line for its sender, and OpenAI's names for the kind of it."""
+    """An error response: HTTP status, a message of one line, and OpenAI's `type`, `param` and `code`."""
 
     def __init__(
         self,
@@ -61,19 +61,23 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
+def no_such_model(name: str) -> ApiError:
+    return ApiError(404, f"{name}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
+
+
 class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(_StrictModel):
-    """What a stream tells besides its text. `include_obfuscation` is a padding against eavesdroppers, and unread."""
+    """`include_usage` adds token counts at the end of a stream. `include_obfuscation` is accepted and has no effect."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class BaseCompletionRequest(_StrictModel):
-    """What both endpoints take. `top_k` is ours; the rest is OpenAI's."""
+    """The fields of both endpoints. `top_k` is an extension; the others are OpenAI's."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -92,7 +96,7 @@ class BaseCompletionRequest(_StrictModel):
 
 
 class CompletionRequest(BaseCompletionRequest):
-    """A body of /v1/completions: one prompt or several, each as text or as token ids."""
+    """The body of /v1/completions: one prompt or several, each as text or as token ids."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds] = ""
     max_tokens: int | None = Field(16, ge=1)
@@ -110,12 +114,12 @@ class CompletionRequest(BaseCompletionRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each that was written; None where no log-probability is."""
+        """How many of the likeliest tokens are reported with each token; None for no log-probabilities at all."""
         return self.logprobs
 
 
 class ChatCompletionRequest(BaseCompletionRequest):
-    """A body of /v1/chat/completions. Messages are checked by the model's own template."""
+    """The body of /v1/chat/completions. The model's chat template checks the messages."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -130,42 +134,33 @@ class ChatCompletionRequest(BaseCompletionRequest):
 RequestType = TypeVar("RequestType", bound=BaseCompletionRequest)
 
 
-def parse_request(request_type: type[RequestType], content: bytes) -> RequestType:
-    """A request's JSON as a `kind`. Raises Refusal that names the parameter and what was expected of it."""
+def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> RequestType:
+    """The JSON object of a request as a `request_type`. Raises ApiError naming the parameter and what was expected."""
+    fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED_PARAMETERS}
+    for name in UNSUPPORTED_UNLESS.keys() & fields.keys():
+        if (value := fields.pop(name)) not in UNSUPPORTED_UNLESS[name]:
+            raise ApiError(400, f"{name}: not supported, got {quoted(value)}", param=name, code="unsupported_parameter")
     try:
-        table = from_json(content, allow_inf_nan=False)
-    except ValueError as problem:
-        raise ApiError(400, f"the body is not JSON: {problem}") from None
-    if not isinstance(table, dict):
-        raise ApiError(400, "the body is JSON, but not an object")
-    given = {name: value for name, value in table.items() if value is not None and name not in IGNORED_PARAMETERS}
-    for name in UNSUPPORTED_UNLESS.keys() & given.keys():
-        if (value := given.pop(name)) not in UNSUPPORTED_UNLESS[name]:
-            shown = json.dumps(value)
-            message = f"{name}: not supported here, and was asked for ({shown if len(shown) < 100 else 'see the request'})"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
-    try:
-        return request_type.model_validate(given)
+        return request_type.model_validate(fields)
     except ValidationError as problem:
         raise _validation_error(request_type, problem) from None
 
 
 def _validation_error(request_type: type[BaseCompletionRequest], problem: ValidationError) -> ApiError:
     error = problem.errors(include_url=False, include_input=False)[0]
-    name = str(error["loc"][0])
+    name, path = str(error["loc"][0]), ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return ApiError(400, f"{'.'.join(map(str, error['loc']))}: no such parameter", param=name, code="unknown_parameter")
+        return ApiError(400, f"{path}: no such parameter", param=name, code="unknown_parameter")
     if error["type"] == "missing":
         return ApiError(400, f"{name}: missing", param=name, code="missing_required_parameter")
-    if name in EXPECTED_VALUES:  # pydantic tells what each of several kinds would have wanted
+    if name in EXPECTED_VALUES:  # a union: pydantic reports one error for each of its types
         return ApiError(400, f"{name}: expected {EXPECTED_VALUES[name]}", param=name, code="invalid_value")
-    place = ".".join(map(str, error["loc"]))
-    return ApiError(400, f"{place}: {error['msg'][0].lower()}{error['msg'][1:]}", param=name, code="invalid_value")
+    return ApiError(400, f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}", param=name, code="invalid_value")
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token that was written, its log-probability, the likeliest ones in its place, and where its text begins."""
+    """A generated token, its log-probability in nats, the likeliest tokens instead of it, and where its text begins."""
 
     token_bytes: bytes
     logprob: float
@@ -175,7 +170,7 @@ class TokenLogprob:
 
 @dataclass
 class ResponseBuilder:
-    """What every object of one answer begins with."""
+    """Builds the objects of one response, which share these fields."""
 
     chat: bool
     model: str
@@ -183,11 +178,11 @@ class ResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        """An answer in one piece."""
+        """The whole response."""
         return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": usage}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A piece of a stream."""
+        """One event of a stream."""
         return self._object("chat.completion.chunk" if self.chat else "text_completion", choices)
 
     def _object(self, object_type: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -203,21 +198,20 @@ class ResponseBuilder:
         delta: bool = False,
         first: bool = False,
     ) -> dict[str, Any]:
-        """One choice, or with `delta` a piece of it. Of a chat's stream, the `first` piece names the role."""
-        common = {"index": index, "finish_reason": finish_reason}
+        """One choice, or with `delta` a part of it. In a chat's stream, the `first` part has the role."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+        if token_logprobs is not None:
+            logprobs = {"content": [_chat_logprob(token) for token in token_logprobs], "refusal": None}
+            choice["logprobs"] = logprobs if self.chat else _completion_logprobs(token_logprobs)
         if not self.chat:
-            return common | {"text": text, "logprobs": None if token_logprobs is None else _completion_logprobs(token_logprobs)}
-        logprobs = (
-            None if token_logprobs is None else {"content": [_chat_logprob(token) for token in token_logprobs], "refusal": None}
-        )
+            return choice | {"text": text}
         if not delta:
-            return common | {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
-        said = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        return common | {"delta": said, "logprobs": logprobs}
+            return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
 
 
 def token_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The token counts of a request: the prompts, each counted once, and all that was written, its ends included."""
+    """The token counts of a request: each prompt once, and all generated tokens, stop tokens included."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
@@ -241,7 +235,7 @@ def _token_object(token_bytes: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _token_text(token_bytes: bytes) -> str:
-    """A token in a place that has no list of bytes beside it: a part of a character is told as OpenAI does."""
+    """A token where no list of bytes stands beside it: part of a character is written as OpenAI does."""
     try:
         return token_bytes.decode("utf-8")
     except UnicodeDecodeError:

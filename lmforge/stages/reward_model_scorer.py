@@ -8,7 +8,6 @@ import torch
 
 from lmforge.data.batch import Batch
 from lmforge.data.chat.preferences import encode_completions
-from lmforge.data.packing import PackedSequence
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
 from lmforge.rewards.functions import FunctionResult
@@ -49,14 +48,8 @@ class RewardModelScorer:
 
     @torch.no_grad()
     def _score(self, sequences: list[list[int]]) -> list[float]:
-        rows = []
-        for tokens in sequences:
-            row = PackedSequence.all_padding(max(map(len, sequences)))
-            row.tokens[: len(tokens)] = tokens
-            row.positions[: len(tokens)] = range(len(tokens))
-            row.document_ids[: len(tokens)] = 0
-            rows.append(row)
-        rewards: list[float] = document_rewards(self._loaded.model, Batch.from_sequences(rows).to(self._device))[:, 0].tolist()
+        batch = Batch.from_token_lists(sequences).to(self._device)
+        rewards: list[float] = document_rewards(self._loaded.model, batch)[:, 0].tolist()
         return rewards
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS
 from lmforge.config.stage import StageConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.evaluate.tasks import QuestionTask, check_task, load_task, run_task
+from lmforge.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_task, run_task
 from lmforge.generate.model_loading import prefix_and_stop_ids
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
@@ -27,7 +27,7 @@ RESERVED_TASK_NAMES = ("rewards", "logps", "tokens")
 
 @dataclass(frozen=True)
 class TrainedModelView:
-    """The model that is being trained, as its checkpoint would be opened (infer.likelihood.Readable)."""
+    """The model that is being trained, as its checkpoint would be opened (evaluate.likelihood.ModelWithTokenizer)."""
 
     model: LanguageModel
     config: ModelConfig
@@ -50,9 +50,8 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
             raise UserError(f"validation.tasks: {other} and {path} would both be told as val/{task.name}/…; rename one")
         if task.name in RESERVED_TASK_NAMES:
             raise UserError(f"validation.tasks: {path}: val/{task.name}/… is told of alignment; give the file another name")
-        longest = check_task(
-            task, inputs.tokenizer, inputs.model_config, opening, num_fewshot=chosen.num_fewshot, limit=chosen.task_limit
-        )
+        settings = TaskSettings(num_fewshot=chosen.num_fewshot, limit=chosen.task_limit)
+        longest = check_task(task, inputs.tokenizer, inputs.model_config, opening, settings)
         opened[task.name] = task, max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest))
     return tuple(opened.values())
 
@@ -71,15 +70,13 @@ def build_task_evaluator(
         with parallel_model.unsharded() as model, torch.compiler.set_stance("force_eager"), parallel_model.autocast():
             asked = TrainedModelView(model, inputs.model_config, inputs.tokenizer, opening, ends)
             for task, rows in inputs.tasks:
-                scores = run_task(
-                    task,
-                    asked,
-                    parallel_model.dist_ctx,
+                settings = TaskSettings(
                     num_fewshot=chosen.num_fewshot,
                     limit=chosen.task_limit,
                     batch_size=rows,
                     on_batch=partial(watch.set_phase, "evaluate", step),  # each is progress, however many there are
-                )["metrics"]
+                )
+                scores = run_task(task, asked, parallel_model.dist_ctx, settings)["metrics"]
                 console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in scores.items())}")
                 told |= {f"val/{task.name}/{name}": score for name, score in scores.items()}
         return told

@@ -1,4 +1,4 @@
-"""`lmforge chat`: a conversation with a model in the terminal, or over pipes, a line a turn."""
+"""`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a turn."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lmforge.atomic_files import create_file
 from lmforge.config.verbs import ChatOptions
-from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
@@ -24,45 +24,47 @@ from lmforge.generate.model_loading import LoadedModel, load_model, resolve_devi
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import TextStreamer
 
-# What moves a terminal's cursor or changes its colours, and is not the model's to send.
+# Characters that move a terminal's cursor or change its colours: a model must not send them.
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HELP = """\
-/help            this list
-/reset           forget the conversation, but for what /system said
-/undo            forget the last turn
-/retry           another answer to the last turn
-/system TEXT     what the model is told before the conversation; without TEXT, nothing
-/temperature X   0 is greedy
-/save FILE       write the conversation to a new file, as training reads it
-/exit            leave; so does Ctrl-D. Ctrl-C stops an answer"""
+/help            show this list
+/reset           start a new conversation with the same system prompt
+/undo            remove the last turn and its answer
+/retry           generate another answer to the last turn
+/system TEXT     set the system prompt; without TEXT, remove it
+/temperature X   set the sampling temperature; 0 is greedy
+/save FILE       write the conversation to a new file, in the format of training data
+/exit            leave, as does Ctrl-D; Ctrl-C stops an answer"""
 
 
 class ExitChat(Exception):
-    """The conversation is over."""
+    """The user leaves the conversation."""
 
 
 def run_chat(options: ChatOptions) -> int:
-    """Talk until the input ends. Raises UserError; at a terminal, one that a turn brings is told and the talk goes on."""
+    """Chat until the input ends. Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on."""
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
-    opened = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
-    try:
-        template = ChatTemplate.from_tokenizer(opened.tokenizer)
-    except UserError as problem:
-        raise UserError(f"{options.model}: {problem}; lmforge generate {options.model} continues a text with it") from None
-    at_terminal = sys.stdin.isatty()
-    talk = ChatSession(opened, template, options, to_terminal=sys.stdout.isatty())
-    if at_terminal:
-        print(f"{opened.path}  (/help lists what else can be said)", file=sys.stderr)
-    for line in _read_terminal_lines() if at_terminal else _read_piped_lines():
+    loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
+    session = ChatSession(loaded, options, to_terminal=sys.stdout.isatty())
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{loaded.path}  (/help lists the commands)", file=sys.stderr)
+    read_line = _read_terminal_line if interactive else partial(next, _read_piped_lines(), None)
+    while True:
         try:
-            talk.handle_line(line)
+            if (line := read_line()) is None:
+                return 0
+            session.handle_line(line)
         except ExitChat:
-            break
+            return 0
         except UserError as problem:
-            if not at_terminal:
+            if not interactive:
                 raise
             print(f"lmforge: {problem}", file=sys.stderr)
-    return 0
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
 
 
 def _read_piped_lines() -> Iterator[str]:
@@ -73,25 +75,27 @@ def _read_piped_lines() -> Iterator[str]:
             raise UserError(f"standard input, line {number}: not UTF-8 text") from None
 
 
-def _read_terminal_lines() -> Iterator[str]:
-    import readline  # noqa: F401 - what input() edits lines with
+def _read_terminal_line() -> str | None:
+    """The next line; None after Ctrl-D."""
+    import readline  # noqa: F401 - line editing in input()
 
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
 
 
 class ChatSession:
-    """What was said, and the engine that answers, a row wide."""
+    """A conversation, and the engine that answers it."""
 
-    def __init__(self, loaded: LoadedModel, template: ChatTemplate, options: ChatOptions, *, to_terminal: bool) -> None:
+    def __init__(self, loaded: LoadedModel, options: ChatOptions, *, to_terminal: bool) -> None:
+        """Raises UserError where the model has no chat template."""
+        try:
+            loaded.chat_template  # noqa: B018
+        except UserError as problem:
+            raise UserError(f"{options.model}: {problem}; continue a text with lmforge generate {options.model}") from None
         self._loaded = loaded
-        self._template = template
         self._max_tokens = options.max_tokens
         self._max_length = resolve_max_length(loaded, options.max_length)
         vocab_size = loaded.tokenizer.vocab_size
@@ -115,34 +119,34 @@ class ChatSession:
         }
 
     def handle_line(self, line: str) -> None:
-        """A line that was typed: a command, or something to be answered. Raises UserError, with all as it was, and Leave."""
-        word, _, rest = line.strip().partition(" ")
-        before = self._turns.copy()
+        """Carry out a command, or answer a turn. Raises UserError, and then leaves the conversation as it was, or ExitChat."""
+        word, _, argument = line.strip().partition(" ")
+        previous = self._turns.copy()
         try:
             if word.startswith("/"):
                 if word not in self._commands:
                     raise UserError(f"{word}: no such command; /help lists them")
-                self._commands[word](rest.strip())
+                self._commands[word](argument.strip())
             elif word:
                 self._turns.append({"role": "user", "content": line})
                 self._answer()
         except UserError:
-            self._turns = before
+            self._turns = previous
             raise
 
     @property
     def _messages(self) -> list[dict[str, Any]]:
-        told = [{"role": "system", "content": self._system}] if self._system else []
-        return told + self._turns
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return system + self._turns
 
     def _answer(self) -> None:
-        """Write an answer to the last turn. Raises UserError where there is no room for one."""
-        prompt = self._template.encode_prompt(self._messages)
+        """Answer the last turn. Raises UserError where the conversation leaves no room for an answer."""
+        prompt = self._loaded.chat_template.encode_prompt(self._messages)
         room = self._max_length - len(prompt)
         if room < 1:
             raise UserError(
-                f"the conversation has {len(prompt)} tokens, and there is room for {self._max_length}, an answer included;"
-                " /undo or /reset makes room"
+                f"the conversation has {len(prompt)} tokens, and at most {self._max_length} fit, the answer included;"
+                " use /undo or /reset"
             )
         self._num_answers += 1
         text = self._stream_answer(
@@ -151,38 +155,38 @@ class ChatSession:
                 max_tokens=min(room, self._max_tokens or room),
                 sampling=self._sampling,
                 seed=derive_key(self._seed, "answer", self._num_answers),
-                stop_token_ids=self._loaded.stop_token_ids | self._template.stop_ids | {self._loaded.tokenizer.eos_token_id},
+                stop_token_ids=self._loaded.chat_stop_ids,
             )
         )
         self._turns.append({"role": "assistant", "content": text})
 
     def _stream_answer(self, request: GenerationRequest) -> str:
-        """Print an answer as it comes, until it ends or Ctrl-C stops it; returns its text."""
-        writer = TextStreamer(self._loaded.tokenizer, ())
-        begun = time.perf_counter()
-        number = self._engine.add_request(request)
-        with _deferred_interrupts() as stopped:
-            while self._engine.num_unfinished and not stopped.is_set():
+        """Print an answer as it is generated, until it ends or Ctrl-C stops it. Returns its text."""
+        streamer = TextStreamer(self._loaded.tokenizer, ())
+        start = time.perf_counter()
+        with _deferred_interrupts() as interrupted:
+            request_id = self._engine.add_request(request)
+            while self._engine.num_unfinished and not interrupted.is_set():
                 for token in self._engine.step():
-                    self._print(writer.add(token.token_id, is_stop=token.finish_reason == "stop"))
-        self._engine.cancel(number)
-        self._print(writer.finish())
-        print(flush=True)
+                    self._print(streamer.add(token.token_id, is_stop=token.finish_reason == "stop"))
+            self._engine.cancel(request_id)
+            self._print(streamer.finish())
+            print(flush=True)
         if self._to_terminal:
-            count, seconds = len(writer.token_ids), time.perf_counter() - begun
-            note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if stopped.is_set() else ''})"
+            count, seconds = len(streamer.token_ids), time.perf_counter() - start
+            note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
             print(f"\x1b[2m{note}\x1b[0m" if self._use_colors else note, file=sys.stderr)
-        return writer.text
+        return streamer.text
 
-    def _print(self, piece: str) -> None:
-        if piece:
-            print(
-                CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", piece) if self._to_terminal else piece, end="", flush=True
-            )
+    def _print(self, text: str) -> None:
+        if self._to_terminal:
+            text = CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+        if text:
+            print(text, end="", flush=True)
 
     def _drop_messages(self, count: int) -> None:
         if not self._turns:
-            raise UserError("nothing has been said yet")
+            raise UserError("the conversation is empty")
         del self._turns[-count:]
 
     def _retry(self, _: str) -> None:
@@ -203,14 +207,9 @@ class ChatSession:
 
     def _save(self, name: str) -> None:
         if not name:
-            raise UserError("/save: needs the name of a file")
-        try:
-            with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n")
-        except FileExistsError:
-            raise UserError(f"{name}: is there already; name another file") from None
-        except OSError as problem:
-            raise UserError(f"{name}: {problem.strerror}") from None
+            raise UserError("/save: expected the name of a file")
+        with create_file(Path(name).expanduser()) as file:
+            file.write(json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n")
 
     def _exit(self, _: str) -> None:
         raise ExitChat
@@ -218,16 +217,16 @@ class ChatSession:
 
 @contextmanager
 def _deferred_interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C is noted, for whoever is at a point where it can stop; pressed again it interrupts as it always does."""
-    pressed = threading.Event()
+    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second raises KeyboardInterrupt."""
+    interrupted = threading.Event()
 
-    def press(number: int, frame: object) -> None:
-        if pressed.is_set():
+    def on_interrupt(number: int, frame: object) -> None:
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        pressed.set()
+        interrupted.set()
 
-    before = signal.signal(signal.SIGINT, press)
+    previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield pressed
+        yield interrupted
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

@@ -2,25 +2,26 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lmforge.atomic_files import create_file
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.evaluation_data import open_evaluation_dataset
-from lmforge.evaluate.perplexity import evaluate_loss, make_score_fn
-from lmforge.evaluate.tasks import load_task, run_task
+from lmforge.evaluate.perplexity import evaluate_loss
+from lmforge.evaluate.tasks import TaskSettings, load_task, run_task
 from lmforge.generate.model_loading import LoadedModel, load_model
+from lmforge.objectives.language import score_text
 from lmforge.parallel.precision import choose_dtype
 
 DEFAULT_SEQUENCE_LENGTH = 1024
@@ -47,7 +48,7 @@ def _print_loss(result: dict[str, Any], options: EvaluateOptions) -> None:
     if options.output == "json":
         print(json.dumps(result, indent=1))
     else:
-        measured = f"{result['split']}, {result['targets']:,} tokens, {result['bytes']:,} bytes of text"
+        measured = f"{result['split']}, {result['tokens']:,} tokens, {result['bytes']:,} bytes of text"
         print(
             f"{result['model']} on {result['data']} ({measured}): "
             f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
@@ -63,7 +64,7 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
 
 
 def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
-    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, targets, bytes, and what was measured on what."""
+    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what."""
     opened = _load_on_ranks(dist_ctx, options)
     data = options.data or opened.training_data
     if data is None:
@@ -73,12 +74,12 @@ def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict
         length = min(length, opened.config.max_sequence_length)
     with dist_ctx.raise_on_all():
         stream, split = open_evaluation_dataset(opened, data, options.split, length)
-    score = make_score_fn(opened.model, torch.from_numpy(opened.tokenizer.token_byte_lengths()).to(dist_ctx.device))
+    token_bytes = torch.from_numpy(opened.tokenizer.token_byte_lengths()).to(dist_ctx.device)
     silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:
         task = bar.add_task("evaluating", total=None)
         result = evaluate_loss(
-            score,
+            lambda batch: score_text(opened.model, batch, token_bytes),
             stream,
             dist_ctx,
             num_sequences=options.sequences,
@@ -86,7 +87,7 @@ def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     about = {"model": str(opened.path), "data": str(data), "split": split, "sequence_length": length}
-    return {**about, **result, "targets": int(result["targets"]), "bytes": int(result["bytes"])}
+    return {**about, **result, "tokens": int(result["tokens"]), "bytes": int(result["bytes"])}
 
 
 def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
@@ -96,28 +97,11 @@ def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():
-            file = stack.enter_context(_create_file(options.answers)) if options.answers and dist_ctx.is_rank0 else None
+            file = stack.enter_context(create_file(options.answers)) if options.answers and dist_ctx.is_rank0 else None
         results, answered = _run_tasks(options, dist_ctx)
         if file is not None:
             file.writelines(json.dumps(told, ensure_ascii=False) + "\n" for told in answered)
     return results
-
-
-@contextmanager
-def _create_file(path: Path) -> Iterator[TextIO]:
-    """A new file, open for writing; deleted again if the block fails. Raises UserError where it exists."""
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            try:
-                yield file
-                file.flush()
-            except BaseException:
-                path.unlink()
-                raise
-    except FileExistsError:
-        raise UserError(f"{path}: is there already; name another file") from None
-    except OSError as problem:
-        raise UserError(f"{path}: could not be written ({problem.strerror}); choose another file") from None
 
 
 def _run_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -129,24 +113,23 @@ def _run_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> tuple[
         if options.lm_eval:
             from lmforge.evaluate.lm_eval_model import run_lm_eval as harness
     opened = _load_on_ranks(dist_ctx, options)
-    common: dict[str, Any] = {"limit": options.limit, "batch_rows": options.batch_size}
+    settings = TaskSettings(
+        options.num_fewshot or 0, examples, options.limit, options.batch_size, options.max_tokens, options.stop
+    )
     results, answered = [], []
     for task in tasks:
-        result = run_task(
-            task,
-            opened,
-            dist_ctx,
-            num_fewshot=options.num_fewshot or 0,
-            fewshot_task=examples,
-            max_tokens=options.max_tokens,
-            stop_strings=options.stop,
-            **common,
-        )
-        answered += [{"task": task.name, **told} for told in result.pop("answered")]
+        result = run_task(task, opened, dist_ctx, settings)
+        answered += [{"task": task.name, **told} for told in result.pop("answers")]
         results.append({"model": str(opened.path), **result})
     if harness is not None:
         scores = harness(
-            opened, options.lm_eval, dist_ctx, folder=options.lm_eval_include_path, few_shot=options.num_fewshot, **common
+            opened,
+            options.lm_eval,
+            dist_ctx,
+            include_path=options.lm_eval_include_path,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            batch_size=options.batch_size,
         )
         results += [{"model": str(opened.path), "task": name, "metrics": told} for name, told in scores.items()]
     return results, answered

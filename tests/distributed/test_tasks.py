@@ -15,7 +15,7 @@ ENGINES = {
     "fsdp1": "--parallel.engine fsdp1",
     "ddp": "--parallel.engine ddp",
 }
-ASKED = [f"val/{name}" for name in ("chosen/accuracy", "chosen/accuracy_normalised", "written/exact_match", "written/regex")]
+ASKED = [f"val/{name}" for name in ("chosen/acc", "chosen/acc_norm", "written/exact_match", "written/regex")]
 
 
 @pytest.fixture(scope="module")

@@ -239,7 +239,7 @@ def test_evaluation_finds_what_a_tuned_run_itself_measured(world: World, lmforge
         measured[bool(data)] = json.loads(done.stdout)
     assert measured[False]["loss"] == pytest.approx(losses(world.run("sft"), "val/loss")[STEPS], rel=1e-5)
     assert (measured[False]["split"], measured[True]["split"]) == ("validation", "all")
-    assert measured[True]["targets"] > 10 * measured[False]["targets"]
+    assert measured[True]["tokens"] > 10 * measured[False]["tokens"]
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])

@@ -191,13 +191,13 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
 def server(serving: Callable[..., Server], models: Path, tiny_run: Path) -> Server:
     """Four models and a run of three checkpoints, 8 rows, and 2 that wait."""
     folders = [models / name for name in ("hello", "endless", "noise", "plain")]
-    limits = {"--rows": 8, "--max_queue": 2, "--max_length": 20_000, "--max_models": 4}
+    limits = {"--max_batch_size": 8, "--max_queue": 2, "--max_length": 20_000, "--max_models": 4}
     return serving(*folders, tiny_run, *(word for pair in limits.items() for word in pair))
 
 
 @pytest.fixture(scope="session")
 def narrow_server(serving: Callable[..., Server], models: Path) -> Server:
     """A server that asks for the key `sesame`, and takes little: a row, an open model, 9,000 tokens, 20,000 bytes."""
-    limits = {"--rows": 1, "--max_queue": 1, "--max_length": 9_000, "--max_models": 1, "--max_body_bytes": 20_000}
+    limits = {"--max_batch_size": 1, "--max_queue": 1, "--max_length": 9_000, "--max_models": 1, "--max_body_bytes": 20_000}
     words = [word for pair in limits.items() for word in pair]
     return serving(models / "endless", models / "hello", "--api_key", "sesame", *words)

@@ -33,7 +33,7 @@ class Tuned:
     words: list[str]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "bloom"])
+@pytest.fixture(scope="module", params=["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bloom"))])
 def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     folder, seed = tmp_path_factory.mktemp("tuned"), fresh_seed()
     byte_tokenizer.save(folder / "tokenizer")
@@ -68,7 +68,7 @@ def weights(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
     return dict(load_model(path, CPU, dtype).model.named_parameters())
 
 
-def test_exported_adapters_make_of_the_base_what_was_trained_in_peft_too(tuned: Tuned) -> None:
+def test_peft_merges_exported_adapters_to_the_trained_weights(tuned: Tuned) -> None:
     base = AutoModelForCausalLM.from_pretrained(tuned.base)
     theirs = dict(peft.PeftModel.from_pretrained(base, tuned.adapters).merge_and_unload().named_parameters())
     ours, before = weights(tuned.run), weights(tuned.base)
@@ -85,7 +85,7 @@ def test_a_folder_of_adapters_opens_as_the_run_does(tuned: Tuned, dtype: torch.d
         assert torch.equal(theirs[name], value), name
 
 
-def test_a_run_begins_from_a_folder_of_adapters_and_leaves_as_a_whole_model(
+def test_a_run_starts_from_a_folder_of_adapters_and_exports_a_full_model(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = build_model(load_model(tuned.base, CPU, torch.float32).config, seed=None, device=CPU)
@@ -116,7 +116,7 @@ def test_adapters_of_a_checkpoint_belong_to_it_wherever_they_are_opened(tuned: T
         assert torch.equal(again[name], value), name
 
 
-def test_what_has_no_adapters_or_belongs_to_another_model_is_told_in_a_line(
+def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
     tuned: Tuned, tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["export", str(tiny_run), str(tmp_path / "out"), "--adapters"]) == 2

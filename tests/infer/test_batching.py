@@ -18,7 +18,7 @@ def request(tokenizer: Tokenizer) -> GenerationRequest:
     return GenerationRequest(tokenizer.encode("H"), 20, SamplingParams(0.0), 0, frozenset({tokenizer.eos_token_id}))
 
 
-def test_a_step_that_fails_is_told_to_those_it_was_for_and_those_who_wait_may_ask_again(
+def test_a_failed_step_raises_in_running_requests_and_stops_waiting_ones(
     byte_tokenizer: Tokenizer, spelling: Callable[[str], LanguageModel], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = spelling("Hi you")

@@ -1,5 +1,6 @@
 """`lmforge chat`: over pipes, and in a terminal."""
 
+import io
 import json
 import os
 import pty
@@ -7,19 +8,39 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
 
+from lmforge.cli import run as command
 from lmforge.config.verbs import ChatOptions
-from lmforge.data.chat.templates import ChatTemplate
 from lmforge.errors import UserError
-from lmforge.generate.model_loading import load_model
+from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.verbs.chat import ChatSession
 from tests.conftest import Command
 
 GREEDY = ("--temperature", 0)
+
+
+class Chat(Protocol):
+    def __call__(self, *words: object, stdin: str) -> tuple[int, str, str]: ...
+
+
+@pytest.fixture
+def chat(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """`chat(*words, stdin=…)`: status, standard output and standard error of `lmforge chat` in this process."""
+
+    def run(*words: object, stdin: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        status = command(["chat", *map(str, words), "--device", "cpu", "--dtype", "fp32"])
+        output = capfd.readouterr()
+        return status, output.out, output.err
+
+    return run
 
 
 def test_each_line_is_answered(lmforge: Command, models: Path) -> None:
@@ -27,15 +48,17 @@ def test_each_line_is_answered(lmforge: Command, models: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hey <s>\nHey <s>\n", "")
 
 
-def test_an_answer_is_cut_at_max_tokens_and_repeats_with_its_seed(lmforge: Command, models: Path) -> None:
-    asked = ("chat", models / "noise", "--max_tokens", 9)
-    first = lmforge(*asked, "--seed", 3, stdin="Hi\n/retry\n").stdout
+def test_an_answer_is_cut_at_max_tokens_and_repeats_with_its_seed(chat: Chat, models: Path) -> None:
+    def answers(seed: int) -> str:
+        return chat(models / "noise", "--max_tokens", 9, "--seed", seed, stdin="Hi\n/retry\n")[1]
+
+    first = answers(3)
     assert first.count("\n") >= 2
-    assert lmforge(*asked, "--seed", 3, stdin="Hi\n/retry\n").stdout == first
-    assert lmforge(*asked, "--seed", 4, stdin="Hi\n/retry\n").stdout != first
+    assert answers(3) == first
+    assert answers(4) != first
 
 
-def test_commands_change_the_conversation(lmforge: Command, models: Path, tmp_path: Path) -> None:
+def test_commands_change_the_conversation(chat: Chat, models: Path, tmp_path: Path) -> None:
     lines = [
         "/system Be brief",
         "one",
@@ -49,11 +72,9 @@ def test_commands_change_the_conversation(lmforge: Command, models: Path, tmp_pa
         "three",
         f"/save {tmp_path}/b.jsonl",
         "/exit",
-        "never said",
+        "not read",
     ]
-    done = lmforge("chat", models / "hello", *GREEDY, stdin="\n".join(lines))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "Hey <s>\n" * 4
+    assert chat(models / "hello", *GREEDY, stdin="\n".join(lines)) == (0, "Hey <s>\n" * 4, "")
     answer = {"role": "assistant", "content": "Hey <s>"}
     saved = [json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in "ab"]
     assert saved[0] == {
@@ -62,60 +83,61 @@ def test_commands_change_the_conversation(lmforge: Command, models: Path, tmp_pa
     assert saved[1] == {"messages": [{"role": "user", "content": "three"}, answer]}
 
 
+@pytest.fixture(scope="module")
+def hello(models: Path) -> LoadedModel:
+    return load_model(models / "hello", torch.device("cpu"), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("/dance", "/dance: no such command; /help lists them"),
         ("/temperature hot", "/temperature hot: expected a number of at least 0"),
         ("/temperature", "/temperature: expected a number of at least 0"),
-        ("/undo", "nothing has been said yet"),
-        ("/save", "/save: needs the name of a file"),
+        ("/undo", "the conversation is empty"),
+        ("/save", "/save: expected the name of a file"),
         ("/save /", "/: "),
-        ("x" * 80, "tokens, and there is room for 60, an answer included; /undo or /reset makes room"),
+        ("x" * 80, "tokens, and at most 60 fit, the answer included; use /undo or /reset"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_line(models: Path, line: str, complaint: str) -> None:
-    opened = load_model(models / "hello", torch.device("cpu"), torch.float32)
-    options = ChatOptions(model=models / "hello", max_length=60)
-    talk = ChatSession(opened, ChatTemplate.from_tokenizer(opened.tokenizer), options, to_terminal=False)
-    for _ in range(2):  # it leaves the conversation as it was
-        with pytest.raises(UserError) as told:
-            talk.handle_line(line)
-        assert complaint in str(told.value)
-        assert "\n" not in str(told.value)
+def test_an_error_is_one_line_and_leaves_the_conversation_as_it_was(hello: LoadedModel, line: str, complaint: str) -> None:
+    session = ChatSession(hello, ChatOptions(model=hello.path, max_length=60), to_terminal=False)
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            session.handle_line(line)
+        assert complaint in str(error.value)
+        assert "\n" not in str(error.value)
 
 
-def test_a_retry_that_fails_leaves_the_answer_there_was(models: Path, tmp_path: Path) -> None:
-    opened = load_model(models / "hello", torch.device("cpu"), torch.float32)
-    options = ChatOptions(model=models / "hello", max_length=60, temperature=0)
-    talk = ChatSession(opened, ChatTemplate.from_tokenizer(opened.tokenizer), options, to_terminal=False)
-    talk.handle_line("Hi")
-    talk.handle_line(f"/system {'x' * 80}")
-    with pytest.raises(UserError, match="there is room for 60"):
-        talk.handle_line("/retry")
-    talk.handle_line("/system")
-    talk.handle_line(f"/save {tmp_path}/said.jsonl")
+def test_a_retry_that_fails_keeps_the_previous_answer(hello: LoadedModel, tmp_path: Path) -> None:
+    session = ChatSession(hello, ChatOptions(model=hello.path, max_length=60, temperature=0), to_terminal=False)
+    session.handle_line("Hi")
+    session.handle_line(f"/system {'x' * 80}")
+    with pytest.raises(UserError, match="at most 60 fit"):
+        session.handle_line("/retry")
+    session.handle_line("/system")
+    session.handle_line(f"/save {tmp_path}/said.jsonl")
     assert json.loads((tmp_path / "said.jsonl").read_text())["messages"] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hey <s>"},
     ]
 
 
-def test_what_cannot_be_done_ends_a_piped_conversation(lmforge: Command, models: Path) -> None:
-    done = lmforge("chat", models / "hello", *GREEDY, stdin="Hi\n/dance\nHi\n")
-    assert (done.returncode, done.stdout) == (2, "Hey <s>\n")
-    assert done.stderr == "lmforge: /dance: no such command; /help lists them\n"
+def test_an_error_ends_a_piped_conversation(chat: Chat, models: Path) -> None:
+    status, output, errors = chat(models / "hello", *GREEDY, stdin="Hi\n/dance\nHi\n")
+    assert (status, output) == (2, "Hey <s>\n")
+    assert errors == "lmforge: /dance: no such command; /help lists them\n"
 
 
-def test_a_model_that_cannot_chat_is_told_with_what_it_can(lmforge: Command, models: Path) -> None:
-    done = lmforge("chat", models / "plain", stdin="Hi\n")
-    assert done.returncode == 2
-    assert f"lmforge generate {models}/plain" in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_model_without_a_chat_template_is_refused_with_what_it_can_do(chat: Chat, models: Path) -> None:
+    status, _, errors = chat(models / "plain", stdin="Hi\n")
+    assert status == 2
+    assert f"lmforge generate {models}/plain" in errors
+    assert errors.count("\n") == 1
 
 
 class Terminal:
-    """`lmforge chat` in a terminal, as someone who types sees it."""
+    """`lmforge chat` in a terminal: types lines and reads what appears."""
 
     def __init__(self, *words: object) -> None:
         self._end, theirs = pty.openpty()
@@ -135,15 +157,13 @@ class Terminal:
             self._seen += os.read(self._end, 65536).decode(errors="replace")
         self._seen = self._seen.partition(text)[2]
 
-    def interrupt_until(self, text: str) -> None:
-        """Press Ctrl-C until `text` appears: Python hears it late where it comes just before a line is waited for."""
-        for _ in range(60):
-            self.process.send_signal(signal.SIGINT)
-            while select.select([self._end], [], [], 1)[0]:
-                self._seen += os.read(self._end, 65536).decode(errors="replace")
-                if text in self._seen:
-                    return
-        pytest.fail(f"{text!r} did not come: {self._seen[-500:]!r}")
+    def interrupt_at_prompt(self) -> None:
+        """Press Ctrl-C once the process waits for a line: Python handles a signal that comes just before late."""
+        self.wait_for("> ")
+        status = Path(f"/proc/{self.process.pid}/stat")
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)
+        self.process.send_signal(signal.SIGINT)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(models: Path, tmp_path: Path) -> None:
@@ -158,8 +178,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(models: Path, tmp_path
     terminal.wait_for("no such command")
     terminal.wait_for("> ")
     terminal.type(f"/save {tmp_path}/talk.jsonl\n")
-    terminal.wait_for("> ")
-    terminal.interrupt_until("Ctrl-D leaves")
+    terminal.interrupt_at_prompt()
     terminal.wait_for("Ctrl-D leaves")
     terminal.wait_for("> ")
     terminal.type("/exit\n")

@@ -5,7 +5,6 @@ import random
 import string
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.generate.engine import Completion, Engine, GeneratedToken, GenerationRequest, decode, generate
+from lmforge.generate.engine import Completion, Engine, GeneratedToken, GenerationRequest, generate
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from tests.decoding import decode
 from tests.infer.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, built, drawn_config
 from tests.seeds import fresh_seed
@@ -52,15 +52,11 @@ def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
 def decoded(
     model: LanguageModel, prompts: list[list[int]], max_tokens: int, sampling: SamplingParams, seed: int = 0
 ) -> list[list[int]]:
-    steps = decode(model, prompts, vocab_size=97, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_ids=frozenset({0}))
-    written: list[list[int]] = [[] for _ in prompts]
-    for token in chain.from_iterable(steps):
-        written[token.request_id].append(token.token_id)
-    return written
+    return decode(model, prompts, vocab_size=97, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_ids=frozenset({0}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_reading_everything_again(shape: str) -> None:
+def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pass(shape: str) -> None:
     seed = fresh_seed()
     model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     prompts = random_prompts(seed, [1, 7, 12, 3])
@@ -76,7 +72,7 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_reading_everything_a
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_row_writes_does_not_depend_on_its_neighbours(shape: str) -> None:
+def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> None:
     seed = fresh_seed()
     model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
     mine, *others = random_prompts(seed, [5, 1, 9, 5])
@@ -89,7 +85,7 @@ def test_what_a_row_writes_does_not_depend_on_its_neighbours(shape: str) -> None
     assert together[0][0] != together[1][0]  # the neighbours do differ
 
 
-def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
+def test_the_seed_and_the_index_decide_what_is_sampled() -> None:
     model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
     first = decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3)
     assert decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3) == first
@@ -97,14 +93,16 @@ def test_the_seed_and_the_row_decide_what_is_drawn() -> None:
     assert len({tuple(row) for row in first}) == 3
 
 
-def test_an_ended_row_gives_no_more_tokens_while_others_go_on(scripted: Scripted) -> None:
+def test_a_finished_request_yields_no_more_tokens_while_others_continue(scripted: Scripted) -> None:
     model = scripted({10: 11, 11: 0, 20: 21, 21: 22, 22: 23, 23: 0})
-    steps = decode(model, [[10], [20]], vocab_size=261, max_tokens=99, sampling=GREEDY, seed=0, stop_ids=frozenset({0}))
-    told = [{token.request_id: token.token_id for token in step} for step in steps]
-    assert told == [{0: 11, 1: 21}, {0: 0, 1: 22}, {1: 23}, {1: 0}]
+    engine = Engine(model, vocab_size=261, max_batch_size=2, max_length=100)
+    one, other = (engine.add_request(GenerationRequest([id], 99, GREEDY, 0, frozenset({0}))) for id in (10, 20))
+    steps = [{token.request_id: token.token_id for token in engine.step()} for _ in range(4)]
+    assert steps == [{one: 11, other: 21}, {one: 0, other: 22}, {other: 23}, {other: 0}]
+    assert engine.num_unfinished == 0
 
 
-def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+def test_only_tokens_of_the_tokenizer_are_sampled(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     """Published models round their vocabulary up: the last rows of the head belong to no token."""
     start = byte_tokenizer.encode("a")[0]
     model = scripted({start: 262}, vocab_size=264)
@@ -116,7 +114,7 @@ def test_only_tokens_that_the_tokenizer_has_are_chosen(scripted: Scripted, byte_
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0)])
-def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: SamplingParams) -> None:
+def test_nan_logits_raise_run_failed(sampling: SamplingParams) -> None:
     model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
     with torch.no_grad():
         model.lm_head.weight[7, 3] = torch.nan
@@ -124,19 +122,14 @@ def test_a_model_whose_numbers_are_nan_is_told_in_words(sampling: SamplingParams
         decoded(model, [[5, 6, 7, 8]], 3, sampling)
 
 
-def test_an_empty_list_of_ids_is_no_prompt(scripted: Scripted) -> None:
-    with pytest.raises(ValueError, match="an empty prompt"):
-        decoded(scripted({}), [[1], []], 5, GREEDY)
-
-
-def test_more_tokens_than_learned_positions_are_a_mistake() -> None:
+def test_more_tokens_than_learned_positions_are_a_user_error() -> None:
     model = build_model(ModelConfig(**SIZES, **SHAPES["gpt2"]), seed=0)
     assert len(decoded(model, [[5] * 30, [7]], 10, GREEDY)[0]) <= 10
     with pytest.raises(UserError, match="reads at most 40 tokens, not 41"):
         decoded(model, [[5] * 30, [7]], 11, GREEDY)
 
 
-def test_under_autocast_the_cache_follows(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_the_cache_has_the_dtype_of_autocast(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)[0].text == "ey"
 
@@ -151,25 +144,25 @@ class Told:
         self.pieces[row].append(piece)
 
 
-def test_end_of_text_ends_a_row_and_is_no_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_the_end_of_text_token_ends_a_completion_and_has_no_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     [completion] = generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)
     ids = [*byte_tokenizer.encode("ey"), byte_tokenizer.eos_token_id]
     assert completion == Completion(ids, "ey", "stop", completion.logprobs)
     assert len(completion.logprobs) == 3
 
 
-def test_a_row_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_a_completion_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     completions = generate(spelling("abcdefgh"), byte_tokenizer, ["a", "f"], max_tokens=4, sampling=GREEDY, seed=0)
     assert [(row.text, row.finish_reason) for row in completions] == [("bcde", "length"), ("gh", "stop")]
 
 
-def test_pieces_come_token_by_token_to_their_row(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_on_text_is_called_token_by_token_with_the_index(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     told = Told(3)
     generate(spelling("abcdefgh"), byte_tokenizer, ["a", "g", "h"], max_tokens=3, sampling=GREEDY, seed=0, on_text=told)
     assert told.pieces == [["b", "c", "d"], ["h"], []]
 
 
-def test_characters_of_several_bytes_come_whole(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_characters_of_several_bytes_are_streamed_whole(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     told = Told(1)
     [completion] = generate(spelling("aé漢🙂z"), byte_tokenizer, ["a"], max_tokens=99, sampling=GREEDY, seed=0, on_text=told)
     assert completion.text == "é漢🙂z"
@@ -177,9 +170,7 @@ def test_characters_of_several_bytes_come_whole(spelling: Spelling, byte_tokeniz
 
 
 @pytest.mark.parametrize("tokens", range(11))
-def test_a_character_that_never_became_whole_is_marked_at_the_end(
-    spelling: Spelling, byte_tokenizer: Tokenizer, tokens: int
-) -> None:
+def test_an_incomplete_character_is_replaced_at_the_end(spelling: Spelling, byte_tokenizer: Tokenizer, tokens: int) -> None:
     told = Told(1)
     whole = "é漢🙂z"
     [completion] = generate(
@@ -189,7 +180,7 @@ def test_a_character_that_never_became_whole_is_marked_at_the_end(
     assert "".join(told.pieces[0]) == completion.text
 
 
-def test_a_character_cut_off_by_the_end_of_text_is_marked_too(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+def test_a_character_cut_off_by_the_end_of_text_is_replaced_too(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     start, first, _ = byte_tokenizer.encode("aé")
     model = scripted({start: first, first: byte_tokenizer.eos_token_id})
     [completion] = generate(model, byte_tokenizer, ["a"], max_tokens=9, sampling=GREEDY, seed=0)
@@ -210,7 +201,7 @@ letters = st.permutations(string.ascii_lowercase[:14]).map("".join)
 
 @settings(max_examples=40, deadline=None)
 @given(text=letters, data=st.data())
-def test_a_stop_text_ends_a_row_and_no_part_of_it_is_ever_told(
+def test_a_stop_string_ends_a_completion_and_no_part_of_it_is_streamed(
     text: str, data: st.DataObject, scripted: Scripted, byte_tokenizer: Tokenizer
 ) -> None:
     starts = st.tuples(st.integers(1, 13), st.integers(1, 5)).map(lambda cut: text[cut[0] : cut[0] + cut[1]])
@@ -228,7 +219,7 @@ def test_a_stop_text_ends_a_row_and_no_part_of_it_is_ever_told(
     assert "".join(told.pieces[0]) == completion.text
 
 
-def test_a_row_that_a_stop_text_ended_is_written_no_further(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
+def test_a_completion_that_a_stop_string_ended_is_decoded_no_further(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     a, b, c = byte_tokenizer.encode("abc")
     model, rows = scripted({a: b, b: c, c: a}), list[int]()
     model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
@@ -237,7 +228,7 @@ def test_a_row_that_a_stop_text_ended_is_written_no_further(scripted: Scripted, 
     assert rows == [2, 2, 1, 1]
 
 
-def test_of_stop_texts_that_are_complete_at_once_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_of_stop_strings_that_complete_together_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for stops in (["cd", "d"], ["d", "cd"]):
         [completion] = generate(
             spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops
@@ -252,7 +243,7 @@ def test_text_is_held_back_only_while_it_may_begin_a_stop_text(spelling: Spellin
     assert told.pieces == [["b", "cde", "f"]]
 
 
-def test_a_stop_text_that_is_half_written_at_the_end_is_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_an_incomplete_stop_string_at_the_end_is_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for max_tokens, expected in ((3, "bcd"), (50, "bcdef")):
         told = Told(1)
         [completion] = generate(
@@ -343,7 +334,7 @@ def served(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_request_writes_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
+def test_a_request_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
     seed = fresh_seed()
     model, requests, draw = (
         build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed),
@@ -383,17 +374,17 @@ def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
                 assert [float(row[id]) for id, _ in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=2e-4)
 
 
-def test_of_a_narrowed_distribution_only_tokens_that_can_be_drawn_are_told() -> None:
+def test_top_logprobs_hold_only_tokens_that_can_be_sampled() -> None:
     model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
     [[token]] = served(model, [GenerationRequest([5], 1, SamplingParams(1.0, top_k=2), 1, frozenset(), 5)], 1, random.Random(0))
     assert len(token.top_logprobs) == 2
     assert sum(math.exp(logprob) for _, logprob in token.top_logprobs) == pytest.approx(1)
 
 
-def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_would() -> None:
+def test_a_cancelled_request_frees_its_slot_and_does_not_change_the_others() -> None:
     seed = fresh_seed()
     model, requests = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
-    requests = [replace(request, max_tokens=12, stop_ids=frozenset()) for request in requests]
+    requests = [replace(request, max_tokens=12, stop_token_ids=frozenset()) for request in requests]
     alone = served(model, requests, 1, random.Random(seed))
     engine = Engine(model, vocab_size=97, max_batch_size=4, max_length=40)
     numbers = [engine.add_request(request) for request in requests[:3]]
@@ -413,13 +404,13 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_write_on_as_they_woul
     assert engine.step() == []
 
 
-def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
+def test_a_request_that_does_not_fit_is_refused() -> None:
     engine = Engine(
         build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1), vocab_size=97, max_batch_size=1, max_length=10
     )
     with pytest.raises(ValueError, match="an empty prompt"):
         engine.add_request(GenerationRequest([], 5, GREEDY, 0, frozenset()))
-    with pytest.raises(UserError, match="6 tokens of prompt and 5 new ones are 11, and there is room for 10"):
+    with pytest.raises(UserError, match="6 prompt tokens and 5 new ones are 11, more than the 10 allowed"):
         engine.add_request(GenerationRequest([1] * 6, 5, GREEDY, 0, frozenset()))
     engine.add_request(GenerationRequest([1] * 5, 5, GREEDY, 0, frozenset()))
     with pytest.raises(UserError, match="all 1 slots are taken"):
@@ -432,18 +423,11 @@ def test_a_request_that_does_not_fit_is_refused_in_words() -> None:
 
 def test_each_of_several_samples_has_a_seed_of_its_own() -> None:
     model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
-    about: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": SamplingParams(), "stop_ids": frozenset()}
-
-    def written(prompts: list[list[int]], n: int, seed: int) -> list[list[int]]:
-        rows: list[list[int]] = [[] for _ in range(n * len(prompts))]
-        for token in chain.from_iterable(decode(model, prompts, n=n, seed=seed, **about)):
-            rows[token.request_id].append(token.token_id)
-        return rows
-
-    rows = written([[5, 6], [7], [5, 6]], 3, seed=4)
-    assert len({tuple(row) for row in rows}) == 9
-    assert written([[5, 6]], 2, seed=4) == rows[:2]
-    assert written([[5, 6]], 2, seed=5) != rows[:2]
+    settings: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": SamplingParams()}
+    completions = decode(model, [[5, 6], [7], [5, 6]], num_completions=3, seed=4, **settings)
+    assert len(set(map(tuple, completions))) == 9
+    assert decode(model, [[5, 6]], num_completions=2, seed=4, **settings) == completions[:2]
+    assert decode(model, [[5, 6]], num_completions=2, seed=5, **settings) != completions[:2]
 
 
 def test_several_completions_of_a_prompt_follow_each_other(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
@@ -465,16 +449,12 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     export_folder(model, config, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     prompts = [[draw.randrange(config.vocab_size) for _ in range(draw.randrange(1, 25))] for _ in range(4)]
-    about: dict[str, Any] = {"vocab_size": config.vocab_size, "sampling": GREEDY, "seed": 0, "stop_ids": frozenset()}
-    written: list[list[int]] = [[] for _ in prompts]
-    for token in chain.from_iterable(decode(model, prompts, max_tokens=20, **about)):
-        written[token.request_id].append(token.token_id)
-    for prompt, ours in zip(prompts, written, strict=True):
-        ids, about = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = theirs.generate(ids, create_attention_mask=torch.ones_like(ids), max_new_tokens=20, **about)[
-            0, len(prompt) :
-        ].tolist()
-        parted = next((at for at, pair in enumerate(zip(ours, found, strict=True)) if pair[0] != pair[1]), None)
-        if parted is not None:  # at a tie: another order of summing may choose either, and what follows is another text
-            own = own_logprobs(model, prompt, found[: parted + 1])[-1]
-            assert abs(float(own[ours[parted]] - own[found[parted]])) < 1e-4
+    completions = decode(model, prompts, vocab_size=config.vocab_size, max_tokens=20, sampling=GREEDY)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for prompt, ours in zip(prompts, completions, strict=True):
+        ids = torch.tensor([prompt])
+        reference = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+        different = next((at for at, pair in enumerate(zip(ours, reference, strict=True)) if pair[0] != pair[1]), None)
+        if different is not None:  # a tie: another order of summing may choose either, and the texts differ from there on
+            own = own_logprobs(model, prompt, reference[: different + 1])[-1]
+            assert abs(float(own[ours[different]] - own[reference[different]])) < 1e-4

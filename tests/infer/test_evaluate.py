@@ -1,6 +1,7 @@
 """Measuring a model on rows of text: the same however the rows are shared out."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,20 @@ from lmforge.data.batch import Batch
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.evaluate.perplexity import ScoreFn, evaluate_loss, make_score_fn
+from lmforge.evaluate.perplexity import evaluate_loss
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import score_text
 
 CPU = torch.device("cpu")
+ScoreFn = Callable[[Batch], torch.Tensor]
 ALONE = DistributedContext(RankInfo(), CPU, None)
 
 
 @pytest.fixture(scope="module")
 def score(tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]) -> ScoreFn:
     model, tokenizer = tiny_model_and_tokenizer
-    return make_score_fn(model, torch.from_numpy(tokenizer.token_byte_lengths()))
+    token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
+    return lambda batch: score_text(model, batch, token_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +47,13 @@ def sums(
     return nats, targets, text_nats, text_bytes
 
 
-@pytest.mark.parametrize(("rows", "batch_rows"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)])
-def test_rows_are_scored_once_each_however_they_are_batched(
+@pytest.mark.parametrize(("rows", "batch_size"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)])
+def test_sequences_are_scored_once_each_in_any_batch_size(
     score: ScoreFn,
     stream: TokenDataset,
     tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer],
     rows: int | None,
-    batch_rows: int,
+    batch_size: int,
 ) -> None:
     told: list[tuple[int, int]] = []
     measured = evaluate_loss(
@@ -58,12 +61,12 @@ def test_rows_are_scored_once_each_however_they_are_batched(
         stream,
         ALONE,
         num_sequences=rows,
-        batch_size=batch_rows,
+        batch_size=batch_size,
         on_progress=lambda done, total: told.append((done, total)),
     )
     total = min(rows or stream.sequences_per_epoch, stream.sequences_per_epoch)
     nats, targets, text_nats, text_bytes = sums(tiny_model_and_tokenizer, stream, total)
-    assert measured["targets"] == targets
+    assert measured["tokens"] == targets
     assert measured["bytes"] == text_bytes
     # fp32 products of other shapes round otherwise.
     assert measured["loss"] == pytest.approx(nats / targets, rel=1e-6)
@@ -73,7 +76,7 @@ def test_rows_are_scored_once_each_however_they_are_batched(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_passes(
+def test_the_parts_of_all_ranks_add_up_in_equally_many_forward_passes(
     stream: TokenDataset, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer], ranks: int
 ) -> None:
     model, tokenizer = tiny_model_and_tokenizer
@@ -96,6 +99,6 @@ def test_the_shares_of_all_ranks_add_up_to_the_whole_in_equally_many_forward_pas
     assert torch.stack(shares).sum(0).tolist() == pytest.approx(sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6)
 
 
-def test_nothing_to_score_is_zero_and_not_a_division_by_it(stream: TokenDataset) -> None:
+def test_a_loss_of_nothing_is_zero(stream: TokenDataset) -> None:
     measured = evaluate_loss(lambda batch: torch.zeros(4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
-    assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "targets": 0.0, "bytes": 0.0}
+    assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "tokens": 0.0, "bytes": 0.0}

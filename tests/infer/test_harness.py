@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,10 +21,11 @@ from lm_eval.tasks import TaskManager
 from lmforge.cli import run as command
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import UserError
+from lmforge.evaluate import lm_eval_model
 from lmforge.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
-from lmforge.generate.model_loading import load_model
-from tests.conftest import Command
+from lmforge.generate.model_loading import LoadedModel, load_model
 from tests.infer.test_tasks import ALONE, on_ranks
+from tests.preloaded import preloaded
 
 CHOICES = [
     {"text": "Who speaks?", "options": ["the king", "a long answer that nobody would give", "x"], "gold": 0},
@@ -81,34 +84,41 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if isinstance(value, float) and "stderr" not in name}
 
 
-@pytest.mark.parametrize("few_shot", [0, 2])
-def test_scores_are_those_of_the_exported_model(
-    folder: Path, tiny_run: Path, tmp_path: Path, lmforge: Command, few_shot: int
-) -> None:
-    assert lmforge("export", tiny_run, tmp_path / "exported").returncode == 0
+@pytest.fixture(scope="module")
+def opened(tiny_run: Path) -> LoadedModel:
+    return load_model(tiny_run, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> HFLM:
+    """The same model, exported, as the harness opens it."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    assert command(["export", str(tiny_run), str(folder)]) == 0
+    return HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=2)
+
+
+@pytest.mark.parametrize("num_fewshot", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_scores_are_those_of_the_exported_model(folder: Path, opened: LoadedModel, exported: HFLM, num_fewshot: int) -> None:
     names = list(TASKS)
     theirs = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=str(tmp_path / "exported"), dtype="float32", device="cpu", batch_size=2),
+        model=exported,
         tasks=names,
-        num_fewshot=few_shot,
+        num_fewshot=num_fewshot,
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
     )
-    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
-    mine = run_lm_eval(opened, names, ALONE, include_path=folder, num_fewshot=few_shot, batch_size=3)
+    mine = run_lm_eval(opened, names, ALONE, include_path=folder, num_fewshot=num_fewshot, limit=None, batch_size=3)
     for name in names:
         expected = numbers(theirs["results"][name])
         assert expected
-        # fp32 in rows of other lengths.
+        # fp32 in batches of other lengths.
         assert numbers(mine[name]) == pytest.approx(expected, rel=1e-5)
     # Not all of them the one number that says nothing.
     assert 1 < numbers(mine["reading"])["byte_perplexity,none"] < 256
 
 
-def test_answers_to_single_requests_are_those_of_the_exported_model(tiny_run: Path, tmp_path: Path, lmforge: Command) -> None:
-    assert lmforge("export", tiny_run, tmp_path / "exported").returncode == 0
-    theirs = HFLM(pretrained=str(tmp_path / "exported"), dtype="float32", device="cpu", batch_size=2)
-    mine = LMEvalModel(load_model(tiny_run, torch.device("cpu"), torch.float32), ALONE, batch_size=2)
+def test_single_requests_give_the_results_of_the_exported_model(opened: LoadedModel, exported: HFLM) -> None:
+    theirs, mine = exported, LMEvalModel(opened, ALONE, batch_size=2)
     assert (mine.max_length, mine.eot_token_id, mine.prefix_token_id) == (
         theirs.max_length,
         theirs.eot_token_id,
@@ -136,55 +146,60 @@ def test_answers_to_single_requests_are_those_of_the_exported_model(tiny_run: Pa
     assert mine.generate_until(requests) == theirs.generate_until(requests)
 
 
-def test_the_verb_asks_the_harness_and_names_a_task_that_is_none(
-    folder: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
+UNKNOWN = "no_such_task: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them"
+
+
+def test_evaluate_prints_the_scores_of_the_harness(
+    folder: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [
-        "evaluate",
-        str(tiny_run),
-        "--lm_eval_include_path",
-        str(folder),
-        "--device",
-        "cpu",
-        "--limit",
-        "2",
-        "--output",
-        "json",
-    ]
-    assert command([*words, "--lm_eval", "choosing"]) == 0
+    words = ["evaluate", str(tiny_run), "--lm_eval_include_path", str(folder), "--device", "cpu", "--limit", "2"]
+    assert command([*words, "--output", "json", "--lm_eval", "choosing"]) == 0
     [result] = json.loads(capfd.readouterr().out)
     assert result["task"] == "choosing"
     assert 0 <= result["metrics"]["acc,none"] <= 1
+    # Without the thousands of tasks that the harness comes with, whose index takes it a quarter of a minute.
+    own_tasks_only = partial(lm_eval_model._SyncedTaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval_model, "_SyncedTaskManager", own_tasks_only)
     assert command([*words, "--lm_eval", "choosing", "no_such_task"]) == 2
-    assert "no_such_task: no such task" in capfd.readouterr().err
+    assert UNKNOWN in capfd.readouterr().err
 
 
-def test_several_processes_print_once_what_one_finds(folder: Path, tiny_run: Path, lmforge: Command) -> None:
-    words = ["evaluate", tiny_run, "--lm_eval_include_path", folder, "--device", "cpu", "--batch_size", 2, "--processes", 2]
-    shared = lmforge(*words, "--lm_eval", *TASKS, "--output", "json")
-    assert shared.returncode == 0, shared.stderr
-    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
-    alone = run_lm_eval(opened, list(TASKS), ALONE, include_path=folder, batch_size=2)
-    found = {result["task"]: result["metrics"] for result in json.loads(shared.stdout)}
-    assert found.keys() == alone.keys()
+def two_processes(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "output").mkdir(exist_ok=True)
+    return preloaded().run(["evaluate", *map(str, words), "--device", "cpu"], tmp_path / "output", ranks=2)
+
+
+def test_several_processes_print_the_scores_of_one_once(
+    folder: Path, tiny_run: Path, opened: LoadedModel, tmp_path: Path
+) -> None:
+    words = [tiny_run, "--lm_eval_include_path", folder, "--batch_size", 2]
+    several = two_processes(tmp_path, *words, "--lm_eval", *TASKS, "--output", "json")
+    assert several.returncode == 0, several.stderr
+    alone = run_lm_eval(opened, list(TASKS), ALONE, include_path=folder, num_fewshot=None, limit=None, batch_size=2)
+    scores = {result["task"]: result["metrics"] for result in json.loads(several.stdout)}
+    assert scores.keys() == alone.keys()
     for name, metrics in alone.items():
         # Other thread counts, other sums.
-        assert numbers(found[name]) == pytest.approx(numbers(metrics), rel=1e-5)
-    assert shared.stderr.count("[Task: writing] metric bleu is defined, but aggregation is not") == 1
-    refused = lmforge(*words, "--lm_eval", "choosing", "no_such_task")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.count("no_such_task: no such task") == 1
+        assert numbers(scores[name]) == pytest.approx(numbers(metrics), rel=1e-5)
+    assert several.stderr.count("[Task: writing] metric bleu is defined, but aggregation is not") == 1
 
 
-def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(tiny_run: Path) -> None:
-    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+@pytest.mark.slow
+def test_several_processes_refuse_an_unknown_task_once(folder: Path, tiny_run: Path, tmp_path: Path) -> None:
+    words = [tiny_run, "--lm_eval_include_path", folder, "--lm_eval", "choosing", "no_such_task"]
+    failed = two_processes(tmp_path, *words)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.count(UNKNOWN) == 1
+
+
+def test_results_are_the_same_on_any_number_of_ranks_with_sampling_too(opened: LoadedModel) -> None:
     drawn = {"until": [], "max_gen_toks": 5, "do_sample": True, "temperature": 1.5}
     written = [Instance("generate_until", {}, (text, drawn), number) for number, text in enumerate(["The", "O", "The", "My"])]
     pairs = [Instance("loglikelihood", {}, ("The", after), number) for number, after in enumerate([" king", " a", " o"])]
     texts = [Instance("loglikelihood_rolling", {}, (text,), number) for number, text in enumerate(["The king", "O"])]
 
-    def answers(ranks: DistributedContext) -> list[Any]:
-        model = LMEvalModel(opened, ranks, batch_size=1)
+    def answers(dist_ctx: DistributedContext) -> list[Any]:
+        model = LMEvalModel(opened, dist_ctx, batch_size=1)
         return [model.generate_until(written), model.loglikelihood(pairs), model.loglikelihood_rolling(texts)]
 
     alone = answers(ALONE)
@@ -193,13 +208,12 @@ def test_answers_are_the_same_on_any_number_of_ranks_also_where_they_are_drawn(t
         assert found == alone
 
 
-def test_ranks_that_are_asked_other_things_are_told(tiny_run: Path) -> None:
-    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+def test_ranks_with_different_requests_get_the_same_error(opened: LoadedModel) -> None:
 
-    def problem(ranks: DistributedContext) -> str:
-        request = Instance("loglikelihood", {}, ("The", f" king {ranks.rank_info.rank}"), 0)
+    def problem(dist_ctx: DistributedContext) -> str:
+        request = Instance("loglikelihood", {}, ("The", f" king {dist_ctx.rank_info.rank}"), 0)
         with pytest.raises(UserError) as raised:
-            LMEvalModel(opened, ranks, batch_size=1).loglikelihood([request])
+            LMEvalModel(opened, dist_ctx, batch_size=1).loglikelihood([request])
         return str(raised.value)
 
     [one, other] = on_ranks(2, problem)
@@ -207,7 +221,7 @@ def test_ranks_that_are_asked_other_things_are_told(tiny_run: Path) -> None:
     assert "the ranks' tasks of lm-evaluation-harness differ" in one
 
 
-def test_a_task_that_cannot_be_loaded_is_told_in_one_line(
+def test_a_task_that_cannot_be_loaded_is_reported_in_one_line(
     folder: Path, tmp_path: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = (folder / "choosing.yaml").read_text().replace("choosing", "missing")
@@ -217,9 +231,7 @@ def test_a_task_that_cannot_be_loaded_is_told_in_one_line(
     assert "lm-evaluation-harness cannot load its task (" in capfd.readouterr().err
 
 
-def test_a_task_that_one_rank_cannot_load_ends_all_of_them_with_its_reason(
-    folder: Path, tmp_path: Path, tiny_run: Path, lmforge: Command
-) -> None:
+def test_a_task_that_one_rank_cannot_load_ends_all_ranks_with_its_error(folder: Path, tmp_path: Path, tiny_run: Path) -> None:
     failing = """
         import os
 
@@ -232,7 +244,6 @@ def test_a_task_that_one_rank_cannot_load_ends_all_of_them_with_its_reason(
     (tmp_path / "here.yaml").write_text(
         (folder / "choosing.yaml").read_text().replace("task: choosing", "task: here") + "process_docs: !function here.docs\n"
     )
-    words = ["evaluate", tiny_run, "--lm_eval_include_path", tmp_path, "--device", "cpu", "--lm_eval", "here", "--processes", 2]
-    failed = lmforge(*words)
+    failed = two_processes(tmp_path, tiny_run, "--lm_eval_include_path", tmp_path, "--lm_eval", "here")
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.count("lmforge: lm-evaluation-harness cannot load its task ('not here')") == 1

@@ -55,7 +55,7 @@ def drawn(logits: torch.Tensor, sampling: SamplingParams, seed: int = 0) -> torc
     return sample_tokens(logits, sampling, draw_uniforms(seed, len(logits)))[0]
 
 
-def test_without_temperature_the_likeliest_token_is_chosen_and_told_by_the_models_own_distribution() -> None:
+def test_greedy_takes_the_likeliest_token_and_returns_the_models_own_distribution() -> None:
     logits = torch.randn(50, 30, generator=fresh_generator())
     tokens, probabilities = sample_tokens(logits, SamplingParams(0.0, top_k=5, top_p=0.5), draw_uniforms(0, 50))
     assert torch.equal(tokens, logits.argmax(-1))
@@ -74,7 +74,7 @@ def test_without_temperature_the_likeliest_token_is_chosen_and_told_by_the_model
         SamplingParams(1e-4),
     ],
 )
-def test_every_way_of_narrowing_ends_in_the_likeliest_token(sampling: SamplingParams) -> None:
+def test_top_k_top_p_and_temperature_narrow_to_the_likeliest_token(sampling: SamplingParams) -> None:
     generator = fresh_generator()
     logits = 5 * torch.randn(40, 30, generator=generator)
     tokens, probabilities = sample_tokens(logits, sampling, draw_uniforms(generator.initial_seed(), 40))
@@ -85,7 +85,7 @@ def test_every_way_of_narrowing_ends_in_the_likeliest_token(sampling: SamplingPa
 @pytest.mark.parametrize("vocab", [5, 128, 300])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(0.5, top_k=3, top_p=0.5)])
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
-def test_what_is_no_distribution_is_told_by_the_probability_of_the_token(
+def test_the_probability_is_nan_where_the_logits_are_no_distribution(
     sampling: SamplingParams, vocab: int, number: float
 ) -> None:
     logits = torch.randn(6, vocab, generator=fresh_generator())
@@ -107,7 +107,7 @@ def test_what_is_no_distribution_is_told_by_the_probability_of_the_token(
         SamplingParams(1.2, top_k=6, top_p=0.8),
     ],
 )
-def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: SamplingParams, vocab: int) -> None:
+def test_tokens_are_sampled_as_often_as_their_probability(sampling: SamplingParams, vocab: int) -> None:
     generator, draws = fresh_generator(), 4000
     logits = 2 * torch.randn(1, vocab, generator=generator)
     probabilities = torch.tensor(plainly(logits[0].tolist(), sampling))
@@ -119,7 +119,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(sampling: SamplingP
     assert ((counts - draws * probabilities).abs() <= allowed).all()
 
 
-def test_a_number_draws_the_token_at_which_the_sum_passes_it() -> None:
+def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_number() -> None:
     generator = fresh_generator()
     logits = 4 * torch.randn(200, 1000, generator=generator)
     drawing = draw_uniforms(generator.initial_seed(), 200)
@@ -131,14 +131,14 @@ def test_a_number_draws_the_token_at_which_the_sum_passes_it() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
-def test_the_least_and_the_largest_number_draw_a_token_that_can_be_drawn(number: float) -> None:
+def test_the_smallest_and_largest_uniform_numbers_give_possible_tokens(number: float) -> None:
     logits = 3 * torch.randn(300, 700, generator=fresh_generator())
     logits[:, :100] = logits[:, -150:] = -torch.inf
     tokens, probabilities = sample_tokens(logits, SamplingParams(), torch.full((300,), number, dtype=torch.float64))
     assert (probabilities.gather(1, tokens[:, None]) > 0).all()
 
 
-def test_numbers_are_even_and_those_of_neighbouring_seeds_have_nothing_in_common() -> None:
+def test_uniform_numbers_are_uniform_and_uncorrelated_between_neighbouring_seeds() -> None:
     seed = fresh_generator().initial_seed()
     rows = torch.stack([draw_uniforms(seed + row, 2000) for row in range(8)])
     assert ((rows >= 0) & (rows < 1)).all()
@@ -153,7 +153,7 @@ def test_tokens_that_tie_with_the_kth_stay() -> None:
     assert (probabilities > 0).tolist() == [True, True, True, False]
 
 
-def test_a_row_draws_from_its_own_number_only() -> None:
+def test_a_sequence_depends_on_its_own_uniform_number_only() -> None:
     generator = fresh_generator()
     logits, drawing = torch.randn(8, 20, generator=generator), draw_uniforms(generator.initial_seed(), 8)
     together, _ = sample_tokens(logits, SamplingParams(), drawing)
@@ -161,7 +161,7 @@ def test_a_row_draws_from_its_own_number_only() -> None:
         assert sample_tokens(logits[row : row + 1], SamplingParams(), drawing[row : row + 1])[0] == together[row]
 
 
-def test_masked_logits_are_never_drawn() -> None:
+def test_masked_logits_are_never_sampled() -> None:
     logits = torch.full((500, 8), -torch.inf)
     logits[:, 3] = 0.0
     assert (drawn(logits, SamplingParams(2.0), fresh_generator().initial_seed()) == 3).all()

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from lmforge.cli import run as command
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import parse_options
 from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.likelihood import ModelWithTokenizer
-from lmforge.evaluate.tasks import check_task, load_task, run_task
+from lmforge.evaluate.tasks import TaskSettings, check_task, load_task, run_task
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.generate.sampling import SamplingParams
-from tests.conftest import Command
+from tests.conftest import Refusal
+from tests.preloaded import preloaded
 
 CPU = torch.device("cpu")
 ALONE = DistributedContext(RankInfo(), CPU, None)
@@ -59,8 +61,8 @@ def log_probability(opened: ModelWithTokenizer, before: list[int], after: list[i
     return sum(float(logs[len(before) + place - 1, token]) for place, token in enumerate(after))
 
 
-def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened: ModelWithTokenizer, tmp_path: Path) -> None:
-    result = run_task(load_task(task_file(tmp_path, CHOICES)), opened, ALONE, batch_size=3)
+def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+    result = run_task(load_task(task_file(tmp_path, CHOICES)), opened, ALONE, TaskSettings(batch_size=3))
     encode, right = opened.tokenizer.encode, [0, 0, 1, 1]
     prompts = ["Question: Who speaks?\nAnswer:", "First Citizen:\n", "What is", ""]
     plain, normalised = [], []
@@ -72,17 +74,17 @@ def test_a_choice_is_the_likeliest_continuation_by_the_models_own_logits(opened:
             before = encode(kept) or [opened.tokenizer.eos_token_id]
             logs.append(log_probability(opened, before, encode(joined)[len(encode(kept)) :]))
         # fp32, and rows padded to the longest of a batch.
-        assert result["answered"][number]["log_probabilities"] == pytest.approx(logs, rel=1e-5)
+        assert result["answers"][number]["logprobs"] == pytest.approx(logs, rel=1e-5)
         plain.append(logs.index(max(logs)) == right[number])
         by_length = [log / len(choice) for log, choice in zip(logs, line["choices"], strict=True)]
         normalised.append(by_length.index(max(by_length)) == right[number])
     mean = sum(plain) / 4
-    assert result["metrics"] == {"accuracy": mean, "accuracy_normalised": sum(normalised) / 4}
-    assert result["standard_errors"]["accuracy"] == pytest.approx(math.sqrt(mean * (1 - mean) / 3))
-    assert [told["right"] for told in result["answered"]] == right
+    assert result["metrics"] == {"acc": mean, "acc_norm": sum(normalised) / 4}
+    assert result["standard_errors"]["acc"] == pytest.approx(math.sqrt(mean * (1 - mean) / 3))
+    assert [told["correct_choice"] for told in result["answers"]] == right
 
 
-def test_written_answers_are_compared_as_texts_and_by_pattern(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_written_answers_are_compared_with_texts_and_patterns(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     [first] = generate(
         opened.model,
         opened.tokenizer,
@@ -95,8 +97,8 @@ def test_written_answers_are_compared_as_texts_and_by_pattern(opened: ModelWithT
         stop_token_ids=opened.stop_token_ids,
     )
     lines = [{"prompt": "The king", "answers": ["never", f"  {first.text} "]}, *WRITTEN]
-    result = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, max_tokens=9)
-    told = result["answered"]
+    result = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, TaskSettings(max_tokens=9))
+    told = result["answers"]
     assert told[0]["text"] == told[1]["text"] == first.text
     assert told[0]["scores"] == {"exact_match": True, "contains": True}
     assert told[1]["scores"] == {"exact_match": False, "contains": False}
@@ -108,33 +110,33 @@ def test_written_answers_are_compared_as_texts_and_by_pattern(opened: ModelWithT
     assert result["questions"] == 4
 
 
-def test_examples_are_the_first_others_with_their_answers(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_fewshot_examples_are_the_first_other_questions_with_their_answers(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     task = load_task(task_file(tmp_path, CHOICES))
     shown = ["Question: Who speaks?\nAnswer: the king\n\n", "First Citizen:\nBefore we proceed\n\n", "What is the matter\n\n"]
     by_hand = [
         {"prompt": "".join(shown[1:]) + "Question: Who speaks?\nAnswer:", "choices": CHOICES[0]["choices"], "answer": 0},
         {"prompt": shown[0] + shown[1] + "", "choices": CHOICES[3]["choices"], "answer": 1},
     ]
-    expected = run_task(load_task(task_file(tmp_path, by_hand, "by_hand")), opened, ALONE)["answered"]
-    found = run_task(task, opened, ALONE, num_fewshot=2)["answered"]
+    expected = run_task(load_task(task_file(tmp_path, by_hand, "by_hand")), opened, ALONE, TaskSettings())["answers"]
+    found = run_task(task, opened, ALONE, TaskSettings(num_fewshot=2))["answers"]
     for mine, theirs in ((found[0], expected[0]), (found[3], expected[1])):
-        assert mine["log_probabilities"] == pytest.approx(theirs["log_probabilities"], rel=1e-5)
+        assert mine["logprobs"] == pytest.approx(theirs["logprobs"], rel=1e-5)
     # From another file, whose questions are none of these: all from the first.
     other = load_task(task_file(tmp_path, CHOICES, "other"))
-    [last] = run_task(task, opened, ALONE, num_fewshot=2, fewshot_task=other, limit=4)["answered"][3:]
-    assert last["log_probabilities"] == pytest.approx(expected[1]["log_probabilities"], rel=1e-5)
-    assert len(run_task(task, opened, ALONE, limit=2)["answered"]) == 2
+    [last] = run_task(task, opened, ALONE, TaskSettings(num_fewshot=2, fewshot_task=other, limit=4))["answers"][3:]
+    assert last["logprobs"] == pytest.approx(expected[1]["logprobs"], rel=1e-5)
+    assert len(run_task(task, opened, ALONE, TaskSettings(limit=2))["answers"]) == 2
 
 
 def on_ranks(count: int, work: Any) -> list[Any]:
-    """What `work(ranks)` gives on each of `count` ranks: real ones would take a process each."""
-    gate, brought, results = threading.Barrier(count), [None] * count, [None] * count
+    """The results of `work(dist_ctx)` on `count` ranks, each a thread: real ones would take a process each."""
+    gate, values, results = threading.Barrier(count), [None] * count, [None] * count
 
     class Thread(DistributedContext):
-        def gather(self, value: Any) -> list[Any]:
-            brought[self.rank_info.rank] = value
+        def all_gather(self, value: Any) -> list[Any]:
+            values[self.rank_info.rank] = value
             gate.wait()
-            everyone = list(brought)
+            everyone = list(values)
             gate.wait()  # or the next value may come before a slow one has looked
             return everyone
 
@@ -154,74 +156,77 @@ def test_any_number_of_ranks_gives_the_same_to_the_last_bit(
     opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     task = load_task(task_file(tmp_path, lines))
-    alone = run_task(task, opened, ALONE, batch_size=2, max_tokens=6)
+    settings = TaskSettings(batch_size=2, max_tokens=6)
+    alone = run_task(task, opened, ALONE, settings)
     for count in (2, 5):
-        for result in on_ranks(count, lambda ranks: run_task(task, opened, ranks, batch_size=2, max_tokens=6)):
+        for result in on_ranks(count, lambda dist_ctx: run_task(task, opened, dist_ctx, settings)):
             assert result == alone
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN], ids=["choices", "written"])
-def test_each_batch_of_a_rank_is_heard_of(opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+def test_on_batch_is_called_for_each_batch_of_a_rank(
+    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
     task = load_task(task_file(tmp_path, lines))
-    rows = sum(len(line.get("choices", [0])) for line in lines)
+    sequences = sum(len(line.get("choices", [0])) for line in lines)
 
-    def batches(ranks: DistributedContext) -> int:
-        heard: list[int] = []
-        run_task(task, opened, ranks, batch_size=1, max_tokens=6, on_batch=lambda: heard.append(0))
-        return len(heard)
+    def batches(dist_ctx: DistributedContext) -> int:
+        calls: list[int] = []
+        run_task(task, opened, dist_ctx, TaskSettings(batch_size=1, max_tokens=6, on_batch=lambda: calls.append(0)))
+        return len(calls)
 
-    assert on_ranks(2, batches) == [-(-rows // 2), rows // 2]
+    assert on_ranks(2, batches) == [-(-sequences // 2), sequences // 2]
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN[:2]], ids=["choices", "written"])
-def test_what_fits_is_found_before_there_is_a_model(
+def test_check_task_finds_the_longest_prompt_without_a_model(
     opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     """As many tokens as the longest prompt and answer take are enough, and give the scores of more; one less is refused."""
     task = load_task(task_file(tmp_path, lines))
-    config, about = opened.config, {"few_shot": 1, "max_tokens": 6}
-    longest = check_task(task, opened.tokenizer, config, opened.prefix_ids, **about)
+    config, settings = opened.config, TaskSettings(num_fewshot=1, max_tokens=6)
+    longest = check_task(task, opened.tokenizer, config, opened.prefix_ids, settings)
     enough = replace(config, max_position_embeddings=longest)
-    assert check_task(task, opened.tokenizer, enough, opened.prefix_ids, **about) == longest
-    scores = run_task(task, opened, ALONE, **about)
+    assert check_task(task, opened.tokenizer, enough, opened.prefix_ids, settings) == longest
+    scores = run_task(task, opened, ALONE, settings)
     assert isinstance(opened, LoadedModel)
-    assert run_task(task, replace(opened, config=enough), ALONE, **about) == scores
+    assert run_task(task, replace(opened, config=enough), ALONE, settings) == scores
     fewer = replace(config, max_position_embeddings=longest - 1)
-    with pytest.raises(UserError, match=rf"line \d: prompt and answer take {longest} tokens, .* reads at most {longest - 1};"):
-        check_task(task, opened.tokenizer, fewer, opened.prefix_ids, **about)
+    with pytest.raises(UserError, match=rf"record \d: .* take {longest} tokens, .* reads at most {longest - 1};"):
+        check_task(task, opened.tokenizer, fewer, opened.prefix_ids, settings)
 
 
 def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     longest = opened.config.max_position_embeddings
     line = {"prompt": "word " * longest, "choices": ["a", "b b b"], "answer": 0}
-    [told] = run_task(load_task(task_file(tmp_path, [line])), opened, ALONE)["answered"]
-    assert all(log < 0 for log in told["log_probabilities"])
-    [told] = run_task(
-        load_task(task_file(tmp_path, [{"prompt": "word " * longest, "answer": "b"}])), opened, ALONE, max_tokens=3
-    )["answered"]
-    assert told["text"]
+    [answer] = run_task(load_task(task_file(tmp_path, [line])), opened, ALONE, TaskSettings())["answers"]
+    assert all(logprob < 0 for logprob in answer["logprobs"])
+    task = load_task(task_file(tmp_path, [{"prompt": "word " * longest, "answer": "b"}]))
+    [answer] = run_task(task, opened, ALONE, TaskSettings(max_tokens=3))["answers"]
+    assert answer["text"]
 
 
-def test_a_context_that_is_cut_is_not_cut_into_tokens_anew(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_truncated_context_is_not_tokenized_again(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     """Half of a character, at which the cut may fall, is three when it is decoded and encoded again."""
     longest, character = opened.config.max_position_embeddings, "\N{CJK UNIFIED IDEOGRAPH-6F22}"
     assert len(opened.tokenizer.encode(character)) == 3
     lines = [{"prompt": "a" * shift + character * longest, "answer": "b"} for shift in range(3)]
-    answered = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, max_tokens=3)["answered"]
-    for told, line in zip(answered, lines, strict=True):
+    answers = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, TaskSettings(max_tokens=3))["answers"]
+    options: dict[str, Any] = {"max_tokens": 3, "sampling": SamplingParams(0.0), "seed": 0, "stop_strings": ["\n"]}
+    options |= {"prefix_ids": opened.prefix_ids, "stop_token_ids": opened.stop_token_ids}
+    for answer, line in zip(answers, lines, strict=True):
         ids = opened.tokenizer.encode(line["prompt"])[-(longest - 3) :]
-        about: dict[str, Any] = {"sampling": SamplingParams(0.0), "seed": 0, "stop": ["\n"], "ends": opened.stop_token_ids}
-        [alone] = generate(opened.model, opened.tokenizer, [ids], max_tokens=3, prefix_ids=opened.prefix_ids, **about)
-        assert told["text"] == alone.text
+        [alone] = generate(opened.model, opened.tokenizer, [ids], **options)
+        assert answer["text"] == alone.text
 
 
-def test_a_choice_longer_than_the_model_reads_is_a_mistake(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_choice_longer_than_the_model_reads_is_a_user_error(opened: ModelWithTokenizer, tmp_path: Path) -> None:
     line = {"prompt": "a", "choices": ["b", "word " * opened.config.max_position_embeddings], "answer": 0}
-    with pytest.raises(UserError, match=r"a choice has \d+ tokens, and the model reads at most \d+ in a row"):
-        run_task(load_task(task_file(tmp_path, [line])), opened, ALONE)
+    with pytest.raises(UserError, match=r"a choice has \d+ tokens, and the model reads at most \d+"):
+        run_task(load_task(task_file(tmp_path, [line])), opened, ALONE, TaskSettings())
 
 
-def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_line_of_json(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": text, "answer": "b"}, ensure_ascii=False) + "\r\n")
     assert [item.prompt for item in load_task(tmp_path / "a.jsonl").questions] == [text]
@@ -230,7 +235,7 @@ def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--tasks", "a.jsonl", "--rows", "3"], "--rows: of the loss on documents"),
+        (["--tasks", "a.jsonl", "--sequences", "3"], "--sequences: of the loss on documents"),
         (["--lm_eval", "a", "--data", "b"], "--data: of the loss on documents"),
         (["--limit", "3"], "--limit: only with --tasks or --lm_eval"),
         (["--lm_eval", "a", "--stop", "b"], "--stop: only with --tasks"),
@@ -247,80 +252,82 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 2: not valid JSON"),
-        ("[1]", "line 2: expected an object, got list"),
-        ('{"answer": "a"}', 'line 2: expected either a "question" or a "prompt"'),
-        ('{"prompt": "a", "question": "b", "answer": "c"}', "line 2: expected either"),
-        ('{"prompt": 3, "answer": "c"}', "line 2: its question or prompt is no text"),
-        ('{"prompt": "a"}', "line 2: has nothing to compare with"),
-        ('{"prompt": "a", "answer": 3}', 'line 2: "answer" is no text: 3'),
-        ('{"prompt": "a", "answers": [3]}', 'line 2: "answers" is not texts'),
-        ('{"prompt": "a", "pattern": "("}', 'line 2: "pattern" is no regular expression'),
-        ('{"prompt": "a", "choices": ["b"], "answer": 0}', 'line 2: "choices" needs two or more'),
-        ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', 'line 2: "answer" is 2, which is none of its 2 choices'),
-        ('{"prompt": "a", "choices": ["b", "c"]}', 'line 2: "answer" is null'),
-        ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "line 1 has no choices and line 2 has some"),
+        ("{", "record 2: "),
+        ("[1]", "record 2: expected an object"),
+        ('{"answer": "a"}', 'record 2: expected either a "question" or a "prompt"'),
+        ('{"prompt": "a", "question": "b", "answer": "c"}', "record 2: expected either"),
+        ('{"prompt": 3, "answer": "c"}', "record 2: its question or prompt is not text: 3"),
+        ('{"prompt": "a"}', "record 2: nothing to compare with"),
+        ('{"prompt": "a", "answer": 3}', 'record 2: "answer" is not text: 3'),
+        ('{"prompt": "a", "answers": [3]}', 'record 2: "answers" is not a list of texts: [3]'),
+        ('{"prompt": "a", "pattern": "("}', 'record 2: "pattern" is not a regular expression'),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', 'record 2: "choices" needs two or more'),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', 'record 2: "answer" is 2, which is none of its 2 choices'),
+        ('{"prompt": "a", "choices": ["b", "c"]}', 'record 2: "answer" is null'),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "record 1 has no choices and record 2 has some"),
     ],
 )
-def test_a_bad_line_is_told_with_its_number(line: str, told: str, tmp_path: Path) -> None:
+def test_the_error_of_a_bad_record_has_its_number(line: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
-    with pytest.raises(UserError, match=rf"bad\.jsonl: .*{re.escape(told)}"):
+    with pytest.raises(UserError, match=rf"bad\.jsonl.*{re.escape(told)}"):
         load_task(path)
 
 
-def test_files_without_questions_and_examples_that_cannot_be_shown_are_told(opened: ModelWithTokenizer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
+def test_files_without_questions_and_unusable_examples_are_refused(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
         load_task(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="holds no questions"):
+    with pytest.raises(UserError, match="no questions"):
         load_task(task_file(tmp_path, []))
     task = load_task(task_file(tmp_path, WRITTEN))
-    with pytest.raises(UserError, match="has 2 questions to show as examples, and 3 were asked for"):
-        run_task(task, opened, ALONE, num_fewshot=3)
-    with pytest.raises(UserError, match="line 3: an example needs an answer"):
-        run_task(task, opened, ALONE, num_fewshot=2)
+    with pytest.raises(UserError, match="2 questions to show as examples, and 3 were requested"):
+        run_task(task, opened, ALONE, TaskSettings(num_fewshot=3))
+    with pytest.raises(UserError, match="record 3: an example needs an answer"):
+        run_task(task, opened, ALONE, TaskSettings(num_fewshot=2))
 
 
-def test_several_processes_print_once_what_one_finds(lmforge: Command, tiny_run: Path, tmp_path: Path) -> None:
+def test_several_processes_print_the_scores_of_one_process_once(
+    tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     files = [task_file(tmp_path, CHOICES, "chosen"), task_file(tmp_path, WRITTEN, "written")]
-    words = ["evaluate", tiny_run, "--tasks", *files, "--max_tokens", 5, "--device", "cpu", "--output", "json"]
-    alone = lmforge(*words, "--answers", tmp_path / "a.jsonl", "--batch_size", 2)
-    shared = lmforge(*words, "--answers", tmp_path / "b.jsonl", "--batch_size", 2, "--processes", 2)
-    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    assert json.loads(shared.stdout) == json.loads(alone.stdout)
+    words = ["evaluate", str(tiny_run), "--tasks", *map(str, files), "--max_tokens", "5", "--device", "cpu", "--output", "json"]
+    words += ["--batch_size", "2", "--answers"]
+    assert command([*words, str(tmp_path / "a.jsonl")]) == 0
+    one_process = json.loads(capfd.readouterr().out)
+    several = preloaded().run([*words, str(tmp_path / "b.jsonl")], tmp_path, ranks=2)
+    assert several.returncode == 0, several.stderr
+    assert json.loads(several.stdout) == one_process
     # Other thread counts, other sums.
     told, again = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in "ab")
     for one, other in zip(told, again, strict=True):
-        assert other.pop("log_probabilities", []) == pytest.approx(one.pop("log_probabilities", []), rel=1e-5)
+        assert other.pop("logprobs", []) == pytest.approx(one.pop("logprobs", []), rel=1e-5)
         assert one == other
-    refused = lmforge(*words, "--answers", tmp_path / "b.jsonl", "--processes", 2)
+    refused = preloaded().run([*words, str(tmp_path / "b.jsonl")], tmp_path, ranks=2)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "b.jsonl: is there already" in refused.stderr
+    assert refused.stderr.count("b.jsonl: exists already") == 1
 
 
-def test_the_verb_prints_scores_of_several_files_and_writes_what_was_answered(
-    lmforge: Command, tiny_run: Path, tmp_path: Path
+def test_evaluate_prints_the_scores_of_several_files_and_writes_the_answers(
+    tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:
+    def evaluate(*words: object) -> str:
+        assert command(["evaluate", *map(str, words)]) == 0
+        return capfd.readouterr().out
+
     files = [task_file(tmp_path, CHOICES, "chosen"), task_file(tmp_path, WRITTEN, "written")]
     common = ["--answers", tmp_path / "answers.jsonl", "--max_tokens", 5, "--device", "cpu"]
-    done = lmforge("evaluate", tiny_run, "--tasks", *files, "--output", "json", *common)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    results = json.loads(evaluate(tiny_run, "--tasks", *files, "--output", "json", *common))
     assert [(result["task"], result["questions"]) for result in results] == [("chosen", 4), ("written", 3)]
-    assert results[0]["metrics"].keys() == {"accuracy", "accuracy_normalised"}
+    assert results[0]["metrics"].keys() == {"acc", "acc_norm"}
     told = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [(each["task"], each["line"]) for each in told] == [
-        *[("chosen", line) for line in range(1, 5)],
-        *[("written", line) for line in range(1, 4)],
+    assert [(each["task"], each["record"]) for each in told] == [
+        *[("chosen", record) for record in range(1, 5)],
+        *[("written", record) for record in range(1, 4)],
     ]
-    table = lmforge("evaluate", tiny_run, "--tasks", files[0], "--device", "cpu")
-    assert "accuracy_normalised" in table.stdout
-    again = lmforge("evaluate", tmp_path / "no model", "--tasks", *files, *common)
-    assert (again.returncode, again.stderr) == (2, f"lmforge: {tmp_path}/answers.jsonl: is there already; name another file\n")
+    assert "acc_norm" in evaluate(tiny_run, "--tasks", files[0], "--device", "cpu")
+    again = refused("evaluate", tmp_path / "no model", "--tasks", *files, *common)
+    assert again == f"{tmp_path}/answers.jsonl: exists already; name another file"
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 7
-    failed = lmforge("evaluate", tmp_path / "no model", "--tasks", *files, "--answers", tmp_path / "more.jsonl")
-    assert failed.returncode == 2
+    refused("evaluate", tmp_path / "no model", "--tasks", *files, "--answers", tmp_path / "more.jsonl")
     assert not (tmp_path / "more.jsonl").exists()
-    refused = lmforge("evaluate", tiny_run, "--tasks", tmp_path / "none.jsonl")
-    assert refused.returncode == 2
-    assert "none.jsonl: cannot be read" in refused.stderr
+    assert "none.jsonl: no such file or folder" in refused("evaluate", tiny_run, "--tasks", tmp_path / "none.jsonl")

@@ -18,6 +18,7 @@ from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
+from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
 
 Capture = pytest.CaptureFixture[str]
@@ -34,7 +35,7 @@ def run(capsys: Capture, *words: object) -> tuple[str, str]:
     return told.out, told.err
 
 
-def test_a_prompt_is_printed_with_what_follows_it(
+def test_generate_prints_the_prompt_and_its_continuation(
     capsys: Capture, tiny_run: Path, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]
 ) -> None:
     told, _ = run(capsys, "generate", tiny_run, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
@@ -43,7 +44,7 @@ def test_a_prompt_is_printed_with_what_follows_it(
     assert told == f"The king{completion.text}\n"
 
 
-def test_the_seed_is_told_where_it_was_not_given_and_repeats_the_text(capsys: Capture, tiny_run: Path) -> None:
+def test_generate_prints_a_drawn_seed_which_repeats_the_text(capsys: Capture, tiny_run: Path) -> None:
     words = ("generate", tiny_run, "The", "--max_tokens", 30)
     told, aside = run(capsys, *words)
     named = re.fullmatch(r"\(seed (\d+)\)\n", aside)
@@ -52,7 +53,7 @@ def test_the_seed_is_told_where_it_was_not_given_and_repeats_the_text(capsys: Ca
     assert run(capsys, *words)[0] != told
 
 
-def test_several_prompts_are_each_told_with_their_own_text(capsys: Capture, tiny_run: Path) -> None:
+def test_several_prompts_are_each_printed_with_their_continuation(capsys: Capture, tiny_run: Path) -> None:
     options = ("--max_tokens", 12, "--seed", 3, *EXACT)
     told, _ = run(capsys, "generate", tiny_run, "The king", "My lord", "", *options)
     parts = re.split(r"--- \d ---\n", told)
@@ -74,17 +75,17 @@ def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path
     assert done.stderr == ""
 
 
-def test_evaluation_finds_what_the_run_itself_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
-    told, _ = run(capsys, "evaluate", tiny_run, "--rows", 4, "--output", "json")
+def test_evaluate_measures_what_the_run_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
+    told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 4, "--output", "json")
     measured = json.loads(told)
     last = Run(tiny_run).read_metrics()[-1]
     assert measured["loss"] == pytest.approx(last["val/loss"], rel=1e-6)
     assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=1e-6)
     assert measured["model"] == str(Run(tiny_run).checkpoint_path(6))
-    assert (measured["data"], measured["split"], measured["length"]) == (str(tiny_tokens), "validation", 48)
+    assert (measured["data"], measured["split"], measured["sequence_length"]) == (str(tiny_tokens), "validation", 48)
 
 
-def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
+def test_files_are_measured_as_if_they_were_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
     """In rows that hold everything nothing depends on where documents lie; texts in files, lines and shards are the same."""
     texts = [f"Document {number}: " + "well, " * number + "so be it." for number in range(12)]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -97,39 +98,43 @@ def test_files_are_measured_as_they_would_be_prepared(capsys: Capture, tiny_run:
     capsys.readouterr()
 
     def measured(*words: object) -> dict[str, float]:
-        assert command(["evaluate", str(tiny_run), *map(str, words), "--length", "1024", "--output", "json"]) == 0
+        assert command(["evaluate", str(tiny_run), *map(str, words), "--sequence_length", "1024", "--output", "json"]) == 0
         found: dict[str, float] = json.loads(capsys.readouterr().out)
         return found
 
     lines, folder = measured("--data", tmp_path / "lines.jsonl"), measured("--data", tmp_path / "folder")
     parts = [measured("--data", tmp_path / "shards", "--split", split) for split in ("train", "validation")]
-    for name in ("targets", "bytes"):
+    for name in ("tokens", "bytes"):
         assert lines[name] == folder[name] == sum(part[name] for part in parts)
-    nats = sum(part["loss"] * part["targets"] for part in parts)
-    assert lines["loss"] == pytest.approx(nats / lines["targets"], rel=1e-6)
+    nats = sum(part["loss"] * part["tokens"] for part in parts)
+    assert lines["loss"] == pytest.approx(nats / lines["tokens"], rel=1e-6)
     assert folder["loss"] == pytest.approx(lines["loss"], rel=1e-6)
     assert lines["split"] == "all"
 
 
-def test_processes_share_an_evaluation_and_print_it_once(lmforge: Command, tiny_run: Path) -> None:
-    words = ("evaluate", tiny_run, "--rows", 7, "--batch_size", 2, "--device", "cpu", "--output", "json")
-    alone, shared = lmforge(*words), lmforge(*words, "--processes", 2)
-    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    one, other = json.loads(alone.stdout), json.loads(shared.stdout)
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_processes_evaluate_together_and_print_once(
+    capsys: Capture, lmforge: Command, tiny_run: Path, tmp_path: Path, launched: bool
+) -> None:
+    words = ["evaluate", str(tiny_run), "--sequences", "7", "--batch_size", "2", "--device", "cpu", "--output", "json"]
+    alone, _ = run(capsys, *words)
+    several = lmforge(*words, "--processes", 2) if launched else preloaded().run(words, tmp_path, ranks=2)
+    assert several.returncode == 0, several.stderr
+    one, other = json.loads(alone), json.loads(several.stdout)
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert other.pop(name) == pytest.approx(one.pop(name), rel=1e-6)
     assert other == one
 
 
-def test_evaluation_is_told_in_a_line(capsys: Capture, tiny_run: Path) -> None:
-    told, _ = run(capsys, "evaluate", tiny_run, "--rows", 2)
+def test_evaluate_prints_one_line(capsys: Capture, tiny_run: Path) -> None:
+    told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 2)
     number = r"[\d,]+"
-    assert re.search(rf"\(held_out, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
+    assert re.search(rf"\(validation, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
     assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("ends", [[], [1, 2]])
-def test_a_model_of_others_begins_and_ends_its_texts_as_transformers_does(
+def test_texts_of_a_hugging_face_model_begin_and_end_as_in_transformers(
     capsys: Capture, tmp_path: Path, byte_tokenizer: Tokenizer, ends: list[int]
 ) -> None:
     seed = fresh_seed()

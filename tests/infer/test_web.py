@@ -54,7 +54,7 @@ def done(page: Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_a_question_is_answered_and_the_answer_is_text_whatever_it_says(page: Page) -> None:
+def test_an_answer_is_shown_as_text_whatever_it_contains(page: Page) -> None:
     say(page, "hello", "What is <b>this</b>?")
     expect(page.get_by_text("Hey <s>", exact=True).last).to_be_visible()
     done(page)
@@ -68,7 +68,7 @@ def test_a_question_is_answered_and_the_answer_is_text_whatever_it_says(page: Pa
     assert page.locator("article").count() == 4
 
 
-def test_an_answer_is_stopped_by_its_button_and_by_the_keyboard_and_its_row_is_free(page: Page, server: Server) -> None:
+def test_the_stop_button_and_escape_stop_an_answer_and_free_its_slot(page: Page, server: Server) -> None:
     say(page, "endless", "Go on")
     expect(page.locator("article.assistant .body")).to_contain_text("ababab")
     page.get_by_role("button", name="Stop").click()
@@ -83,15 +83,15 @@ def test_an_answer_is_stopped_by_its_button_and_by_the_keyboard_and_its_row_is_f
     assert server.is_idle()
 
 
-def test_settings_reach_the_model_and_regenerating_asks_again(page: Page) -> None:
+def test_settings_reach_the_model_and_regenerate_requests_again(page: Page) -> None:
     if page.get_by_role("button", name="Settings").get_attribute("aria-expanded") == "false":
         page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Longest answer").fill("9")
+    page.get_by_label("Maximum tokens").fill("9")
     page.get_by_label("Seed").fill("5")
     page.get_by_label("System prompt").fill("Be brief")
     say(page, "noise", "Hi")
     done(page)
-    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · .* · cut at the length$"))
+    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · .* · stopped at the maximum$"))
     first = last_answer(page)
     page.get_by_role("button", name="Regenerate").click()
     done(page)
@@ -114,11 +114,11 @@ def test_settings_reach_the_model_and_regenerating_asks_again(page: Page) -> Non
 def test_a_checkpoint_is_chosen_and_continues_a_text(page: Page) -> None:
     options = page.get_by_label("Model", exact=True).locator("option").all_inner_texts()
     assert options == ["hello", "endless", "noise", "plain", "tiny, newest", "tiny, step 6", "tiny, step 4", "tiny, step 2"]
-    longest = page.get_by_label("Longest answer")
+    longest = page.get_by_label("Maximum tokens")
     expect(longest).to_have_attribute("placeholder", "as many as fit")
-    page.get_by_label("continues the text").check()
+    page.get_by_label("continue the text").check()
     expect(longest).to_have_attribute("placeholder", "128")
-    page.get_by_label("Longest answer").fill("3")
+    page.get_by_label("Maximum tokens").fill("3")
     page.get_by_label("Temperature").fill("0")
     expect(page.get_by_label("System prompt")).to_be_hidden()
     say(page, "endless", "a")
@@ -130,17 +130,17 @@ def test_a_checkpoint_is_chosen_and_continues_a_text(page: Page) -> None:
     expect(page.locator(".note")).to_contain_text("3 tokens")
 
 
-def test_a_new_chat_forgets_and_ends_what_is_being_written(page: Page, server: Server) -> None:
+def test_a_new_chat_clears_the_conversation_and_stops_the_answer(page: Page, server: Server) -> None:
     say(page, "endless", "Go on")
     expect(page.locator("article.assistant .body")).to_contain_text("ab")
     page.get_by_role("button", name="New chat").click()
-    expect(page.get_by_text("Nothing said yet")).to_be_visible()
+    expect(page.get_by_text("No messages yet")).to_be_visible()
     assert page.locator("article").count() == 0
     assert server.is_idle()
     done(page)
 
 
-def test_what_goes_wrong_is_told_where_the_answer_would_be(browser: Browser, server: Server) -> None:
+def test_an_error_is_shown_in_place_of_the_answer(browser: Browser, server: Server) -> None:
     for page in opened(browser, server, allowed="status of 400"):
         say(page, "plain", "Hi")
         expect(page.locator("article").get_by_role("alert")).to_contain_text("plain: the tokenizer has no chat template")
@@ -150,12 +150,12 @@ def test_what_goes_wrong_is_told_where_the_answer_would_be(browser: Browser, ser
         assert last_answer(page) == "Hey <s>"
 
 
-def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, narrow_server: Server) -> None:
+def test_the_page_asks_for_a_key_where_one_is_needed(browser: Browser, narrow_server: Server) -> None:
     for page in opened(browser, narrow_server, allowed="status of 401"):
-        expect(page.get_by_text("This server asks for a key")).to_be_visible()
+        expect(page.get_by_text("This server needs an API key")).to_be_visible()
         page.get_by_label("API key").fill("open")
         page.keyboard.press("Enter")
-        expect(page.get_by_text("not the key of this server")).to_be_visible()
+        expect(page.get_by_text("not the API key of this server")).to_be_visible()
         page.get_by_label("API key").fill("sesame")
         page.keyboard.press("Tab")
         expect(page.get_by_label("Model", exact=True).locator("option")).to_have_count(2)
@@ -164,7 +164,7 @@ def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, narrow_server:
         assert last_answer(page) == "Hey <s>"
 
 
-def test_code_is_set_apart_and_nothing_is_parsed_as_html(page: Page) -> None:
+def test_code_is_formatted_and_nothing_is_parsed_as_html(page: Page) -> None:
     text = "See `a < b` and **c**:\n\n```html\n<img src=x onerror=alert(1)>\n```\n<script>alert(2)</script>\n```\nopen"
     page.evaluate("text => { turns = [{role: 'assistant', content: text, note: '', error: ''}]; draw(); }", text)
     assert page.locator("#log pre code").all_inner_texts() == ["<img src=x onerror=alert(1)>", "open"]
@@ -174,7 +174,7 @@ def test_code_is_set_apart_and_nothing_is_parsed_as_html(page: Page) -> None:
     expect(page.locator("#log")).to_contain_text("<script>alert(2)</script>")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, server: Server, scheme: str) -> None:
     for page in opened(browser, server, viewport={"width": 360, "height": 640}, color_scheme=scheme):
         say(page, "hello", "word" * 60)
@@ -187,7 +187,7 @@ def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, server: Se
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) > 384) == (scheme == "light")
 
 
-def test_the_browser_is_told_to_load_nothing_from_elsewhere(page: Page, server: Server) -> None:
+def test_the_content_security_policy_allows_nothing_from_elsewhere(page: Page, server: Server) -> None:
     answer = page.request.get(server.url)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; ")

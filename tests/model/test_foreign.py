@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lmforge.errors import UserError
-from lmforge.generate.engine import Engine, GenerationRequest, decode
+from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.interop.transformers_model import TransformersModel, find_block_list
@@ -22,6 +22,7 @@ from lmforge.model import build_model
 from lmforge.model.config import resolve_model_config
 from lmforge.model.flops import parameter_count
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from tests.decoding import decode
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
 from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
 
@@ -108,10 +109,9 @@ def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: 
 def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, draw: random.Random, tmp_path: Path) -> None:
     theirs, ours = saved(kind, tmp_path)
     prompts = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)]
-    steps = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=SamplingParams(0.0), seed=0, stop_ids=frozenset())
-    written = list(steps)
-    for number, prompt in enumerate(prompts):
-        for token in (token.token_id for step in written for token in step if token.request_id == number):
+    completions = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=SamplingParams(0.0))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for token in completion:
             with torch.no_grad():
                 assert int(theirs(torch.tensor([prompt])).logits[0, -1].argmax()) == token
             prompt = [*prompt, token]

@@ -65,17 +65,17 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
 ) -> None:
     words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
     words += ["--validation.at_start", "--validation.num_fewshot", 1, "--validation.task_limit", 2]
-    words += ["--checkpoint.keep_best", 1, "--checkpoint.keep_last", 1, "--checkpoint.best_metric", "val/chosen/accuracy"]
+    words += ["--checkpoint.keep_best", 1, "--checkpoint.keep_last", 1, "--checkpoint.best_metric", "val/chosen/acc"]
     done = lmforge("pretrain", *words, "--checkpoint.best_mode", "max")
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
     told = scores_by_step(run)
     assert told.keys() == {0, 2, 3, 4, 6}  # every 3 steps, and with each checkpoint
-    best = max((2, 4, 6), key=lambda step: (told[step]["val/chosen/accuracy"], -step))
+    best = max((2, 4, 6), key=lambda step: (told[step]["val/chosen/acc"], -step))
     assert run.checkpoint_steps() == sorted({best, 6})
     for step in run.checkpoint_steps():
         assert told[step] == told_by_the_verb(lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
-    assert f"  chosen: accuracy {told[6]['val/chosen/accuracy']:.4f}, accuracy_normalised " in done.stdout
+    assert f"  chosen: acc {told[6]['val/chosen/acc']:.4f}, acc_norm " in done.stdout
 
 
 def test_questions_change_nothing_of_the_training_and_tell_models_apart(
@@ -133,15 +133,18 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gone.jsonl"], "gone.jsonl: cannot be read (No such file or directory); name a .jsonl file"),
-        (["broken.jsonl"], "broken.jsonl: line 2: not valid JSON"),
+        (["gone.jsonl"], "gone.jsonl: no such file or folder"),
+        (["broken.jsonl"], "broken.jsonl, record 2: "),
         (
             ["fine.jsonl", "--validation.num_fewshot", "2"],
-            "fine.jsonl: has 1 questions to show as examples, and 2 were asked for",
+            "fine.jsonl: 1 questions to show as examples, and 2 were requested",
         ),
-        (["patterns.jsonl", "--validation.num_fewshot", "1"], "patterns.jsonl: line 2: an example needs an answer to show"),
-        (["long.jsonl"], "long.jsonl: line 2: prompt and answer take "),
-        (["choices.jsonl"], "choices.jsonl: line 1: prompt and answer take "),
+        (
+            ["patterns.jsonl", "--validation.num_fewshot", "1"],
+            "patterns.jsonl, record 2: an example needs an answer, and this has only a pattern",
+        ),
+        (["long.jsonl"], "long.jsonl, record 2: prompt and answer take "),
+        (["choices.jsonl"], "choices.jsonl, record 1: prompt and answer take "),
         (["fine.jsonl", "other/fine.jsonl"], "fine.jsonl and other/fine.jsonl would both be told as val/fine/…; rename one"),
         (["rewards.jsonl"], "rewards.jsonl: val/rewards/… is told of alignment; give the file another name"),
         (
