@@ -28,8 +28,9 @@ from lmforge.config.post_training import AlignConfig, SftConfig
 from lmforge.config.run import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
+from lmforge.model.init_weights import init_weights
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
 from tests.text import corpus
@@ -215,7 +216,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     shutil.copy(folder / "made" / "tokenizer.json", folder)
     sizes = {name.removeprefix("model."): value for name, value in TINY_SHAPE.items()}
     shape = resolve_model_config("smollm-135m", sizes, tokenizer.vocab_size)
-    export_folder(build_model(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    export_folder(init_weights(build_model(shape), 0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
     shutil.copytree(folder / "models" / "smollm", folder / "models" / "CodeLlama-7b-hf")
     theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(folder / "models" / "pythia")
     shutil.copy(folder / "tokenizer.json", folder / "models" / "pythia")

@@ -12,6 +12,7 @@ import pytest
 
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
+from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
@@ -122,7 +123,7 @@ def test_a_run_without_checkpoints_is_told_too(tiny_run: Path, tmp_path: Path) -
 
 def test_a_hugging_face_folder_is_told_as_the_shape_it_holds(tmp_path: Path) -> None:
     config = get_preset("smollm-135m")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_config_json()))
+    (tmp_path / "config.json").write_text(json.dumps(to_config_json(config)))
     told = show(str(tmp_path))
     assert told.startswith(f"Hugging Face folder {tmp_path}\n")
     assert f"{parameter_count(config).total:,} parameters" in told

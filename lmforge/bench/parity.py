@@ -117,7 +117,7 @@ class ParityData:
 def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
     """Train as `case` says, on all ranks together. Raises UserError where it does not fit them."""
     objective = NextTokenObjective()
-    model = build_model(case.model_config, seed=None, device="meta")
+    model = build_model(case.model_config, "meta")
     model.dropout, model.neftune_noise_alpha = case.dropout, case.neftune_noise_alpha
     if case.lora is not None:
         add_lora(model, case.lora)

@@ -1,6 +1,6 @@
-"""The ready-made shapes, as fields of ModelConfig.
+"""Ready-made model configs, as fields of ModelConfig.
 
-Those named after a published model have that model's shape, so a folder of its weights fits; `nano` and `124m` are ours.
+Presets named after a published model have its config, so its weights can be loaded; `nano` and `124m` are ours.
 """
 
 from typing import Any

@@ -68,7 +68,7 @@ def parallelize(
     compile_model: bool = False,
     float8: bool = False,
     strategy: ParallelStrategy = ParallelStrategy(),
-    init_weights: Callable[[LanguageModel], None] | None = None,
+    init_weights: Callable[[LanguageModel], object] | None = None,
 ) -> ParallelModel:
     """Spread `model` over the ranks as `strategy` says.
 
@@ -127,7 +127,7 @@ def parallelize(
     return sharded
 
 
-def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], None]) -> None:
+def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], object]) -> None:
     model.to_empty(device=device)
     model.tie_weights()
     init_weights(model)

@@ -12,13 +12,9 @@ from lmforge.config.run import Config, StageConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
-from lmforge.model.config import (
-    ModelConfig,
-    get_preset,
-    model_config_from_json,
-    model_config_from_options,
-    resolve_model_config,
-)
+from lmforge.interop.config_json import model_config_from_json
+from lmforge.interop.resolve import model_config_from_options, resolve_model_config
+from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import FLOPS_CONVENTION, adamw_state_bytes, flops_per_token, parameter_count, weight_bytes
 from lmforge.model.presets import PRESETS
 from lmforge.parallel.dims import parallel_dims, plan_batches

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.checkpoint.checksums import BLOCK_BYTES, CorruptCheckpoint, HashingFileSystem, VerifyingFileSystem, digest_file
+from lmforge.checkpoint.storage import BLOCK_BYTES, CorruptCheckpoint, HashingFileSystem, VerifyingFileSystem, digest_file
 from tests.seeds import fresh_random
 
 

@@ -54,7 +54,7 @@ def losses(run: Run, name: str = "loss") -> dict[int, float]:
 def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
     folder, manifest, _ = checkpoint.find(run.path if step is None else run.checkpoint_path(step))
-    model = build_model(manifest.model_config, seed=None)
+    model = build_model(manifest.model_config)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.load(folder, {"model": tensors})
     return tensors

@@ -48,7 +48,7 @@ if __name__ == "__main__":
         expected: list[list[list[int]]] | None = None
         for engine, dtype in (("ddp", torch.float32), ("fsdp2", torch.float32), ("fsdp2", torch.bfloat16)):
             trained = parallelize(
-                build_model(shape, seed=None, device="meta"),
+                build_model(shape, "meta"),
                 objective.loss,
                 dist_ctx=ranks,
                 dtype=dtype,
@@ -65,7 +65,7 @@ if __name__ == "__main__":
                     trained, optimizer, [batch], objective.num_items, lr=1e-3, max_grad_norm=1.0, set_phase=lambda phase: None
                 )
             if expected is None:
-                before = build_model(shape, seed=seed)
+                before = init_weights(build_model(shape), seed)
                 assert found[0] == written(before, seed, ranks.rank_info.rank), f"{engine} {dtype}"
                 expected = found
             if dtype == torch.float32:

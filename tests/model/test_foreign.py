@@ -16,11 +16,13 @@ from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest, decode
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
-from lmforge.interop.transformers_model import TransformersModel, find_block_list
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.transformers_causal_lm import find_block_list
+from lmforge.interop.transformers_model import TransformersModel
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 from lmforge.model.flops import parameter_count
+from lmforge.model.init_weights import init_weights
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
 from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
@@ -79,9 +81,9 @@ def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: st
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> None:
     theirs = {name: value for name, value in theirs_of(kind).named_buffers() if value.is_floating_point()}
-    meta = build_model(described(kind), seed=None, device="meta")
+    meta = build_model(described(kind), "meta")
     meta.to_empty(device="cpu")
-    for model in (meta, meta.to(torch.bfloat16), build_model(described(kind), seed=None)):
+    for model in (meta, meta.to(torch.bfloat16), build_model(described(kind))):
         ours = dict(model.named_buffers())
         assert theirs.keys() <= ours.keys()
         for name, value in theirs.items():
@@ -91,8 +93,8 @@ def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> No
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral"])
 def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: str) -> None:
     shape = described(kind)
-    one, again, other = (build_model(shape, seed=seed) for seed in (7, 7, 8))
-    theirs = dict(AutoModelForCausalLM.from_config(one.base.config, dtype=torch.float32).named_parameters())
+    one, again, other = (init_weights(build_model(shape), seed) for seed in (7, 7, 8))
+    theirs = dict(AutoModelForCausalLM.from_config(one.base_model.config, dtype=torch.float32).named_parameters())
     differing = 0
     for name, value in one.named_parameters():
         assert torch.equal(again.get_parameter(name), value)
@@ -142,7 +144,7 @@ def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.
 def test_a_llama_folder_gives_the_same_either_way(draw: random.Random, tmp_path: Path) -> None:
     config = drawn_config("llama", draw)
     export_folder(built(config), config, tmp_path / "llama")
-    ours = build_model(resolve_model_config(tmp_path / "llama", {}), seed=None)
+    ours = build_model(resolve_model_config(tmp_path / "llama", {}))
     load_folder(tmp_path / "llama", ours)
     theirs = wrapped(tmp_path / "llama")
     assert isinstance(theirs, TransformersModel)

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from lmforge.cli import run
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.generate.model_loading import load_model
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 from tests.model.conftest import logits, one_document
 
 VOCABULARY, WIDTH, HEADS, GROUPS, INNER, LAYERS, THETA, EPSILON = 61, 24, 4, 2, 40, 3, 5000.0, 1e-5
@@ -155,7 +155,7 @@ def assert_computes(folder: Path, tokens: Tensor, expected: Tensor) -> None:
     """Here and in transformers, to rounding."""
     rows = one_document(*tokens.shape, VOCABULARY)
     rows.tokens = tokens
-    model = build_model(resolve_model_config(folder, {}), seed=None)
+    model = build_model(resolve_model_config(folder, {}))
     load_folder(folder, model)
     torch.testing.assert_close(logits(model, rows), expected, atol=2e-5, rtol=1e-5)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from lmforge.interop.export import export_folder
 from lmforge.interop.safetensors_file import BLOCK_BYTES
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from tests.model.conftest import built, drawn_config
 from tests.preloaded import on_ranks
 
@@ -30,7 +31,7 @@ def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model of 34 million parameters, in fp32 (137 MB) and, in several files, in bf16."""
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
     config = ModelConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
-    model, folder = build_model(config, seed=0), tmp_path_factory.mktemp("large")
+    model, folder = init_weights(build_model(config), 0), tmp_path_factory.mktemp("large")
     export_folder(model, config, folder / "fp32")
     export_folder(model, config, folder / "bf16", dtype=torch.bfloat16, max_shard_bytes=20_000_000)
     return [folder / "fp32", folder / "bf16"]

@@ -12,7 +12,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.interop.transformers_config import TransformersConfig
+from lmforge.interop.transformers_model import TransformersConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
@@ -34,7 +34,7 @@ def _group() -> Iterator[None]:
 def sharded(shape: ModelConfig, dtype: torch.dtype, recompute: str) -> ParallelModel:
     """A model under fsdp2 on this one rank: as under it on many, weights are in the compute dtype in the forward pass."""
     return parallelize(
-        build_model(shape, seed=None, device="meta"),
+        build_model(shape, "meta"),
         NextTokenObjective().loss,
         dist_ctx=RANKS,
         dtype=dtype,

@@ -14,7 +14,7 @@ import torch
 
 from lmforge.cli import load_config
 from lmforge.config.run import Config
-from lmforge.model.config import model_config_from_options
+from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemoryOptions, is_out_of_memory, suggest_what_fits
 from tests.seeds import fresh_random
