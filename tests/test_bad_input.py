@@ -36,7 +36,7 @@ from lmforge.model.config import get_preset
 from lmforge.model.init_weights import init_weights
 from lmforge.runs import MANIFEST, Run
 from tests.conftest import Command, Refusal, only_line, without_shape
-from tests.distributed.conftest import weights
+from tests.distributed.conftest import newest_checkpoint, weights
 from tests.tools import need
 
 
@@ -193,7 +193,10 @@ def tensors(newest: Path) -> Path:
         (lambda newest: (newest / MANIFEST).write_text("{"), "its manifest cannot be read; skipped"),
         (lambda newest: change_a_number(newest / MANIFEST), "manifest.json does not hold what was written"),
         (lambda newest: os.truncate(tensors(newest), 5000), "has 5,000 bytes instead of"),
-        (lambda newest: flip_a_bit(tensors(newest), 5000), "does not hold what was written (its checksum differs); skipped"),
+        (
+            lambda newest: flip_a_bit(tensors(newest), 5000),
+            "does not hold what was written (the block at byte 0 does not match its checksum); skipped",
+        ),
         (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
     ],
     ids=["partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"],
@@ -466,7 +469,7 @@ def test_damaged_checkpoints_of_later_steps_do_not_push_out_sound_ones(trained: 
     command = [sys.executable, "-m", "lmforge", *onwards, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1"]
     process = subprocess.Popen([*command, "--train.steps", "5"], stdout=subprocess.DEVNULL)
     assert process.wait(timeout=300) == 0
-    folder, manifest, _ = checkpoint.find(trained.path)
+    folder, manifest = newest_checkpoint(trained.path)
     assert folder == trained.checkpoint_path(5)
     assert manifest is not None
     assert trained.checkpoint_path(6).exists()

@@ -81,7 +81,8 @@ def init_adapters(model: nn.Module, seed: int, new_names: Collection[str] = ()) 
 def copy_full_tensor(parameter: nn.Parameter, full: torch.Tensor) -> None:
     """Copy a full tensor into a parameter, in the parameter's dtype; of a sharded one (DTensor) this rank's part."""
     local, part = local_part(parameter)
-    local.copy_(full[part])
+    if local.numel():
+        local.copy_(full[part])
 
 
 def local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:

@@ -30,9 +30,9 @@ from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wr
 # fp32 sums of a few dozen terms of size one, in another order.
 TOLERANCE = 1e-5
 REFUSED = {
-    "gemma2": "bends its logits",
+    "gemma2": "changes its logits",
     "phi": "has a bias",
-    "mamba": "layers that are no attention",
+    "mamba": "layers without attention",
     "minimax_m2": "stored with the weights but not trained",
     "bert": "no plain lm_head",
 }
@@ -237,7 +237,7 @@ sys.exit(run(["show", {str(tmp_path)!r}]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stderr == (
-        "lmforge: transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'\n"
+        "lmforge: transformers is not installed, and this model needs it; pip install 'lmforge[transformers]'\n"
     )
 
 

@@ -290,7 +290,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
         assert not Path("hacked").exists()
         return said
 
-    assert "does not tell num_attention_heads; give --num_attention_heads, or --config_from" in refused("good")
+    assert "does not say num_attention_heads; give --num_attention_heads, or --config_from" in refused("good")
     assert "does not tell rope_theta" in refused("good", "--num_attention_heads", "4")
     assert "are not 5 heads" in refused("good", "--num_attention_heads", "5", "--rope_theta", "1")
     assert "not of layout fms: has no " in refused("good", "--layout", "fms", *TOLD)

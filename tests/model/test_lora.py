@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def with_adapters(model: LanguageModel, config: LoraConfig, seed: int) -> Langua
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     return model
+
+
+def set_adapters(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Give the adapters of `model` these values, all of them."""
+    adapters = adapter_parameters(model)
+    assert adapters.keys() == tensors.keys()
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.copy_(tensors[name])
 
 
 def logits(model: LanguageModel, batch: Batch, keys: Tensor | None = None) -> Tensor:
@@ -103,13 +113,12 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     for name, gradient in mine.items():
         assert_close(gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")])
 
-    before = logits(model, batch)
-    merge(model)
-    assert_close(logits(model, batch), before, MERGED)
+    merged = build_model(shape)
+    load_folder(tmp_path / "base", merged)
+    merge_adapters(merged, config, adapter_parameters(model), "adapters")
+    assert_close(logits(merged, batch), logits(model, batch), MERGED)
     for name, parameter in theirs.merge_and_unload().named_parameters():
-        assert_close(model.get_parameter(name), parameter)
-    # A model like any other: it is written, and opened, as one.
-    export_folder(model, shape, tmp_path / "merged")
+        assert_close(merged.get_parameter(name), parameter)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2"])
@@ -130,7 +139,7 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
     model = build_model(shape)
     load_folder(tmp_path / "base", model)
     add_lora(model, config)
-    fill(model, tensors, "adapters")
+    set_adapters(model, tensors)
     batch = one_document(2, 11, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
     assert len(list(lora_layers(model))) == (4 if kind == "mistral" else 12)
@@ -145,11 +154,13 @@ def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> Non
     with_adapters(wrapped, LoraConfig(4, 8.0), seed=3)
     load_folder(tmp_path / "base", wrapped)
     add_lora(ours, LoraConfig(4, 8.0))
-    fill(ours, adapter_parameters(wrapped), "wrapped")
+    set_adapters(ours, adapter_parameters(wrapped))
     batch = one_document(2, 15, shape.vocab_size)
     assert_close(logits(wrapped, batch), logits(ours, batch))
-    merge(wrapped)
-    export_folder(wrapped, wrapped_shape, tmp_path / "merged")
+    plain = build_model(wrapped_shape)
+    load_folder(tmp_path / "base", plain)
+    merge_adapters(plain, LoraConfig(4, 8.0), adapter_parameters(wrapped), "wrapped")
+    export_folder(plain, wrapped_shape, tmp_path / "merged")
     merged = build_model(shape)
     load_folder(tmp_path / "merged", merged)
     assert_close(logits(merged, batch), logits(ours, batch))
@@ -174,7 +185,7 @@ def test_a_folder_of_adapters_comes_back_as_it_was(targets: tuple[str, ...], tmp
     again, tensors = load_peft_folder(tmp_path / "a")
     other = init_weights(build_model(SHAPES["llama"]), 0)
     add_lora(other, again)
-    fill(other, tensors, "a")
+    set_adapters(other, tensors)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name))
     with pytest.raises(UserError, match="exists already"):
@@ -192,7 +203,7 @@ REFUSED = {
     "init_lora_weights": {"init_lora_weights": "pissa"},
     "thought_of_later": {"thought_of_later": 1},
     "peft_type VERA": {"peft_type": "VERA"},
-    "rank 0": {"r": 0},
+    "r: expected a number of at least 1": {"r": 0},
 }
 
 
@@ -214,10 +225,11 @@ def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path)
     model = with_adapters(init_weights(build_model(SHAPES["llama"]), 0), config, seed=1)
     tensors = dict(adapter_parameters(model))
     name = next(iter(tensors))
-    with pytest.raises(UserError, match=rf"here: .*{name} is missing there"):
-        fill(model, {key: value for key, value in tensors.items() if key != name}, "here")
-    with pytest.raises(UserError, match=rf"here: .*{name} is \[2, 3\] there"):
-        fill(model, tensors | {name: torch.zeros(2, 3)}, "here")
+    base = init_weights(build_model(SHAPES["llama"]), 0)
+    with pytest.raises(UserError, match=r"here: .*: not a pair of matrices of rank 2"):
+        merge_adapters(base, config, {key: value for key, value in tensors.items() if key != name}, "here")
+    with pytest.raises(UserError, match=r"here: adapters for another model: they are for .* \[\d+, 3\]"):
+        merge_adapters(base, config, tensors | {name: torch.zeros(2, 3)}, "here")
     save_peft_folder(tmp_path / "a", tensors | {"model.norm.weight": torch.zeros(3)}, config, "base")
     with pytest.raises(UserError, match=r"norm\.weight: not an adapter"):
         load_peft_folder(tmp_path / "a")
