@@ -100,7 +100,7 @@ def theirs(work: Work) -> Write:
         chosen = drawn if sampling.temperature else {"do_sample": False}
         length: dict[str, Any] = {"max_new_tokens": work.new_tokens, "eos_token_id": None, "pad_token_id": 0}
         with torch.inference_mode():
-            found = model.generate(tokens, create_attention_mask=mask, **length, **chosen)
+            found = model.generate(tokens, attention_mask=mask, **length, **chosen)
         return [row[longest:] for row in found.tolist()]
 
     return write

@@ -7,12 +7,12 @@ are refused by name, and so are options that are not known here.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name

@@ -114,8 +114,8 @@ def find_logit_scale(causal_lm: Any, hidden_size: int) -> float:
             causal_lm.set_output_embeddings(head)
     if not alike:
         raise UserError(
-            f"model: {type(causal_lm).__name__} changes its logits (final_logit_softcapping or the like), which lmforge's loss does"
-            " not; take that out of its config.json, or use another model"
+            f"model: {type(causal_lm).__name__} changes its logits (final_logit_softcapping or the like), which lmforge's loss"
+            " does not; take that out of its config.json, or use another model"
         )
     return 1.0 if abs(scale - 1) < 1e-5 else scale
 

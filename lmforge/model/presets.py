@@ -48,12 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
-    "smollm-135m": {
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        **_sizes(576, 1536, 30, 9, 3),
-    },
+    "smollm-135m": {"vocab_size": 49152, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, **_sizes(576, 1536, 30, 9, 3)},
     "qwen2.5-0.5b": {
         "model_type": "qwen2",
         "vocab_size": 151936,
