@@ -18,6 +18,9 @@ from tests.model.conftest import built, drawn_config
 from tests.preloaded import on_ranks
 
 
+SLOW = pytest.mark.slow
+
+
 def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.Random, tmp_path: Path) -> None:
     folders = [tmp_path / "qwen3", tmp_path / "gpt2"]
     for folder in folders:
@@ -37,7 +40,10 @@ def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "fp32", folder / "bf16"]
 
 
-@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (3, 3), (4, 2)], ids=["2", "3", "2 replicas of 2"])
+@pytest.mark.parametrize(
+    ("ranks", "shards"),
+    [pytest.param(2, 2, marks=SLOW, id="2"), pytest.param(3, 3, id="3"), pytest.param(4, 2, marks=SLOW, id="2 replicas of 2")],
+)
 def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
     ranks: int, shards: int, large_folders: list[Path], tmp_path: Path
 ) -> None:
