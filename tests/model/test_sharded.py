@@ -17,7 +17,6 @@ from lmforge.model.init_weights import init_weights
 from tests.model.conftest import built, drawn_config
 from tests.preloaded import on_ranks
 
-
 SLOW = pytest.mark.slow
 
 
