@@ -29,6 +29,7 @@ from lmforge.config.sections import OptimizerOptions
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.runs import Run
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 
@@ -61,7 +62,7 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
     """Gigabytes a second of each way, in rounds."""
     ranks = DistributedContext(RankInfo(), torch.device("cpu"), None)
-    model = build_model(shape, seed=0)
+    model = init_weights(build_model(shape), 0)
     state = {"model": dict(model.named_parameters())}
     state["optimizer"] = named_optimizer_state(model, build_optimizer(model, OptimizerOptions()))
     run, lines = Run(folder / "run"), []

@@ -27,9 +27,11 @@ from lmforge.config.sections import OptimizerOptions, ParallelOptions, TrainOpti
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
+from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
+from lmforge.model.init_weights import init_weights
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.runs import Run
@@ -211,10 +213,10 @@ def transformers_llama(contest: Contest) -> nn.Module:
     if contest.device == "cpu":
         torch.set_num_threads(contest.threads)
     with torch.device(contest.device):
-        model = LlamaForCausalLM(LlamaConfig(**{**contest.shape.to_config_json(), "use_cache": False}))
+        model = LlamaForCausalLM(LlamaConfig(**{**to_config_json(contest.shape), "use_cache": False}))
     for parameter in model.parameters():  # not its buffers: among them are the frequencies of positions
         parameter.data = parameter.data.to(MASTER_DTYPES[contest.master_dtype])
-    weights = build_model(contest.shape, seed=0).state_dict()  # on the CPU: the device may have room for one copy only
+    weights = init_weights(build_model(contest.shape), 0).state_dict()  # on the CPU: the device may have room for one copy only
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
     if contest.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -27,10 +27,12 @@ from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.generate.engine import decode
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, resolve_model_config
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 
 OURS, THEIRS = "lmforge", "transformers"
@@ -79,7 +81,7 @@ def ours(work: Work) -> Write:
 
 
 def opened(folder: Path, config: ModelConfig) -> LanguageModel:
-    model = build_model(config, seed=None)
+    model = build_model(config)
     load_folder(folder, model)
     return model
 
@@ -98,7 +100,7 @@ def theirs(work: Work) -> Write:
         chosen = drawn if sampling.temperature else {"do_sample": False}
         length: dict[str, Any] = {"max_new_tokens": work.new_tokens, "eos_token_id": None, "pad_token_id": 0}
         with torch.inference_mode():
-            found = model.generate(tokens, create_attention_mask=mask, **length, **chosen)
+            found = model.generate(tokens, attention_mask=mask, **length, **chosen)
         return [row[longest:] for row in found.tolist()]
 
     return write
@@ -198,7 +200,7 @@ def main() -> int:
         draw = random.Random(0)
         prompts = [[draw.randrange(shape.vocab_size) for _ in range(draw.randint(16, 64))] for _ in range(chosen.rows)]
         with tempfile.TemporaryDirectory(prefix="engine-") as folder:
-            export_folder(build_model(shape, seed=0), shape, Path(folder) / "model")
+            export_folder(init_weights(build_model(shape), 0), shape, Path(folder) / "model")
             work = Work(Path(folder) / "model", prompts, chosen.new_tokens, chosen.threads)
             found[name] = {"parameters": parameter_count(shape).total, **hold(work, shape, chosen.rounds)}
     what = (

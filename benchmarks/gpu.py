@@ -22,6 +22,7 @@ from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib
 
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16
@@ -251,7 +252,7 @@ def main() -> int:
             say(f"{label}: {describe(contest)}")
             cells[label] = {
                 "what": describe(contest),
-                "shape": contest.shape.to_config_json(),
+                "shape": to_config_json(contest.shape),
                 "flops_per_token": flops_per_token(contest.shape, length),
                 "peak_flops": peak,
                 "contenders": hold(label, contest, peak, chosen),

@@ -18,6 +18,7 @@ from judge import Contender
 from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16, missing_for_compile
@@ -144,7 +145,7 @@ def main() -> int:
         "benchmark": "train_cpu",
         "machine": about,
         "what": what,
-        "shape": shape.to_config_json(),
+        "shape": to_config_json(shape),
         "parameters": parameter_count(shape).total,
         "flops_per_token": flops_per_token(shape, length),
         "convention": FLOPS_CONVENTION,

@@ -28,9 +28,12 @@ from lmforge.cli import run
 from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
+from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
-from lmforge.model.config import get_preset, resolve_model_config
+from lmforge.model.config import get_preset
+from lmforge.model.init_weights import init_weights
 from lmforge.runs import MANIFEST, Run
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
@@ -190,7 +193,10 @@ def tensors(newest: Path) -> Path:
         (lambda newest: (newest / MANIFEST).write_text("{"), "its manifest cannot be read; skipped"),
         (lambda newest: change_a_number(newest / MANIFEST), "manifest.json does not hold what was written"),
         (lambda newest: os.truncate(tensors(newest), 5000), "has 5,000 bytes instead of"),
-        (lambda newest: flip_a_bit(tensors(newest), 5000), "does not hold what was written (its checksum differs); skipped"),
+        (
+            lambda newest: flip_a_bit(tensors(newest), 5000),
+            "does not hold what was written (the block at byte 0 does not match its checksum); skipped",
+        ),
         (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
     ],
     ids=["partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"],
@@ -487,7 +493,7 @@ def test_pickled_weights_of_a_source_model_are_refused_rather_than_left_out(
         {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2},
         TokenFolder.open(tiny_tokens).tokenizer.vocab_size,
     )
-    export_folder(build_model(shape, seed=0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
+    export_folder(init_weights(build_model(shape), 0), shape, source, tokenizer_folder=tiny_tokens / "tokenizer")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     options = without_shape(tiny_options)
     printed = refused("pretrain", *options, "--model.source", source, "--run.folder", tmp_path, "--run.name", "a")
@@ -780,7 +786,7 @@ def test_a_model_folder_without_weights_is_refused_by_one_rank_for_all(
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps(get_preset("nano").to_config_json() | {"vocab_size": 512}))
+    (source / "config.json").write_text(json.dumps(to_config_json(get_preset("nano")) | {"vocab_size": 512}))
     options = ["--model.source", source, "--run.folder", tmp_path / "runs", "--launch.processes", ranks]
     message = refused("pretrain", *without_shape(tiny_options), *options)
     assert message == f"{source}: no weights here; to begin with random ones use --model.load_weights false"

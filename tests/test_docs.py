@@ -29,8 +29,9 @@ from lmforge.config.options import iter_options
 from lmforge.config.sft import SftConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
+from lmforge.model.init_weights import init_weights
 from lmforge.verbs.table import VERBS
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
@@ -219,7 +220,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     shutil.copy(folder / "made" / "tokenizer.json", folder)
     sizes = {name.removeprefix("model."): value for name, value in TINY_MODEL.items()}
     shape = resolve_model_config("smollm-135m", sizes, tokenizer.vocab_size)
-    export_folder(build_model(shape, seed=0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    export_folder(init_weights(build_model(shape), 0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
     shutil.copytree(folder / "models" / "smollm", folder / "models" / "CodeLlama-7b-hf")
     theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(folder / "models" / "pythia")
     shutil.copy(folder / "tokenizer.json", folder / "models" / "pythia")

@@ -12,6 +12,7 @@ import pytest
 
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
+from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
@@ -122,7 +123,7 @@ def test_a_run_without_checkpoints_is_shown(tiny_run: Path, tmp_path: Path) -> N
 
 def test_a_hugging_face_folder_is_shown_as_its_model_config(tmp_path: Path) -> None:
     config = get_preset("smollm-135m")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_config_json()))
+    (tmp_path / "config.json").write_text(json.dumps(to_config_json(config)))
     shown = show(str(tmp_path))
     assert shown.startswith(f"Hugging Face folder {tmp_path}\n")
     assert f"{parameter_count(config).total:,} parameters" in shown

@@ -160,7 +160,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
 
 
 def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dist_ctx: DistributedContext) -> ParallelModel:
-    model = build_model(case.model_config, seed=None, device="meta")
+    model = build_model(case.model_config, "meta")
     model.dropout, model.neftune_noise_alpha = case.dropout, case.neftune_noise_alpha
     if case.lora is not None:
         add_lora(model, case.lora)

@@ -30,7 +30,8 @@ from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.errors import RunFailed, UserError
-from lmforge.model.config import ModelConfig, model_config_from_options
+from lmforge.interop.resolve import model_config_from_options
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches

@@ -1,14 +1,14 @@
-"""Saving beside the training: tensors are copied, training goes on, and a thread writes, seals and clears up.
+"""Saving in the background: tensors are copied, training goes on, and a thread writes, commits and deletes old checkpoints.
 
-The thread speaks to those of other ranks over a process group of its own, so that its collectives can never pair with
-the training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
+The threads of all ranks communicate over a process group of their own, so that their collectives can never pair with the
+training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX, atomic_write_text, fsync_folder
-from lmforge.checkpoint.checksums import FileDigests, HashingFileSystem, digest_file, make_folder
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text, fsync_folder
 from lmforge.checkpoint.manifest import Manifest
 from lmforge.checkpoint.retention import RetentionPolicy, delete_old_checkpoints
+from lmforge.checkpoint.storage import (
+    CheckpointWriter,
+    FileDigests,
+    HashingFileSystem,
+    digest_file,
+    make_folder,
+    translate_storage_errors,
+)
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
@@ -36,11 +43,11 @@ DRAIN_SECONDS = 60.0
 class AsyncCheckpointer:
     """Writes the checkpoints of a run. Every rank has one, and calls each method at the same step.
 
-    `about` holds the manifest's fields that are the same in every checkpoint of this run; `say` gets a line for people,
-    on the first rank. `expected_bytes` is the size of a checkpoint as far as is known before the first.
+    `metadata` has the fields of the manifest that are the same in every checkpoint of this run. `log` gets lines for people,
+    on rank 0. `expected_bytes` estimates the size of a checkpoint before the first.
 
-    seconds_held   how long callers have been held up, in total
-    failures       saves that have failed in a row; `problem` is why the last did, and failed_at when (time.monotonic)
+    blocking_seconds      how long callers have waited, in total
+    consecutive_failures  saves that have failed in a row; the last at `failed_at` (time.monotonic) with `last_error`
     """
 
     def __init__(
@@ -71,8 +78,8 @@ class AsyncCheckpointer:
     def save(self, step: int, state: StateDict, **metadata: Any) -> None:
         """Begin to write the checkpoint of `step`; returns when `state` may change again.
 
-        `state` has tensors by name under "model", and under "optimizer" by name and kind; sharded ones as DTensors. A save
-        that fails leaves the checkpoints before it untouched, is told, and counted in `failures`.
+        `state` has tensors by name under "model", and by name and key under "optimizer"; sharded ones as DTensors. A save
+        that fails leaves earlier checkpoints untouched, is logged, and counted in `consecutive_failures`.
         """
         self.wait()
         began = time.perf_counter()
@@ -80,7 +87,7 @@ class AsyncCheckpointer:
         tensors = self._staging.start_copy(plan.local_tensors()) if self._async_save else None
         metadata = {**self._metadata, **metadata, "step": step, "contents": sorted(state)}
         if self._async_save:
-            # A daemon: a process that must end does not wait for a peer that is gone.
+            # A daemon: a process that must end does not wait for a lost peer.
             self._thread = threading.Thread(
                 target=self._run_save, args=(step, plan, tensors, metadata), name="checkpoint", daemon=True
             )
@@ -91,7 +98,7 @@ class AsyncCheckpointer:
         self._raise_thread_error()
 
     def wait_for_staging(self) -> None:
-        """Called before tensors change: the device waits until they are copied, the host does not."""
+        """Call before tensors change: the device waits until they are copied; the host does not wait."""
         self._staging.wait_on_device()
 
     def wait(self) -> None:
@@ -105,28 +112,28 @@ class AsyncCheckpointer:
         self._raise_thread_error()
 
     def drain(self) -> None:
-        """Let the save in flight end, where its ranks are still there; whatever comes of it."""
+        """Wait at most DRAIN_SECONDS for the save in flight, and ignore how it ends: its peers may be lost."""
         if self._thread is not None:
             self._thread.join(DRAIN_SECONDS)
 
     def _raise_thread_error(self) -> None:
         if self._thread_error is not None:
-            defect, self._thread_error = self._thread_error, None
-            raise defect
+            error, self._thread_error = self._thread_error, None
+            raise error
 
     def _plan_save(self, state: StateDict) -> "_RankSavePlan":
-        """Who writes what, agreed once for each set of tensors, and what of `state` this rank writes."""
-        names = tuple(sorted(name for kind in state.values() for name in kind)) + tuple(sorted(state))
+        """What this rank writes of `state`. Ranks agree on it once for each set of tensors."""
+        names = tuple(sorted(name for part in state.values() for name in part)) + tuple(sorted(state))
         if names not in self._plans:
             planner = _StagedSavePlanner()
             planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
             plans = self._save_ctx.gather(planner.create_local_plan())
-            metadata, dealt = None, None
+            metadata, global_plans = None, None
             if plans is not None:
-                dealt, metadata = planner.create_global_plan(plans)
-                dealt = dcp.FileSystemWriter(self._run.path).prepare_global_plan(dealt)
-            mine = planner.finish_plan(self._save_ctx.scatter(dealt))
-            self._plans[names] = _RankSavePlan(planner, mine, metadata)
+                global_plans, metadata = planner.create_global_plan(plans)
+                global_plans = dcp.FileSystemWriter(self._run.path).prepare_global_plan(global_plans)
+            local_plan = planner.finish_plan(self._save_ctx.scatter(global_plans))
+            self._plans[names] = _RankSavePlan(planner, local_plan, metadata)
         plan = self._plans[names]
         plan.planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
         self._checkpoint_bytes = sum(self._save_ctx.all_gather(plan.nbytes))
@@ -134,7 +141,7 @@ class AsyncCheckpointer:
 
     def _run_save(self, step: int, plan: "_RankSavePlan", tensors: dict[str, Tensor] | None, metadata: dict[str, Any]) -> None:
         final = self._run.checkpoint_path(step)
-        # An object store has no rename that takes a folder: there the manifest, written last, makes the checkpoint.
+        # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
             if tensors is not None:
@@ -149,42 +156,42 @@ class AsyncCheckpointer:
             if self._save_ctx.is_rank0:
                 self._log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
                 _remove_quietly(folder)
-        except BaseException as problem:  # a defect, or a peer that is gone: for the training thread to raise
+        except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
             self._thread_error = problem
         finally:
             plan.planner.staged = None
 
     def _write_files(self, step: int, folder: Path, final: Path, plan: "_RankSavePlan", metadata: dict[str, Any]) -> None:
-        aside, where = self._save_ctx, f"{self._run.checkpoints_folder}: the checkpoint {final.name}"
+        save_ctx, where = self._save_ctx, f"{self._run.checkpoints_folder}: the checkpoint {final.name}"
         files = HashingFileSystem()
-        with aside.raise_on_all(), _translate_storage_errors(where, files):
-            if aside.is_rank0:
+        with save_ctx.raise_on_all(), translate_storage_errors(where, files):
+            if save_ctx.is_rank0:
                 remove_checkpoint(folder)
                 self.check_free_space()
                 make_folder(folder)
                 for name, text in self._tokenizer.files.items():
                     (folder / name).write_text(text, encoding="utf-8")
-        writer = _CheckpointWriter(folder, files)
-        with aside.raise_on_all(), _translate_storage_errors(where, files):
+        writer = CheckpointWriter(folder, files)
+        with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             results = writer.write_data(plan.local_plan, plan.planner).value()
-        gathered = aside.gather((results, files.files))
-        with aside.raise_on_all(), _translate_storage_errors(where, files):
+        gathered = save_ctx.gather((results, files.files))
+        with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if gathered is not None:
                 assert plan.metadata is not None
                 writer.finish(plan.metadata, [results for results, _ in gathered])
-                described = {name: described for _, share in gathered for name, described in share.items()}
-                self._commit(folder, final, metadata, described | files.files)
-        if aside.is_rank0:
+                digests = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
+                self._commit(folder, final, metadata, digests | files.files)
+        if save_ctx.is_rank0:
             try:
                 delete_old_checkpoints(self._run, self._retention, newest_step=step)
-            except Exception as problem:  # the new one is there all the same; the next save tries again
+            except Exception as problem:  # the new checkpoint exists anyway; the next save tries again
                 self._log(f"{self._run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
-        """Raise RunFailed where one more checkpoint has no room on the disk, or the store cannot be written to."""
+        """Raise RunFailed where the disk has no space for one more checkpoint, or the store cannot be written to."""
         folder = self._run.checkpoints_folder
         if not is_local(folder):
-            with _translate_storage_errors(f"{folder}: checkpoints", HashingFileSystem()):
+            with translate_storage_errors(f"{folder}: checkpoints", HashingFileSystem()):
                 make_folder(folder)
                 (folder / ".probe").write_text("", encoding="utf-8")
                 (folder / ".probe").unlink()
@@ -192,13 +199,12 @@ class AsyncCheckpointer:
         try:
             make_folder(folder)
         except OSError:
-            return  # what saves there will say why it cannot be
-        there = os.statvfs(folder)
-        free = there.f_bavail * there.f_frsize
-        if free < self._checkpoint_bytes:
-            raise RunFailed(
-                f"{folder}: no room for a checkpoint: it takes {format_bytes(self._checkpoint_bytes)}, and {format_bytes(free)} are free"
-            )
+            return  # the save itself will say why
+        disk, needed = os.statvfs(folder), self._checkpoint_bytes
+        free = disk.f_bavail * disk.f_frsize
+        if free < needed:
+            needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
+            raise RunFailed(f"{folder}: no room for a checkpoint: {needs}")
 
     def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
         for name in self._tokenizer.files:
@@ -207,7 +213,7 @@ class AsyncCheckpointer:
         if is_local(folder):
             atomic_write_text(folder / MANIFEST, text)
             fsync_folder(folder)
-            remove_checkpoint(final)  # this step was saved before and is saved again, after a resume from an older one
+            remove_checkpoint(final)  # a run that resumed from an older checkpoint saves this step again
             os.rename(folder, final)
             fsync_folder(final.parent)
         else:
@@ -215,7 +221,7 @@ class AsyncCheckpointer:
 
 
 class _StagedSavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's, but what is written may be copies, by name, of what was planned."""
+    """PyTorch's planner, which may write copies, by name, of the tensors that were planned."""
 
     staged: dict[str, Tensor] | None = None
 
@@ -224,7 +230,7 @@ class _StagedSavePlanner(dcp.DefaultSavePlanner):
 
 
 class _RankSavePlan:
-    """What this rank writes, and on the first rank the metadata of the whole."""
+    """What this rank writes, and on rank 0 the metadata of the checkpoint."""
 
     def __init__(self, planner: _StagedSavePlanner, local_plan: SavePlan, metadata: Metadata | None) -> None:
         self.planner, self.local_plan, self.metadata = planner, local_plan, metadata
@@ -232,13 +238,13 @@ class _RankSavePlan:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's parts of what it writes, by name."""
-        everything = self.planner.state_dict
-        chosen = {item.index.fqn: everything[item.index.fqn] for item in self.local_plan.items}
-        return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in chosen.items()}
+        state = self.planner.state_dict
+        written = {item.index.fqn: state[item.index.fqn] for item in self.local_plan.items}
+        return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in written.items()}
 
 
 class _HostStaging:
-    """Copies of tensors in host memory, in the same place each time; page-locked where they come from a GPU."""
+    """Copies of tensors in host memory, in the same buffers each time; page-locked where they come from a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -249,7 +255,7 @@ class _HostStaging:
 
     @torch.no_grad()
     def start_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy, on a GPU beside what it computes: until `before_update` the tensors must stay as they are."""
+        """Begin to copy, on a GPU in a stream of its own: until `wait_on_device` the tensors must not change."""
         for name, tensor in tensors.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
@@ -262,7 +268,7 @@ class _HostStaging:
                 for name, tensor in tensors.items():
                     self._copies[name].copy_(tensor, non_blocking=True)
                 self._copy_done = self._stream.record_event()
-            self._copy_sources = tensors  # some were made for this save only
+            self._copy_sources = tensors  # keeps tensors alive that were made for this save only
         return {name: self._copies[name] for name in tensors}
 
     def wait_on_device(self) -> None:
@@ -270,44 +276,12 @@ class _HostStaging:
             torch.cuda.current_stream().wait_event(self._copy_done)
 
     def wait(self) -> None:
-        """Wait until the copies are whole."""
+        """Wait until the copies are complete."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
             self._copy_sources = {}
 
 
-class _CheckpointWriter(dcp.FileSystemWriter):
-    """PyTorch's, for tensors that are in host memory already, through our file system."""
-
-    def __init__(self, folder: Path, files: HashingFileSystem) -> None:
-        super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
-        self.fs, self.path = files, folder  # type: ignore[assignment]
-
-    @property
-    def checkpoint_id(self) -> str:
-        return str(self.path)
-
-
-@contextmanager
-def _translate_storage_errors(where: str, files: HashingFileSystem) -> Iterator[None]:
-    """Whatever goes wrong with the storage as one line. PyTorch's checksums are left out: blocks have better ones."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    except (RunFailed, UserError):
-        raise
-    except Exception as raised:
-        problem = files.first_error or raised
-        if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
-            what = "the disk is full"
-        else:
-            what = (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
-        raise RunFailed(f"{where} could not be written: {what}") from raised
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def _remove_quietly(folder: Path) -> None:
-    with suppress(Exception):  # the next save will
+    with suppress(Exception):  # the next save deletes it
         remove_checkpoint(folder)

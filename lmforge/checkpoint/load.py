@@ -1,52 +1,44 @@
-"""Reading a checkpoint into tensors that are there, on whatever ranks and in whatever parts.
+"""Loading a checkpoint into existing tensors, on any number of ranks and under any strategy.
 
-Each rank reads only what it needs, and checks it as it reads. PyTorch's metadata is unpickled by a reader that builds
-its dataclasses and nothing else.
+Each rank reads only what it needs, and verifies it as it reads (storage.py). Metadata is unpickled safely (dcp_reader.py).
 """
 
 import warnings
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lmforge.checkpoint.async_save import StateDict
-from lmforge.checkpoint.checksums import CorruptCheckpoint, VerifyingFileSystem
 from lmforge.checkpoint.manifest import read_manifest
+from lmforge.checkpoint.storage import VerifyingFileSystem
 from lmforge.errors import UserError
-from lmforge.interop.tensor_sources import flatten_names, read_dcp_metadata
+from lmforge.interop.dcp_reader import METADATA_FILE, SafeReader, load_tensors
+from lmforge.interop.tensor_sources import flatten_names
 
 # A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def load(folder: Path, state: StateDict) -> None:
-    """Fill the tensors of `state` (as in `Saver.save`; "optimizer" may be left out) in place, whatever ranks wrote them.
+    """Fill the tensors of `state` (as in `AsyncCheckpointer.save`; "optimizer" may be left out) in place.
 
-    Nothing is sent between ranks: each reads its own parts. Raises CorruptCheckpoint where what is read is not what was written,
-    and UserError where a tensor is missing or has another shape; tensors may then be half-filled.
+    Any strategy may have written them. Nothing is sent between ranks: each reads its own parts. Raises CorruptCheckpoint where
+    a file does not hold what was written, and UserError where a tensor is missing or has another shape; tensors may then be
+    half-filled.
     """
-    reader = CheckpointReader(folder)
-    _check_shapes(folder, state, reader.read_metadata().state_dict_metadata)
-    read_tensors(state, reader)
+    reader = open_checkpoint_reader(folder)
+    _check_shapes(folder, state, reader.metadata.state_dict_metadata)
+    load_tensors(state, reader)
 
 
-def read_tensors(state: StateDict, reader: "CheckpointReader") -> None:
-    """As `load`, of tensors that are known to be stored so."""
-    try:
-        with torch.no_grad():
-            dcp.load(state, storage_reader=reader, no_dist=True)
-    except CheckpointException as failed:
-        for problem in failed.failures.values():
-            cause = problem[0] if isinstance(problem, tuple) else problem
-            if isinstance(cause, CorruptCheckpoint | UserError | OSError):
-                raise cause from None
-        raise
+def open_checkpoint_reader(folder: Path) -> SafeReader:
+    """A reader that verifies the files of our checkpoint. Raises CorruptCheckpoint, or UserError for other objects in it."""
+    reader = SafeReader(folder, VerifyingFileSystem(read_manifest(folder).files))
+    if not all(isinstance(stored, TensorStorageMetadata) for stored in reader.metadata.state_dict_metadata.values()):
+        raise UserError(f"{folder / METADATA_FILE}: holds pickled objects; a checkpoint of lmforge has tensors only")
+    return reader
 
 
 def _check_shapes(folder: Path, state: StateDict, stored: Mapping[str, Any]) -> None:
@@ -55,31 +47,8 @@ def _check_shapes(folder: Path, state: StateDict, stored: Mapping[str, Any]) -> 
             of_optimizer = name.startswith("optimizer.")
             reason = "it was saved with other optimizer options" if of_optimizer else "the model is of another shape"
             raise UserError(f"{folder}: it has no tensor {name}; {reason}")
-        described = stored[name]
-        assert isinstance(described, TensorStorageMetadata)  # the reader refuses anything else
-        size = described.size
+        size = stored[name].size
         if tuple(size) != tuple(tensor.shape):
             raise UserError(
                 f"{folder}: {name} is {list(size)} there and {list(tensor.shape)} here; the model is of another shape"
             )
-
-
-class CheckpointReader(dcp.FileSystemReader):
-    """PyTorch's reader, less its trust: it checks what it reads, and DCP pickles its metadata, which can run anything."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder.name)
-        self.path = folder
-        self.fs = VerifyingFileSystem(read_manifest(folder).files)  # type: ignore[assignment]
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> Metadata:
-        path = self.path / ".metadata"  # type: ignore[operator]
-        with self.fs.create_stream(path, "rb") as file:
-            metadata = read_dcp_metadata(file.read(), path)
-        if any(isinstance(stored, BytesStorageMetadata) for stored in metadata.state_dict_metadata.values()):
-            raise UserError(f"{path}: holds pickled objects; a checkpoint of lmforge has tensors only")
-        return metadata

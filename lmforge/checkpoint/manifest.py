@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, whether that is true, and which checkpoint is the newest to be trusted."""
+"""The manifest of a checkpoint, whether its files are as the manifest says, and which checkpoint is the newest intact one."""
 
 import base64
 import json
@@ -12,12 +12,14 @@ import torch
 import xxhash
 
 from lmforge.atomic_files import PARTIAL_SUFFIX
-from lmforge.checkpoint.checksums import CorruptCheckpoint, FileDigests, digest_file
+from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_file
 from lmforge.errors import UserError
-from lmforge.model.config import ModelConfig, model_config_from_json
+from lmforge.interop.config_json import model_config_from_json
+from lmforge.model.config import ModelConfig
 from lmforge.runs import MANIFEST, Run
+from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
-FORMAT = 2
+FORMAT = 3
 TENSOR_SUFFIX = ".distcp"
 T = TypeVar("T")
 
@@ -26,12 +28,13 @@ T = TypeVar("T")
 class Manifest:
     """What a checkpoint says of itself.
 
-    samples    the number of the sample that comes next; more than step × rows after batches were left out
-    rows       rows of a global batch
-    holds      "model", and "optimizer" unless the run ended with a checkpoint of the model alone
-    metrics    what was measured at this step
-    permanent  kept whatever becomes newer
-    guard      what decides which steps are bad, such as the losses that spikes are told by
+    consumed_sequences  the number of the next sequence; more than step × global_batch_size after batches were skipped
+    hf_config           the model config, as a config.json
+    rng                 torch's CPU random state (`get_rng_state`)
+    contents            "model", and "optimizer" unless the run ended with a checkpoint of the model only
+    metrics             what was measured at this step
+    kept                whether the checkpoint is never deleted for a newer one
+    bad_step_detector   the state of what decides which steps are bad, such as recent losses
     """
 
     step: int
@@ -57,13 +60,13 @@ class Manifest:
 
     @property
     def json_text(self) -> str:
-        """What is written: the fields, and a digest of them. A flipped bit in a number would be believed."""
+        """What is written: the fields, and a digest of them, so that a flipped bit in a number is noticed."""
         table = asdict(self)
         return json.dumps({**table, "xxh3": _checksum(table)}, indent=1) + "\n"
 
     @property
     def skipped_batches(self) -> int:
-        """How many batches were left out before this step, by going back and on with later ones."""
+        """How many batches rollbacks have skipped before this step."""
         return self.consumed_sequences // self.global_batch_size - self.step
 
 
@@ -72,7 +75,7 @@ def _checksum(table: dict[str, Any]) -> str:
 
 
 def get_rng_state() -> str:
-    """torch's CPU random state as text."""
+    """torch's CPU random state, in base64."""
     return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
 
 
@@ -82,41 +85,44 @@ def set_rng_state(state: str) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CorruptCheckpoint where there is none that can be read."""
+
+    def corrupt(message: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(message.removeprefix(f"{folder}/"))
+
+    path = folder / MANIFEST
     try:
-        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        table = read_json(path, dict[str, Any], max_bytes=MAX_MANIFEST_BYTES, error=corrupt)
         if table.get("format") != FORMAT:
             raise CorruptCheckpoint(f"its format is {table.get('format')}, this version of lmforge reads {FORMAT}")
         if table.pop("xxh3", None) != _checksum(table):
             raise CorruptCheckpoint(f"{MANIFEST} does not hold what was written (its checksum differs)")
-        return Manifest(**table)
+        return read_json(path, Manifest, max_bytes=MAX_MANIFEST_BYTES, error=corrupt)
     except FileNotFoundError:
         raise CorruptCheckpoint("it has no manifest, so it was never finished") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError):
-        raise CorruptCheckpoint("its manifest cannot be read") from None
 
 
 def check_files(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file is there and as long as was written. Raises CorruptCheckpoint.
+    """The manifest of a checkpoint whose files all exist and have their size. Raises CorruptCheckpoint otherwise.
 
-    Files of tensors are not read; the small ones are, and hold what was written.
+    Files of tensors are not read; the small ones are read and verified.
     """
     manifest = read_manifest(folder)
     for name, written in manifest.files.items():
         try:
-            there = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{name} is missing") from None
         except OSError as problem:
             raise CorruptCheckpoint(f"{name} cannot be read ({problem.strerror or problem})") from None
-        if there != written["bytes"]:
-            raise CorruptCheckpoint(f"{name} has {there:,} bytes instead of {written['bytes']:,}")
+        if size != written["bytes"]:
+            raise CorruptCheckpoint(f"{name} has {size:,} bytes instead of {written['bytes']:,}")
         if not name.endswith(TENSOR_SUFFIX):
             _check_digest(folder, name, written)
     return manifest
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file holds what was written; all are read. Raises CorruptCheckpoint otherwise."""
+    """The manifest of a checkpoint, after every file was read and verified. Raises CorruptCheckpoint otherwise."""
     manifest = check_files(folder)
     for name, written in manifest.files.items():
         if name.endswith(TENSOR_SUFFIX):
@@ -126,17 +132,17 @@ def verify(folder: Path) -> Manifest:
 
 def _check_digest(folder: Path, name: str, expected: FileDigests) -> None:
     try:
-        there = digest_file(folder / name)
+        digests = digest_file(folder / name)
     except OSError as problem:
         raise CorruptCheckpoint(f"{name} cannot be read ({problem.strerror or problem})") from None
-    if there != expected:
+    if digests != expected:
         raise CorruptCheckpoint(f"{name} does not hold what was written (its checksum differs)")
 
 
 def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoints of a run that look whole with their tensors unread, newest first; those of steps below `before` only.
+    """The checkpoints of a run, before `before_step` if given, newest first, whose files pass `check_files`.
 
-    A line for each that does not goes to `passed_over` as it is come across.
+    A line for each other one is added to `skipped`.
     """
     steps = [step for step in run.checkpoint_steps() if before_step is None or step < before_step]
     for partial in sorted(run.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}")) if before_step is None else ():
@@ -150,20 +156,11 @@ def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> 
             skipped.append(f"{folder}: {reason}; skipped")
 
 
-def find(path: Path) -> tuple[Path, Manifest, list[str]]:
-    """The checkpoint that `path` names: itself, or the newest sound one of a run, with what was passed over. All is read.
-
-    Raises UserError where there is none.
-    """
-    (folder, manifest), passed_over = open_checkpoint(path, lambda folder, _: (folder, verify(folder)))
-    return folder, manifest, passed_over
-
-
 def open_checkpoint(path: Path, open_with: Callable[[Path, Manifest], T]) -> tuple[T, list[str]]:
-    """What `use` makes of the checkpoint that `path` names, or of the newest one of a run that it does not find unsound.
+    """Open the checkpoint in the folder `path`, or the newest intact one of the run in `path`.
 
-    With it a line for each that was passed over. `use` may raise CorruptCheckpoint for what it reads; nothing else is read. Raises
-    UserError where there is none.
+    Returns what `open_with` returns, and a line for each checkpoint that was skipped. Tensors are not read here: `open_with`
+    raises CorruptCheckpoint for what it reads, and the next older checkpoint is tried. Raises UserError where there is none.
     """
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
         try:
@@ -172,11 +169,11 @@ def open_checkpoint(path: Path, open_with: Callable[[Path, Manifest], T]) -> tup
             raise UserError(f"{path}: {reason}") from None
     if not path.exists():
         raise UserError(f"{path}: no such run, checkpoint or model folder")
-    passed_over: list[str] = []
-    for folder, manifest in candidates(Run.open(path), passed_over):
+    skipped: list[str] = []
+    for folder, manifest in candidates(Run.open(path), skipped):
         try:
-            return open_with(folder, manifest), passed_over
+            return open_with(folder, manifest), skipped
         except CorruptCheckpoint as reason:
-            passed_over.append(f"{folder}: {reason}; skipped")
-    why = f" ({passed_over[0]})" if passed_over else ""
+            skipped.append(f"{folder}: {reason}; skipped")
+    why = f" ({skipped[0]})" if skipped else ""
     raise UserError(f"{path}: no checkpoint here{why}")

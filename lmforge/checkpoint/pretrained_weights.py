@@ -1,5 +1,4 @@
-"""The weights of a checkpoint for those that begin from them: whole models, with the adapters that were trained beside them
-merged."""
+"""The weights of a checkpoint for further training, evaluation and export: full models, with trained adapters merged."""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -8,71 +7,65 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lmforge.checkpoint.load import CheckpointReader, load, read_tensors
+from lmforge.checkpoint.load import load, open_checkpoint_reader
 from lmforge.checkpoint.manifest import Manifest
+from lmforge.interop.dcp_reader import load_tensors
 from lmforge.interop.weights import merge_adapters
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, lora_delta
 
-LORA_A_SUFFIX, LORA_B_SUFFIX = LORA_SUFFIXES
-
 
 def stored_lora_config(manifest: Manifest) -> LoraConfig | None:
-    """The low-rank adapters that a checkpoint holds beside the weights; None where it has none."""
+    """The config of the low-rank adapters that a checkpoint has beside the weights; None where it has none."""
     options = manifest.recipe.get("lora", {})
     if not options.get("rank"):
         return None
-    chosen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return LoraConfig(**chosen)
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return LoraConfig(**fields)
 
 
 @torch.no_grad()
 def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_names: Collection[str] = ()) -> None:
-    """Fill a model that has no adapters, or new ones which stay as they are, and so does what else is `new` to the checkpoint;
-    it may be sharded, and each rank reads its parts.
+    """Fill a model from a checkpoint, whose adapters are merged. The model may be sharded: each rank reads its parts.
 
-    Raises CorruptCheckpoint where what is read is not what was written, and UserError where it is another model's.
+    The model's own adapters and `new_names` are not in the checkpoint and stay as they are. Raises CorruptCheckpoint where a
+    file does not hold what was written, and UserError where it is another model's.
     """
-    here = {name: each for name, each in model.named_parameters() if not name.endswith(LORA_SUFFIXES) and name not in new_names}
-    load(folder, {"model": here})
+    own = {name: each for name, each in model.named_parameters() if not name.endswith(LORA_SUFFIXES) and name not in new_names}
+    load(folder, {"model": own})
     lora = stored_lora_config(manifest)
     if lora is not None:
         merge_adapters(model, lora, StoredModel(folder, manifest).adapters, str(folder))
 
 
 class StoredModel:
-    """The model's tensors in a checkpoint, by name: their shapes and dtypes (on the meta device), and each when asked for.
+    """The model's tensors in a checkpoint, by name: `tensors` on the meta device, and each one's value by `read`.
 
-    Adapters are merged into what is read; `adapters` has them as they are, `lora` what they are, None where there are none.
+    `read` merges adapters; `adapters` has them as they are, and `lora` is their config, None where there are none.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._reader = CheckpointReader(folder)
+        self._reader = open_checkpoint_reader(folder)
         self.lora = stored_lora_config(manifest)
-        self._conv1d_layout = manifest.model_config.family == "gpt2"  # whose weights lie on their side
-        stored = self._reader.read_metadata().state_dict_metadata
-        everything = {
-            name.removeprefix("model."): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-            for name, found in stored.items()
-            if isinstance(found, TensorStorageMetadata) and name.startswith("model.")
+        self._conv1d_layout = manifest.model_config.family == "gpt2"  # stores its weights transposed
+        stored: dict[str, Any] = self._reader.metadata.state_dict_metadata
+        tensors = {
+            name.removeprefix("model."): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+            for name, each in stored.items()
+            if name.startswith("model.")
         }
-        self._adapters = {name: tensor for name, tensor in everything.items() if name.endswith(LORA_SUFFIXES)}
-        self.tensors = {name: tensor for name, tensor in everything.items() if name not in self._adapters}
+        self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in self._adapters}
 
     def read(self, name: str) -> Tensor:
-        """The whole of a tensor, on the CPU. Raises CorruptCheckpoint where it is not what was written."""
+        """The full tensor, on the CPU. Raises CorruptCheckpoint where a file does not hold what was written."""
         value = self._read(name, self.tensors[name])
         layer = name.removesuffix(".weight")
-        if self.lora is not None and f"{layer}{LORA_A_SUFFIX}" in self._adapters:
-            value += lora_delta(
-                self.lora.scaling,
-                self.adapters[f"{layer}{LORA_A_SUFFIX}"],
-                self.adapters[f"{layer}{LORA_B_SUFFIX}"],
-                self._conv1d_layout,
-            )
+        if self.lora is not None and f"{layer}{LORA_SUFFIXES[0]}" in self._adapters:
+            a, b = (self.adapters[f"{layer}{suffix}"] for suffix in LORA_SUFFIXES)
+            value += lora_delta(self.lora.scaling, a, b, self._conv1d_layout)
         return value
 
     @cached_property
@@ -82,5 +75,5 @@ class StoredModel:
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         value = torch.empty_like(like, device="cpu")
-        read_tensors({"model": {name: value}}, self._reader)
+        load_tensors({"model": {name: value}}, self._reader)
         return value

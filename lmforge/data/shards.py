@@ -11,7 +11,6 @@ end-of-text id, which text may contain. Reading is by `os.pread`: on a network f
 the process, under pread it is an exception to retry.
 """
 
-import errno
 import io
 import json
 import os
@@ -30,6 +29,7 @@ import numpy as np
 import xxhash
 
 from lmforge.atomic_files import atomic_write
+from lmforge.checksums import ChecksummedFile, block_checksums
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -65,8 +65,8 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray
         "dtype": tokens.dtype.name,
         "tokenizer": tokenizer_hash,
         "block_bytes": BLOCK_BYTES,
-        "token_blocks": _block_checksums(tokens),
-        "document_blocks": _block_checksums(ends),
+        "token_blocks": block_checksums(tokens.view(np.uint8).data, BLOCK_BYTES),
+        "document_blocks": block_checksums(ends.view(np.uint8).data, BLOCK_BYTES),
         # Where the first document of each block ends: what is needed to find a document with one read.
         "document_block_firsts": ends[:: BLOCK_BYTES // ends.itemsize].tolist(),
     }
@@ -95,29 +95,24 @@ def _manifest_entry(name: str, manifest: Json, text: bytes) -> Json:
     }
 
 
-def _block_checksums(array: np.ndarray) -> list[str]:
-    data = array.view(np.uint8).data
-    return [xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _ChecksummedFile:
-    """One file read by position; each block is checked against its xxh3 the first time it is read."""
+class _ShardFile(ChecksummedFile):
+    """One file read by position; each block is verified against its xxh3 the first time it is read."""
 
     def __init__(self, path: Path, size: int, checksums: list[str]):
+        super().__init__(size, checksums, BLOCK_BYTES, remember=True)
         self.path = path
-        self._size = size
-        self._checksums = np.array([int(digest, 16) for digest in checksums], np.uint64)
-        self._verified = np.zeros(len(checksums), bool)
         self._file: io.FileIO | None = None
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytearray:
         """`size` bytes from `offset`. Retries a fault a few times, then UserError naming file and offset."""
+        data = bytearray(size)
         for pause in (*RETRY_DELAYS_SECONDS, None):
             try:
-                return self._read_verified(offset, size)
+                self._read_verified(memoryview(data), offset)
+                return data
             except OSError as error:
                 # Reopened each time: a stale network handle stays stale. Dropping the reference rather than closing
                 # leaves another thread's read in peace.
@@ -128,33 +123,17 @@ class _ChecksummedFile:
                 time.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _read_verified(self, offset: int, size: int) -> bytes:
-        first, last = offset // BLOCK_BYTES, (offset + size - 1) // BLOCK_BYTES
-        if self._verified[first : last + 1].all():
-            return self._pread(offset, size)
-        begin = first * BLOCK_BYTES
-        data = self._pread(begin, min((last + 1) * BLOCK_BYTES, self._size) - begin)
-        for block in range(first, last + 1):
-            at = (block - first) * BLOCK_BYTES
-            if xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) != self._checksums[block]:
-                raise OSError(errno.EIO, f"the block at byte {block * BLOCK_BYTES} does not match its checksum")
-        self._verified[first : last + 1] = True
-        return data[offset - begin : offset - begin + size]
-
-    def _pread(self, offset: int, size: int) -> bytes:
-        if self._file is None:
-            self._file = io.FileIO(self.path)
+    def _pread(self, out: memoryview, offset: int) -> int:
         file = self._file
+        if file is None:
+            file = self._file = io.FileIO(self.path)
         try:
-            data = os.pread(file.fileno(), size, offset)
-            # One call returns at most 2 GiB on Linux, and on a network file system sometimes less than was asked.
-            while len(data) < size and (more := os.pread(file.fileno(), size - len(data), offset + len(data))):
-                data += more
+            return os.preadv(file.fileno(), [out], offset)
         except OSError as error:
             raise OSError(error.errno, f"reading at byte {offset} failed ({error.strerror})") from error
-        if len(data) < size:
-            raise OSError(errno.EIO, f"ends at byte {os.fstat(file.fileno()).st_size} of {self._size}")
-        return data
+
+    def _current_size(self) -> int:
+        return self.path.stat().st_size
 
 
 class _ShardReader:
@@ -176,8 +155,8 @@ class _ShardReader:
         self._dtype = dtype
         self._block_first_ends = manifest["document_block_firsts"]
         self._documents_bytes = 8 * entry["documents"]
-        self._tokens = _ChecksummedFile(path.with_suffix(".tokens"), manifest["bytes"], manifest["token_blocks"])
-        self._ends = _ChecksummedFile(path.with_suffix(".documents"), self._documents_bytes, manifest["document_blocks"])
+        self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest["bytes"], manifest["token_blocks"])
+        self._ends = _ShardFile(path.with_suffix(".documents"), self._documents_bytes, manifest["document_blocks"])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         size = self._dtype.itemsize

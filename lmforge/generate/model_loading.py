@@ -18,9 +18,10 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.peft_folder import base_model_of, is_peft_folder, load_peft_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder, merge_adapters
 from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, resolve_model_config
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import choose_dtype
 from lmforge.untrusted import read_json
@@ -120,7 +121,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, reward_
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
     tokenizer = Tokenizer.open(folder)
-    model = build_model(config, seed=None, device=device)
+    model = build_model(config, device)
     load_folder(folder, model)
     stop_ids = _read_eos_token_ids(folder, config.vocab_size)
     return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.prefix_ids, stop_ids)
@@ -131,7 +132,7 @@ def _from_checkpoint(
 ) -> LoadedModel:
     config = manifest.model_config
     check_reward_head(config, folder, reward_model)
-    model = build_model(config, seed=None, device=device)
+    model = build_model(config, device)
     checkpoint.load_weights(folder, manifest, model)
     tokenizer = Tokenizer.open(folder)
     prefix_ids, stop_ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))

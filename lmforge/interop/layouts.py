@@ -1,9 +1,9 @@
-"""How other trainers lay out a checkpoint, and what each of our tensors is made of there.
+"""The checkpoints of other trainers, and which of their stored tensors each of ours is made of.
 
-nanoGPT (a file of torch.save: GPT-2 with linear maps that are not transposed), torchtitan (a DCP folder: Llama under Meta's
+nanoGPT (a torch.save file: GPT-2 with linear maps that are not transposed), torchtitan (a DCP folder: Llama under Meta's
 names) and fms-fsdp (a DCP folder or a file: Llama under the names of IBM's foundation-model-stack, some matrices fused).
-The last two turn neighbouring pairs of a head's channels, as Meta's code does, where ours and Hugging Face's turn a channel
-of the first half with one of the second: the rows of their query and key matrices are put in the other order.
+The last two rotate neighbouring pairs of a head's channels, as Meta's code does; ours and Hugging Face's pair a channel of the
+first half with one of the second. So the rows of their query and key matrices are reordered.
 """
 
 import re
@@ -22,10 +22,10 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 
 LAYOUTS = ("nanogpt", "torchtitan", "fms")
-# Where trainers put the model among what else they save, and what wrappers put before its names.
+# Where trainers put the model beside what else they save, and what wrappers put before its names.
 _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
 _WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
-# What is stored and not learned: causal masks and rotary tables.
+# Stored but not learned: causal masks and rotary tables.
 _NOT_LEARNED = re.compile(r"(\.attn\.bias|freqs_cis|rot_emb\..*|rope\.\w+|rotary_emb\.\w+)$")
 _BLOCK_PREFIX = r"layers\.(\d+)\."
 
@@ -74,7 +74,7 @@ _TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 
 @dataclass(frozen=True)
 class LayoutHints:
-    """What a checkpoint does not tell and somebody has to; None where nobody did."""
+    """What a checkpoint does not say and the user must; None where it was not given."""
 
     num_attention_heads: int | None = None
     rope_theta: float | None = None
@@ -86,7 +86,7 @@ class LayoutHints:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """A foreign checkpoint as a model of ours: its shape, its tensors on the meta device, and each when it is asked for."""
+    """Another trainer's checkpoint as a model of ours: its config, its tensors on the meta device, and each one's value."""
 
     layout: str
     config: ModelConfig
@@ -96,7 +96,7 @@ class ConvertedCheckpoint:
 
 @dataclass(frozen=True)
 class _StoredSlice:
-    """Rows of a stored tensor: all, or of `rows` and `start` where several are fused; then put in our order."""
+    """The rows of a stored tensor that are one of ours, reordered where `num_heads` is set, and transposed."""
 
     stored_name: str
     rows: slice
@@ -111,22 +111,21 @@ class _StoredSlice:
 
 
 def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: str, hints: LayoutHints) -> ConvertedCheckpoint:
-    """A foreign checkpoint as a model of ours. Raises UserError for what is not such a checkpoint, or is told wrongly.
+    """Another trainer's checkpoint as a model of ours. Raises UserError where it is not of the layout, or a hint is wrong.
 
-    layout: one of LAYOUTS, or "auto" for the one whose names are there.
+    layout: one of LAYOUTS, or "auto" for the one whose tensor names it has.
     """
     names = _stored_name_by_model_name(checkpoint)
     if layout == "auto":
-        found = [each for each, mark in _MARKER_TENSORS.items() if mark in names]
-        if not found:
+        layouts = [each for each, marker in _MARKER_TENSORS.items() if marker in names]
+        if not layouts:
             some = ", ".join(sorted(names)[:3]) or "no tensors"
-            raise UserError(f"{path}: not of a layout that is known here ({', '.join(LAYOUTS)}); it has {some}")
-        layout = found[0]
-    if _MARKER_TENSORS[layout] not in names:
-        close = get_close_matches(_MARKER_TENSORS[layout], names, n=1)
-        raise UserError(
-            f"{path}: not of layout {layout}: has no {_MARKER_TENSORS[layout]}" + (f", but {close[0]}" if close else "")
-        )
+            raise UserError(f"{path}: not of a known layout ({', '.join(LAYOUTS)}); it has {some}")
+        layout = layouts[0]
+    marker = _MARKER_TENSORS[layout]
+    if marker not in names:
+        close = get_close_matches(marker, names, n=1)
+        raise UserError(f"{path}: not of layout {layout}: has no {marker}" + (f", but {close[0]}" if close else ""))
     tensors = {short: checkpoint.tensors[name] for short, name in names.items()}
 
     def read(short: str) -> Tensor:
@@ -140,21 +139,20 @@ def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: str, hints:
 
 
 def _stored_name_by_model_name(checkpoint: TensorSource) -> dict[str, str]:
-    """The stored name of each of the model's tensors, by its name in the model."""
+    """The stored name of each tensor of the model, by its name in the model."""
     for root in _PREFIXES:
         names = {}
         for name in checkpoint.tensors:
             short = _WRAPPER_NAMES.sub("", name)
             if short.startswith(root):
                 names[short.removeprefix(root).removeprefix("base_model.")] = name
-        if any(mark in names for mark in _MARKER_TENSORS.values()):
+        if any(marker in names for marker in _MARKER_TENSORS.values()):
             break
     else:
         names = {name: name for name in checkpoint.tensors}
-    # At the top, beside the model, lie the optimizer's.
-    return {
-        short: name for short, name in names.items() if not _NOT_LEARNED.search(short) and not short.startswith("optimizer")
-    }
+    # The optimizer's tensors may lie beside the model's.
+    ignored = re.compile(f"^optimizer|{_NOT_LEARNED.pattern}")
+    return {short: name for short, name in names.items() if not ignored.search(short)}
 
 
 def _convert_nanogpt(
@@ -185,9 +183,9 @@ def _convert_nanogpt(
         for name in tensors
         if name != "lm_head.weight"  # the embedding under another name
     }
-    for name in build_model(config, seed=None, device="meta").state_dict():
+    for name in build_model(config, "meta").state_dict():
         if name.endswith(".bias") and name not in parts and arguments.get("bias") is False:
-            parts[name] = None  # nothing is added, which a bias of zeros does
+            parts[name] = None  # a bias of zeros adds nothing
     return config, parts
 
 
@@ -197,20 +195,20 @@ def _convert_llama(
     for option in ("num_attention_heads", "rope_theta"):
         if getattr(hints, option) is None:
             raise UserError(
-                f"{path}: this layout does not tell {option}; give --{option}, or --config_from a model that has the same"
+                f"{path}: this layout does not say {option}; give --{option}, or --config_from a model that has the same"
             )
-    made = _map_to_our_names(path, tensors, name_map)
-    origin = {name: stored for stored, several in made.items() for name in several}
+    our_names = _map_to_our_names(path, tensors, name_map)
+    stored_name = {name: stored for stored, names in our_names.items() for name in names}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
-        if f"model.layers.0.{name}.weight" not in origin:
-            raise UserError(f"{path}: has nothing that could be model.layers.0.{name}.weight; it is not whole")
+        if f"model.layers.0.{name}.weight" not in stored_name:
+            raise UserError(f"{path}: has nothing that could be model.layers.0.{name}.weight; it is incomplete")
 
     def shape(name: str) -> torch.Size:
-        return tensors[origin[f"{name}.weight"]].shape
+        return tensors[stored_name[f"{name}.weight"]].shape
 
     (vocabulary, width), heads = shape("model.embed_tokens"), hints.num_attention_heads or 0
     queries, keys = (shape(f"model.layers.0.self_attn.{each}_proj")[0] for each in "qk")
-    if origin["model.layers.0.self_attn.q_proj.weight"] == origin["model.layers.0.self_attn.k_proj.weight"]:
+    if stored_name["model.layers.0.self_attn.q_proj.weight"] == stored_name["model.layers.0.self_attn.k_proj.weight"]:
         queries, keys = width, (queries - width) // 2
     head = width // heads
     if width % (2 * heads) or queries != width or keys < head or keys % head:
@@ -218,9 +216,9 @@ def _convert_llama(
             f"{path}: {queries} query and {keys} key channels of width {width} are not {heads} heads;"
             " give the model's own --num_attention_heads"
         )
-    top, embedding = origin.get("lm_head.weight"), origin["model.embed_tokens.weight"]
-    tied = top is None or torch.equal(read(top), read(embedding))
-    attention_bias = "model.layers.0.self_attn.o_proj.bias" in origin
+    output, embedding = stored_name.get("lm_head.weight"), stored_name["model.embed_tokens.weight"]
+    tied = output is None or torch.equal(read(output), read(embedding))
+    attention_bias = "model.layers.0.self_attn.o_proj.bias" in stored_name
     config = ModelConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -234,17 +232,17 @@ def _convert_llama(
         rms_norm_eps=hints.rms_norm_eps,
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
-        mlp_bias="model.layers.0.mlp.down_proj.bias" in origin,
+        mlp_bias="model.layers.0.mlp.down_proj.bias" in stored_name,
         tie_word_embeddings=tied,
     )
-    rows, turned = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
+    rows, rotated_heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
     parts: dict[str, _StoredSlice | None] = {}
-    for stored, several in made.items():
+    for stored, names in our_names.items():
         start = 0
-        for name in several:
-            kind = name.split(".")[-2]
-            stop = start + rows.get(kind, len(tensors[stored]) // len(several))
-            parts[name] = _StoredSlice(stored, slice(start, stop), turned.get(kind, 0))
+        for name in names:
+            module = name.split(".")[-2]
+            stop = start + rows.get(module, len(tensors[stored]) // len(names))
+            parts[name] = _StoredSlice(stored, slice(start, stop), rotated_heads.get(module, 0))
             start = stop
     if tied:
         parts.pop("lm_head.weight", None)
@@ -252,20 +250,20 @@ def _convert_llama(
 
 
 def _map_to_our_names(path: Path, tensors: dict[str, Tensor], name_map: dict[str, str]) -> dict[str, list[str]]:
-    """Which of our tensors each stored one is: one, or several that are fused. Raises UserError for one that is none."""
-    made = {}
+    """Our names of each stored tensor: one, or several that are fused. Raises UserError for an unknown tensor."""
+    our_names = {}
     for stored in tensors:
         block = re.match(_BLOCK_PREFIX, stored)
-        short, _, kind = stored[block.end() if block else 0 :].rpartition(".")
-        if short not in name_map or kind not in ("weight", "bias"):
-            raise UserError(f"{path}: holds {stored}, which is no part of a Llama model of this layout; it cannot be imported")
-        before = f"model.layers.{block[1]}." if block else ""
-        made[stored] = [f"{before}{each}.{kind}" for each in name_map[short].split(" + ")]
-    return made
+        short, _, parameter = stored[block.end() if block else 0 :].rpartition(".")
+        if short not in name_map or parameter not in ("weight", "bias"):
+            raise UserError(f"{path}: holds {stored}, which is not part of a Llama model of this layout; it cannot be imported")
+        prefix = f"model.layers.{block[1]}." if block else ""
+        our_names[stored] = [f"{prefix}{each}.{parameter}" for each in name_map[short].split(" + ")]
+    return our_names
 
 
 def _count_layers(tensors: dict[str, Tensor], block: str) -> int:
-    return 1 + max((int(found[1]) for name in tensors if (found := re.match(block, name))), default=-1)
+    return 1 + max((int(match[1]) for name in tensors if (match := re.match(block, name))), default=-1)
 
 
 def _check_tensors(
@@ -275,23 +273,23 @@ def _check_tensors(
     tensors: dict[str, Tensor],
     read: Callable[[str], Tensor],
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """The model's tensors on the meta device, and a function that reads one. Raises UserError where they are not all there."""
-    wanted = dict(build_model(config, seed=None, device="meta").named_parameters())
-    shown = {}
+    """The model's tensors on the meta device, and a function that reads one. Raises UserError where one is missing."""
+    expected = dict(build_model(config, "meta").named_parameters())
+    meta_tensors = {}
     dtype = next(iter(tensors.values())).dtype
-    for name, parameter in wanted.items():
+    for name, parameter in expected.items():
         if name not in parts:
-            raise UserError(f"{path}: has nothing that could be {name}; it is not whole, or of another layout")
+            raise UserError(f"{path}: has nothing that could be {name}; it is incomplete, or of another layout")
         part = parts[name]
         shape = parameter.shape if part is None else part.extract(tensors[part.stored_name]).shape
         if shape != parameter.shape:
             raise UserError(f"{path}: {name} would be {list(shape)} and should be {list(parameter.shape)}")
-        shown[name] = torch.empty(shape, dtype=dtype if part is None else tensors[part.stored_name].dtype, device="meta")
-    if extra := sorted(parts.keys() - wanted.keys()):
-        raise UserError(f"{path}: holds {extra[0]}, which is no part of such a model; it cannot be imported")
+        meta_tensors[name] = torch.empty(shape, dtype=dtype if part is None else tensors[part.stored_name].dtype, device="meta")
+    if extra := sorted(parts.keys() - expected.keys()):
+        raise UserError(f"{path}: holds {extra[0]}, which is not part of such a model; it cannot be imported")
 
     def read_ours(name: str) -> Tensor:
         part = parts[name]
-        return torch.zeros_like(shown[name], device="cpu") if part is None else part.extract(read(part.stored_name))
+        return torch.zeros_like(meta_tensors[name], device="cpu") if part is None else part.extract(read(part.stored_name))
 
-    return shown, read_ours
+    return meta_tensors, read_ours

@@ -1,27 +1,30 @@
 """Adapters in PEFT's layout, out and in: adapter_config.json beside adapter_model.safetensors.
 
-Tensors there have our names with a prefix. What of PEFT's many options changes the result of a forward pass and is not
-computed here is refused by its name, and so is an option that came later than this file.
+Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass and are not supported
+are refused by name, and so are options that are not known here.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
-from lmforge.interop.export import replace_folder_atomically, write_safetensors
-from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.interop.export import new_folder
+from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.lora import ALL_LINEAR, LoraConfig
+from lmforge.untrusted import read_json
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# What is read here, or says nothing about what is computed once there are tensors.
+# Options that are read here, or that do not change what is computed once there are tensors.
 _SUPPORTED_OPTIONS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
@@ -29,8 +32,21 @@ _SUPPORTED_OPTIONS = {
     "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload", "eva_config",
 }  # fmt: skip
 _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
-# The ways to begin that leave the base's weights as they are.
+# The initializations that leave the weights of the base model as they are.
 _SUPPORTED_INIT_LORA_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class _PeftConfig(TypedDict):
+    """The options that are read here; others are kept, to be refused by name."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    peft_type: NotRequired[str | None]
+    r: Annotated[int, Field(ge=1)]
+    lora_alpha: Annotated[float, Field(gt=0)]
+    lora_dropout: NotRequired[Annotated[float, Field(ge=0, lt=1)]]
+    use_rslora: NotRequired[bool]
+    base_model_name_or_path: NotRequired[str | None]
+    revision: NotRequired[str | None]
 
 
 def save_peft_folder(
@@ -39,16 +55,10 @@ def save_peft_folder(
     """Write adapters as a folder that `peft.PeftModel.from_pretrained` opens.
 
     Args:
-        tensors: whole ones by our names (lora.adapter_tensors; gather sharded ones first).
-        base_name: of the model they belong to: a folder, or a name on the hub.
-        overwrite: replace the folder if it exists and holds adapters. Otherwise an existing one is a UserError.
+        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first).
+        base_model_name: the model that they belong to: a folder, or a name on the hub.
+        overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
     """
-    folder = Path(folder)
-    if folder.exists():
-        if not overwrite:
-            raise UserError(f"{folder}: exists already; choose another folder, or ask to overwrite it")
-        if not (folder / ADAPTER_CONFIG_FILE).is_file():
-            raise UserError(f"{folder}: holds no adapters, so it is not overwritten; choose another folder")
     layers = _adapted_layer_names(tensors)
     plain = all(target == ALL_LINEAR or target.isidentifier() for target in config.target_modules)
     content = {
@@ -59,16 +69,16 @@ def save_peft_folder(
         "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
-        # A regular expression of ours may mean other layers there; names that are whole mean themselves.
+        # A regular expression of ours may match other layers there; full names match themselves.
         "target_modules": _module_names(layers) if plain else layers,
         "bias": "none",
         "fan_in_fan_out": any(name.startswith("transformer.h.") for name in layers),
         "inference_mode": True,
     }
-    with replace_folder_atomically(folder) as beside:
-        (beside / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        named = {_PREFIX + name: tensor for name, tensor in tensors.items()}
-        write_safetensors(beside / ADAPTER_WEIGHTS_FILE, named, named.__getitem__, None)
+    with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG_FILE, content="adapters") as partial:
+        (partial / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        renamed = {_PREFIX + name: tensor for name, tensor in tensors.items()}
+        write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)
 
 
 def is_peft_folder(folder: Path) -> bool:
@@ -77,70 +87,60 @@ def is_peft_folder(folder: Path) -> bool:
 
 
 def base_model_of(folder: Path) -> Path:
-    """What a PEFT folder says its adapters belong to: a folder, or a name on the hub. Raises UserError where it does not say."""
-    content = _read_config(folder / ADAPTER_CONFIG_FILE)
+    """The model that the adapters of a PEFT folder belong to: a folder, or a name on the hub. Raises UserError."""
+    path = folder / ADAPTER_CONFIG_FILE
+    content = _read_config(path)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
-    if not isinstance(base, str) or not base:
-        raise UserError(
-            f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path does not say which model these adapters belong to; name it"
-        )
+    if not base:
+        raise UserError(f"{path}: base_model_name_or_path does not say which model these adapters belong to; name it")
     if is_peft_folder(Path(base)):
-        raise UserError(
-            f"{folder / ADAPTER_CONFIG_FILE}: belongs to {base}, which is adapters too; merge those into their model first"
-        )
+        raise UserError(f"{path}: belongs to {base}, which is adapters too; merge those into their model first")
     return Path(f"{base}@{revision}" if revision and is_hub_name(base) else base)
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """The adapters of a PEFT folder: what to give `add_lora`, and then `fill`, whose tensors have our names.
+    """The adapters of a PEFT folder: the config for `add_lora`, and full tensors by our names for `merge_adapters`.
 
-    Raises UserError where the folder is damaged, or for a kind of adapter that is not computed here.
+    Raises UserError where the folder is damaged, or for a type of adapter that is not supported.
     """
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG_FILE
     content = _read_config(path)
-    kind = content.get("peft_type")
-    if kind != "LORA":
-        raise UserError(f"{path}: peft_type {kind}: only LORA adapters are supported; merge it into its model with PEFT first")
+    peft_type = content.get("peft_type")
+    if peft_type != "LORA":
+        raise UserError(
+            f"{path}: peft_type {peft_type}: only LORA adapters are supported; merge it into its model with PEFT first"
+        )
     refused = [name for name, value in content.items() if name not in _SUPPORTED_OPTIONS and value not in _UNSET_VALUES]
     if content.get("init_lora_weights", True) in _SUPPORTED_INIT_LORA_WEIGHTS:
         refused = [name for name in refused if name != "init_lora_weights"]
     if refused:
-        told = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
-        raise UserError(f"{path}: {told}: not supported here; merge it into its model with PEFT first")
+        options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
+        raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
     tensors = _read_tensors(folder / ADAPTER_WEIGHTS_FILE)
     layers = _adapted_layer_names(tensors)
-    named = content.get("target_modules")
+    targets = content.get("target_modules")
     narrowed = any(content.get(name) for name in ("exclude_modules", "layers_to_transform"))
-    by_last_part = isinstance(named, list) and sorted(named) == _module_names(layers) and not narrowed
-    try:
-        config = LoraConfig(
-            rank=content["r"],
-            alpha=content["lora_alpha"],
-            target_modules=tuple(_module_names(layers) if by_last_part else layers),
-            dropout=content.get("lora_dropout", 0.0),
-            use_rslora=content.get("use_rslora", False),
-        )
-    except (KeyError, TypeError, UserError) as problem:
-        raise UserError(f"{path}: {problem}; copy the folder again") from None
+    by_last_name = isinstance(targets, list) and sorted(map(str, targets)) == _module_names(layers) and not narrowed
+    config = LoraConfig(
+        rank=content["r"],
+        alpha=content["lora_alpha"],
+        target_modules=tuple(_module_names(layers) if by_last_name else layers),
+        dropout=content.get("lora_dropout", 0.0),
+        use_rslora=content.get("use_rslora", False),
+    )
     return config, tensors
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give a folder of adapters in PEFT's layout") from None
-    except ValueError as problem:
-        raise UserError(f"{path}: not valid JSON ({problem}); copy the file again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected an object of options, got {type(content).__name__}; copy the file again")
-    return content
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a folder of adapters in PEFT's layout")
+    return {**read_json(path, _PeftConfig, hint="copy the file again")}
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise UserError(f"{path}: no such file; adapters are opened from safetensors only")
+        raise UserError(f"{path}: no such file; adapters are loaded from safetensors only")
     file = SafetensorsFile(path)
     tensors = {}
     with file.open_for_reading():

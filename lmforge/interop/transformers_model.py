@@ -1,59 +1,134 @@
-"""Any causal model of the transformers library, wrapped into what the rest of the house asks of a model.
+"""Any causal model of the transformers library, wrapped as a LanguageModel: `TransformersConfig` and `TransformersModel`.
 
-Its modules and tensor names are theirs; the head is ours, so that logits are never whole. What families differ in is
-found by looking and by trying: the repeated block, what is done to logits, which constants are kept beside the weights.
-What a LanguageModel cannot express is refused when the model is built. There is no dropout, and no code of a folder runs.
+Its modules and tensor names are those of transformers; the head is ours, so that the full logits never exist. There is no
+dropout. Incremental decoding uses the cache of transformers, which has one length for all sequences: they are padded at
+their left, and every sequence is computed again when another one joins. That works for any family, and is slower than
+model/incremental.py.
 """
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lmforge.errors import UserError
-from lmforge.interop.transformers_config import (
+from lmforge.interop.config_json import NUM_EXPERTS_FIELDS
+from lmforge.interop.transformers_causal_lm import (
     ALIBI_MODEL_TYPES,
-    TransformersConfig,
+    build_causal_lm,
+    constant_buffers,
+    find_base_model_name,
+    find_block_list,
+    find_logit_scale,
     import_transformers,
     read_pretrained_config,
+    reject_unsupported_parts,
 )
-from lmforge.interop.transformers_incremental import TransformersIncrementalDecoder, TransformersKVCache
+from lmforge.interop.transformers_weights import initial_values
+from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import LORA_SUFFIXES, initial_value
 from lmforge.model.layers import LanguageModel, LMHead
 
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_HEAD_NAME = "lm_head"
-# The kernel that multiplies all experts at once wants rows of whole 16 bytes, 8 numbers in bf16; else one by one.
-_GROUPED_MM_MULTIPLE = 8
+
+@dataclass(frozen=True)
+class TransformersConfig(ModelConfig):
+    """The config of any causal model of transformers. `config_dict`, the config.json, decides; the other fields repeat it.
+
+    A field that a family does not have (head_dim, intermediate_size) is estimated from its other numbers.
+    """
+
+    config_dict: dict[str, Any] = field(default_factory=dict)
+    max_learned_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing is derived or refused: transformers has checked the content."""
+
+    @property
+    def family(self) -> str:
+        return "transformers"
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        return self.max_learned_positions
+
+    def new_module(self) -> "TransformersModel":
+        return TransformersModel(self)
+
+    def counted_parameters(self) -> tuple[int, int, int, int]:
+        return _count_parameters(json.dumps(self.config_dict, sort_keys=True))
 
 
-def build_causal_lm(config: TransformersConfig) -> Any:
-    """transformers' own model of this shape on the meta device, in fp32 and without dropout. Raises UserError."""
-    transformers = import_transformers()
-    with torch.device("meta"):
-        causal = transformers.AutoModelForCausalLM.from_config(
-            read_pretrained_config(config.config_dict, "model"), dtype=torch.float32
-        )
-    stacks = [parameter for name, parameter in causal.named_parameters() if ".experts." in name and parameter.ndim == 3]
-    if any(size % _GROUPED_MM_MULTIPLE for stack in stacks for size in stack.shape[1:]):
-        causal.set_experts_implementation("eager")
-    return causal.eval()
+def to_transformers_config(config_dict: dict[str, Any], source: str) -> TransformersConfig:
+    """The config that a config.json describes. Raises UserError, beginning with `source`, for what cannot be wrapped."""
+    theirs = read_pretrained_config(config_dict, source)
+
+    def first(*names: str, default: Any = 0) -> Any:
+        values = (getattr(theirs, name, None) for name in names)
+        return next((value for value in values if value is not None), default)
+
+    heads, end_tokens = first("num_attention_heads", default=1), first("eos_token_id", default=None)
+    width, layers = first("hidden_size"), first("num_hidden_layers")
+    longest = first("max_position_embeddings")
+    # Rotary angles and slopes have no end; tables of learned positions do.
+    slopes = theirs.model_type in ALIBI_MODEL_TYPES or first("alibi", default=False)
+    unbounded = getattr(theirs, "rope_parameters", None) or slopes or not longest
+    return TransformersConfig(
+        vocab_size=first("vocab_size"),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=first("intermediate_size", "ffn_dim", default=4 * width),
+        num_key_value_heads=first("num_key_value_heads", "num_kv_heads", default=heads),
+        head_dim=first("head_dim", default=width // heads),
+        model_type=theirs.model_type,
+        max_position_embeddings=longest or 2048,
+        tie_word_embeddings=bool(first("tie_word_embeddings", default=False)),
+        initializer_range=first("initializer_range", "init_std", default=0.02),
+        eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
+        config_dict=config_dict,
+        max_learned_positions=None if unbounded else longest,
+    )
+
+
+class TransformersKVCache:
+    """transformers' keys and values, with positions and document ids of their tokens."""
+
+    def __init__(self, past_key_values: Any) -> None:
+        self.past_key_values = past_key_values
+        self._seen: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, positions: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of the new tokens, [sequences, length]; returns those of all tokens so far."""
+        if self._seen is not None:
+            positions = torch.cat([self._seen[0], positions], dim=1)
+            document_ids = torch.cat([self._seen[1], document_ids], dim=1)
+        self._seen = positions, document_ids
+        return positions, document_ids
+
+    def select_sequences(self, indices: Tensor) -> None:
+        """Keep only these sequences, int64, in this order."""
+        assert self._seen
+        self.past_key_values.batch_select_indices(indices)
+        self._seen = self._seen[0][indices], self._seen[1][indices]
 
 
 class TransformersModel(LanguageModel):
     """A causal model of transformers without its loss, under its own tensor names."""
 
     config: TransformersConfig
+    has_dropout = False
 
     def __init__(self, config: TransformersConfig) -> None:
         super().__init__()
         self.config = config
-        causal = build_causal_lm(config)
-        _reject_unsupported_parts(causal)
+        causal = build_causal_lm(config.config_dict)
+        reject_unsupported_parts(causal)
         self._base_model_name = find_base_model_name(causal)
         base, head = causal.get_submodule(self._base_model_name), causal.get_output_embeddings()
         self._blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
@@ -66,9 +141,14 @@ class TransformersModel(LanguageModel):
         self.lm_head = LMHead(head.in_features, head.out_features)
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
+    def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As transformers initializes the model; adapters as ours."""
+        if embedding_std is not None:
+            raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
+        yield from initial_values(self.config.config_dict, seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith(LORA_SUFFIXES):
+                yield name, initial_value(name, parameter.shape, self.config, seed)
 
     @property
     def base_model(self) -> nn.Module:
@@ -89,14 +169,14 @@ class TransformersModel(LanguageModel):
         return children[-1]
 
     def train(self, mode: bool = True) -> "TransformersModel":
-        """Its modules stay as they are for reading: no dropout, no noise on routers."""
+        """The modules of transformers stay in evaluation mode: no dropout, no noise on routers."""
         super().train(mode)
         self.base_model.train(False)
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TransformersModel":
         super()._apply(fn, recurse)
-        # Constants are no weights: `to_empty` has left them without values, and `to` in a dtype that is too narrow.
+        # Constants are not weights: `to_empty` leaves them without values, and `to` in a dtype of too few bits.
         self._move_constants(next(self.parameters()).device)
         return self
 
@@ -105,13 +185,13 @@ class TransformersModel(LanguageModel):
         for module, name, value in self._constant_buffers:
             module._buffers[name] = value.to(device)
 
-    def new_cache(self) -> TransformersKVCache:
-        """An empty one, for tokens that follow each other to be read into."""
+    def new_cache(self) -> "TransformersKVCache":
+        """An empty cache for consecutive tokens."""
         return TransformersKVCache(import_transformers().DynamicCache(config=self.base_model.config))
 
     def incremental_decoder(
         self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype
-    ) -> TransformersIncrementalDecoder:
+    ) -> "TransformersIncrementalDecoder":
         return TransformersIncrementalDecoder(self, max_length, device)
 
     def forward(
@@ -119,208 +199,121 @@ class TransformersModel(LanguageModel):
         tokens: Tensor,
         positions: Tensor,
         document_ids: Tensor,
-        cache: TransformersKVCache | None = None,
+        cache: "TransformersKVCache | None" = None,
         rng_keys: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
-        Args as in decoder.Decoder.forward, but nothing is dropped. Raises UserError for rows longer than the learned positions.
+        Args as in LanguageModel.forward, without dropout. Raises UserError for sequences longer than the learned positions.
         """
-        limit = self.config.max_sequence_length
-        if limit is not None and tokens.shape[1] > limit:
-            raise UserError(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
-        if self._constants_device != tokens.device:  # weights may rest in host memory
+        self.config.check_length(tokens.shape[1])
+        if self._constants_device != tokens.device:  # weights may be offloaded to host memory
             self._move_constants(tokens.device)
-        places = {"position_ids": positions} if self._takes_positions else {}
+        extra = {"position_ids": positions} if self._takes_positions else {}
         if cache is not None:
             positions, document_ids = cache.extend(positions, document_ids)
         base = self.base_model
         with document_attention_masks(base.config._attn_implementation, document_ids, positions):  # type: ignore[union-attr, arg-type]
-            outcome = base(
+            output = base(
                 input_ids=tokens,
-                # All seen: with it, transformers does not guess documents from positions.
-                create_attention_mask=torch.ones_like(document_ids, dtype=torch.long),
+                # All ones: with a mask, transformers does not guess documents from positions.
+                attention_mask=torch.ones_like(document_ids, dtype=torch.long),
                 past_key_values=None if cache is None else cache.past_key_values,
                 use_cache=cache is not None,
                 return_dict=True,
-                **places,
+                **extra,
             )
-        hidden = outcome.last_hidden_state
+        hidden = output.last_hidden_state
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
 
 @contextmanager
 def document_attention_masks(attn_implementation: str, document_ids: Tensor, positions: Tensor) -> Iterator[None]:
-    """While entered, every mask that transformers makes for `attention` lets tokens see their own document only.
+    """Inside, every mask that transformers makes for this attention lets tokens see only their own document.
 
-    Its rules (causal, sliding windows, chunks) are asked about positions within the document, not about slots of the row,
-    so that a document is read the same wherever it stands. `documents`, `positions`: [rows, slots] of all keys.
+    Its rules (causal, sliding windows, chunks) are given positions within the document, not slots of the sequence, so that
+    a document is computed the same wherever it stands. `document_ids`, `positions`: [sequences, slots] of all keys.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
-    usual, asked = MASKS[attn_implementation], 0
+    original, masks_made = MASKS[attn_implementation], 0
 
-    def make(*args: Any, mask_function: Callable[..., Tensor], **rest: Any) -> Any:
-        nonlocal asked
-        asked += 1
+    def make_mask(*args: Any, mask_function: Callable[..., Tensor], **rest: Any) -> Any:
+        nonlocal masks_made
+        masks_made += 1
 
-        def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            together = (document_ids[row, query] == document_ids[row, key]) & (key <= query)
-            return together & mask_function(row, head, positions[row, query], positions[row, key])
+        def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            same_document = (document_ids[sequence, query] == document_ids[sequence, key]) & (key <= query)
+            return same_document & mask_function(sequence, head, positions[sequence, query], positions[sequence, key])
 
-        return usual(*args, mask_function=seen, **{**rest, "allow_is_causal_skip": False})
+        return original(*args, mask_function=seen, **{**rest, "allow_is_causal_skip": False})
 
-    MASKS[attn_implementation] = make
+    MASKS[attn_implementation] = make_mask
     try:
         yield
     finally:
         del MASKS[attn_implementation]
-    if not asked:
+    if not masks_made:
         raise UserError(
-            "model: this family attends without a mask, so documents in a row would see each other; use another model"
+            "model: this family attends without a mask, so packed documents would see each other; use another model"
         )
 
 
-def find_block_list(base_model: nn.Module) -> str:
-    """The name of the longest list of modules of one class that is in no other list. Raises UserError where there is none."""
-    lists = {name: module for name, module in base_model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
-    outer = {name: found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
-    alike = [name for name, found in outer.items() if len({type(block) for block in found}) == 1]
-    if not alike:
-        raise UserError(
-            f"model: {type(base_model).__name__} has no list of blocks of one class, so it cannot be spread; use another model"
-        )
-    return max(alike, key=lambda name: len(outer[name]))
-
-
-def find_logit_scale(causal_lm: Any, hidden_size: int) -> float:
-    """What `causal` multiplies its logits by. Raises UserError where it does more to them than that.
-
-    Found by trying: its own forward is run with a small head on hidden states that are given, in place of the base model.
-    """
-    name, head = find_base_model_name(causal_lm), causal_lm.get_output_embeddings()
-    base = causal_lm.get_submodule(name)
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        hidden = torch.randn(1, 3, hidden_size)
-        small = nn.Linear(hidden_size, 5, bias=False)
-        plain = 100 * torch.randn(1, 3, 5)  # so large that capped ones would differ
-        small.weight.copy_(torch.linalg.lstsq(hidden[0], plain[0]).solution.t())
-        plain = small(hidden)
-        try:
-            setattr(causal_lm, name, _FixedBaseModel(hidden))
-            causal_lm.set_output_embeddings(small)
-            logits = causal_lm(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
-            scale = float((logits * plain).sum() / plain.square().sum())
-            alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
-            raise UserError(
-                f"model: {type(causal_lm).__name__} cannot be taken apart ({str(problem)[:100]}); use another model"
-            ) from None
-        finally:
-            setattr(causal_lm, name, base)
-            causal_lm.set_output_embeddings(head)
-    if not alike:
-        raise UserError(
-            f"model: {type(causal_lm).__name__} bends its logits (final_logit_softcapping or the like), which lmforge's loss does"
-            " not; take that out of its config.json, or use another model"
-        )
-    return 1.0 if abs(scale - 1) < 1e-5 else scale
-
-
-class _FixedBaseModel(nn.Module):
-    """Stands in for a base model: returns the hidden states it was made with, and nothing else."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.__dict__["hidden"] = hidden
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _FixedModelOutput(last_hidden_state=self.hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return self  # some call a part of their base model
-
-
-class _FixedModelOutput(SimpleNamespace):
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.last_hidden_state
-
-
-@torch.no_grad()
-def constant_buffers(causal_lm: Any) -> list[tuple[nn.Module, str, Tensor]]:
-    """(module, name, value on the CPU) of what a model keeps beside its weights, such as rotary frequencies.
-
-    On the meta device they have no values; transformers computes them anew where it gives weights their first values.
-    """
-    found = []
-    for name, module in causal_lm.named_modules():
-        there = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
-        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-            raise UserError(f"model: {name} keeps tensors that are neither weights nor buffers; use another model")
-        if kept := there.keys() - module._non_persistent_buffers_set:
-            raise UserError(f"model: {name}.{min(kept)} is stored with the weights but not trained, which is not supported yet")
-        if not there:
-            continue
-        with torch.device("cpu"):
-            for key, buffer in there.items():
-                unset = float("nan") if buffer.is_floating_point() else 0
-                module._buffers[key] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
-            causal_lm._init_weights(module)
-        for key in there:
-            value = module._buffers[key]
-            assert value is not None
-            if value.is_floating_point() and value.isnan().any():
-                raise UserError(f"model: transformers does not say what {name}.{key} begins as; use another model")
-            found.append((module, key, value))
-    return found
-
-
-def find_base_model_name(causal_lm: Any) -> str:
-    """The name of what `causal` has beside its head. Raises UserError where that is more than one thing, or none."""
-    parts = [name for name, part in causal_lm.named_children() if name != _HEAD_NAME and any(True for _ in part.parameters())]
-    if len(parts) != 1:
-        raise UserError(
-            f"model: {type(causal_lm).__name__} is not one base model and a head ({', '.join(parts)}); use another model"
-        )
-    return parts[0]
-
-
-def _reject_unsupported_parts(causal_lm: Any) -> None:
-    kind, config = type(causal_lm).__name__, causal_lm.config
-    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
-    if other or getattr(type(causal_lm), "_is_stateful", False):
-        raise UserError(
-            f"model: {kind} has layers that are no attention ({', '.join(sorted(other)) or 'recurrent'}), in which documents"
-            " of a row would see each other; use another model"
-        )
-    head = causal_lm.get_output_embeddings()
-    if getattr(causal_lm, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
-        raise UserError(f"model: {kind} has no plain {_HEAD_NAME}; use another model")
-    shared = Counter(
-        id(part) for name, part in causal_lm.named_parameters(remove_duplicate=False) if not name.startswith(_HEAD_NAME)
-    )
-    if max(shared.values()) > 1:
-        raise UserError(f"model: {kind} uses some weights in several places, which sharding would part; use another model")
-    if head.bias is not None:
-        raise UserError(f"model: the head of {kind} has a bias, which lmforge's loss has not; use another model")
-
-
-def count_wrapped_parameters(config: TransformersConfig) -> tuple[int, int, int, int]:
-    """The fields of a ParameterCount (model/flops.py)."""
+@cache
+def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
+    """The fields of flops.ParameterCount: of experts the fraction that a token is routed to counts as active."""
+    config = to_transformers_config(json.loads(config_json), "model")
     model = TransformersModel(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     embedding = model.embeddings[0].weight.numel()
     theirs = model.base_model.config
     experts, chosen = (
         next((value for name in names if (value := getattr(theirs, name, None))), 1)
-        for names in (("num_local_experts", "num_experts", "n_routed_experts"), ("num_experts_per_tok", "moe_topk"))
+        for names in (NUM_EXPERTS_FIELDS, ("num_experts_per_tok", "moe_topk"))
     )
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     total = sum(sizes.values())
     idle = routed - routed * chosen // experts
     matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.ndim == 2)
     return total, embedding, total - idle - (0 if config.tie_word_embeddings else embedding), matrices
+
+
+class TransformersIncrementalDecoder:
+    """What model.incremental.IncrementalDecoder is, for a TransformersModel."""
+
+    def __init__(self, model: TransformersModel, max_length: int, device: torch.device) -> None:
+        model.config.check_length(max_length)
+        self._model = model
+        self._device = device
+        self._lengths: list[int] = []
+        self._tokens = torch.zeros(0, 0, dtype=torch.long, device=device)  # each sequence ends in the last column
+        self._cache: TransformersKVCache
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Compute prompts as new sequences after the others; hidden states of each last token [prompts, hidden_size]."""
+        lengths = [*self._lengths, *map(len, prompts)]
+        longest, before = max(lengths), len(self._lengths)
+        tokens = torch.zeros(len(lengths), longest, dtype=torch.long)
+        for index, prompt in enumerate(prompts, start=before):
+            tokens[index, -len(prompt) :] = torch.tensor(prompt)
+        tokens = tokens.to(self._device)
+        known = min(longest, self._tokens.shape[1])
+        tokens[:before, longest - known :] = self._tokens[:, self._tokens.shape[1] - known :]
+        positions = torch.arange(longest, device=self._device) - longest + torch.tensor(lengths, device=self._device)[:, None]
+        self._cache = self._model.new_cache()
+        self._tokens, self._lengths = tokens, lengths
+        document_ids = torch.where(positions < 0, -1, 0).int()
+        return self._model(tokens, positions.clamp(min=0), document_ids, cache=self._cache)[before:, -1]
+
+    def decode_step(self, tokens: Tensor) -> Tensor:
+        """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
+        positions = torch.tensor(self._lengths, device=self._device)[:, None]
+        self._tokens = torch.cat([self._tokens, tokens[:, None]], dim=1)
+        self._lengths = [length + 1 for length in self._lengths]
+        return self._model(tokens[:, None], positions, torch.zeros_like(positions, dtype=torch.int32), cache=self._cache)[:, 0]
+
+    def select_sequences(self, indices: Sequence[int]) -> None:
+        """Keep only these sequences; they become 0, 1, … in this order."""
+        chosen = torch.tensor(indices, dtype=torch.long, device=self._device)
+        self._tokens, self._lengths = self._tokens[chosen], [self._lengths[index] for index in indices]
+        self._cache.select_sequences(chosen)

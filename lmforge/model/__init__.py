@@ -1,6 +1,11 @@
-"""What computes: shapes and their presets, the two model families, any other through transformers, their attention and weights.
+"""Our architectures: the Llama and GPT-2 families, their configs and presets, attention, caches, adapters and FLOPs.
 
-Importing this package, shapes.py or flops.py does not import torch.
+What a config.json or a folder of weights looks like is not decided here but in interop/, which also wraps models of
+transformers as a `LanguageModel`; how a model is distributed is decided in parallel/.
+
+Begin with llama.py, a decoder from embedding to final norm, then layers.py (`LanguageModel`: what every model offers) and
+attention.py. Other packages use `build_model`, `ModelConfig` (config.py), `LanguageModel`, `init_weights`, `add_lora` (lora.py)
+and flops.py. Importing this package, config.py or flops.py does not import torch.
 """
 
 from typing import TYPE_CHECKING
@@ -12,33 +17,16 @@ if TYPE_CHECKING:
     from lmforge.model.layers import LanguageModel
 
 
-def build_model(
-    config: "ModelConfig",
-    *,
-    seed: int | None,
-    device: "str | torch.device" = "cpu",
-    embedding_std: float | None = None,
-) -> "LanguageModel":
-    """A model of this shape in fp32, initialised from `seed` (see initial.py, for `embedding_deviation` too).
-
-    With seed None the weights are left as allocated, which is what loading, or device "meta", wants.
-    """
+def build_model(config: "ModelConfig", device: "str | torch.device" = "cpu") -> "LanguageModel":
+    """A model of this config in fp32. Its weights are allocated, not filled: `init_weights` or `load_folder` does that."""
     import torch
 
-    from lmforge.interop.transformers_config import TransformersConfig
-    from lmforge.interop.transformers_model import TransformersModel
     from lmforge.model.gpt2 import GPT2
-    from lmforge.model.init_weights import init_weights
     from lmforge.model.llama import Llama
 
     with torch.device("meta"):
-        model: LanguageModel
-        if isinstance(config, TransformersConfig):
-            model = TransformersModel(config)
-        else:
-            model = Llama(config) if config.family == "llama" else GPT2(config)
+        families = {"llama": Llama, "gpt2": GPT2}
+        model: LanguageModel = families[config.family](config) if config.family in families else config.new_module()
     model.to_empty(device=device)
     model.tie_weights()
-    if seed is not None:
-        init_weights(model, seed, embedding_std)
     return model

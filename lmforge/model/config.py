@@ -1,33 +1,35 @@
-"""What shape a model has: its fields, what may be asked of them, and where a recipe gets them from.
+"""The config of a model: its fields, and which values make sense together.
 
-The room for numbers only: no torch here, so that reading a shape costs nothing. The modules that take these numbers are
-in decoder.py and gpt2.py, their spelling in a config.json in config_json.py, and what a shape costs in flops.py.
+Numbers only, and no torch: reading a config costs nothing. The modules that take these numbers are in llama.py and gpt2.py,
+their spelling in a config.json is in interop/config_json.py, where a recipe gets them from is in interop/resolve.py, and what
+a model costs is in flops.py.
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
-from lmforge.hub import resolve_model_folder
-from lmforge.interop.config_json import (
-    FAMILY_BY_MODEL_TYPE,
-    config_fields_from_json,
-    config_fields_to_json,
-    is_supported_family,
-)
 from lmforge.model.presets import PRESETS
+
+# The model_types that we compute, and which of our modules computes each.
+FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
+# (attention_bias, attention_output_bias) that a config.json of each model_type can express.
+_ATTENTION_BIASES = {
+    "llama": ((False, False), (True, True)),
+    "qwen3": ((False, False), (True, True)),
+    "qwen2": ((True, False),),
+    "mistral": ((False, False),),
+    "gpt2": ((False, False),),
+}
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length a model was first trained on.
+    """How rotary frequencies are stretched beyond the sequence length that a model was first trained on.
 
-    `linear` divides every frequency by `factor`; `llama3` (Llama 3.1) divides the low ones, keeps the high ones and
-    blends between; its bounds are the wavelengths original_max_position_embeddings / low_ and high_freq_factor.
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the low frequencies, keeps the high ones and
+    interpolates between; its bounds are the wavelengths original_max_position_embeddings / low_ and high_freq_factor.
     """
 
     rope_type: str
@@ -39,17 +41,17 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model, in Hugging Face's field names. Raises UserError for a shape that cannot be built.
+    """The config of a model, in Hugging Face's field names. Raises UserError for a model that cannot be built.
 
-    What is left out is derived on construction: intermediate_size (GPT-2 only) is 4 * hidden_size,
-    num_key_value_heads is num_attention_heads, head_dim is hidden_size / num_attention_heads, hidden_act is the family's
-    only one. rope_scaling may be given as a config.json's table.
+    Fields that are left out are derived: intermediate_size (GPT-2 only) is 4 * hidden_size, num_key_value_heads is
+    num_attention_heads, head_dim is hidden_size / num_attention_heads, hidden_act is the only one of the family.
+    rope_scaling may be a table as in a config.json.
 
-    model_type decides which options exist, since a shape must survive the trip through transformers: q/k norm is
+    model_type decides which options exist, since a config must survive the trip through transformers: q/k norm is
     qwen3's, a bias on q, k, v but not on the output is qwen2's, a sliding window is mistral's and the qwens'.
 
-    With `reward` the head gives one number, what a text is worth, in place of one for each token: what transformers calls
-    sequence classification with one label. Such a head is not tied to anything, and no token that ends texts is its padding.
+    With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
+    this sequence classification with one label. Such a head is never tied, and no end-of-text token is its padding token.
     """
 
     vocab_size: int
@@ -81,14 +83,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILY_BY_MODEL_TYPE:
-            raise UserError(
-                f'model_type: "{self.model_type}" is not supported; choose one of {", ".join(FAMILY_BY_MODEL_TYPE)}'
-            )
+            known = ", ".join(FAMILY_BY_MODEL_TYPE)
+            raise UserError(f'model_type: "{self.model_type}" is not supported; choose one of {known}')
         if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", _parse_rope_scaling(self.rope_scaling))
+            self._set("rope_scaling", _parse_rope_scaling(self.rope_scaling))
         for name in ("layer_types", "eos_token_id"):
             if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+                self._set(name, tuple(getattr(self, name)))
         for name, derived in (
             ("intermediate_size", 4 * self.hidden_size if self.family == "gpt2" else None),
             ("num_key_value_heads", self.num_attention_heads),
@@ -96,60 +97,61 @@ class ModelConfig:
             ("hidden_act", "gelu_new" if self.family == "gpt2" else "silu"),
         ):
             if not getattr(self, name):
-                object.__setattr__(self, name, derived)
+                self._set(name, derived)
         if self.reward:
-            object.__setattr__(self, "tie_word_embeddings", False)
-            # transformers reads the reward at the last token that is no padding: none that ends a text may be called that.
+            self._set("tie_word_embeddings", False)
+            # transformers reads the reward at the last token that is not padding: no end-of-text token may be padding.
             ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
             if self.pad_token_id in ends:
-                object.__setattr__(self, "pad_token_id", None)
+                self._set("pad_token_id", None)
         _check_numbers(self)
         _check_options(self)
 
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
     @property
     def family(self) -> str:
-        """Which module computes this shape: "llama" (decoder.py) or "gpt2" (gpt2.py)."""
+        """Which module computes this model: "llama" (llama.py) or "gpt2" (gpt2.py); any other is made by `new_module`."""
         return FAMILY_BY_MODEL_TYPE[self.model_type]
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers the head gives."""
+        """How many numbers the head returns for a token."""
         return 1 if self.reward else self.vocab_size
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, how many tokens back it sees, the token itself included; None is all of them."""
+        """For each layer, how many tokens back attention reaches, the token itself included; None is all of them."""
         if self.layer_types is None:
             return (self.sliding_window,) * self.num_hidden_layers
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return tuple(self.sliding_window if each == "sliding_attention" else None for each in self.layer_types)
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The longest row that this shape can compute, in tokens; None where there is no such bound (rotary positions)."""
+        """The longest sequence that this model can compute, in tokens; None where there is no bound (rotary positions)."""
         return self.max_position_embeddings if self.family == "gpt2" else None
 
-    def to_config_json(self) -> dict[str, Any]:
-        """This shape as the content of a config.json that transformers 4 and 5 both read."""
-        return config_fields_to_json(asdict(self))
+    def check_length(self, num_tokens: int) -> None:
+        """Raise UserError where a sequence of `num_tokens` is longer than this model can compute."""
+        limit = self.max_sequence_length
+        if limit is not None and num_tokens > limit:
+            raise UserError(
+                f"this model reads at most {limit} tokens, not {num_tokens}: use shorter sequences (a prompt and its new "
+                "tokens are one sequence)"
+            )
 
+    def new_module(self) -> Any:
+        """The module that computes a family which is not ours, on the meta device."""
+        raise NotImplementedError(self.family)
 
-def model_config_from_json(config_dict: dict[str, Any], where: str, implementation: str = "lmforge") -> ModelConfig:
-    """The shape that a config.json describes. Raises UserError, beginning with `where`, for what cannot be computed.
-
-    implementation: who is to compute it, "lmforge" or "transformers" (foreign_config.py).
-    """
-    if implementation == "transformers":
-        from lmforge.interop.transformers_config import to_transformers_config
-
-        return to_transformers_config(config_dict, where)
-    try:
-        return ModelConfig(**config_fields_from_json(config_dict))
-    except UserError as mistake:
-        raise UserError(f"{where}: {mistake}") from None
+    def counted_parameters(self) -> tuple[int, int, int, int] | None:
+        """flops.ParameterCount's fields where they can only be counted from the modules; None where flops.py derives them."""
+        return None
 
 
 def get_preset(name: str) -> ModelConfig:
-    """A ready-made shape by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
+    """A ready-made config by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
     if name not in PRESETS:
         close = get_close_matches(name, PRESETS, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -157,115 +159,23 @@ def get_preset(name: str) -> ModelConfig:
     return ModelConfig(**PRESETS[name])
 
 
-def resolve_model_config(
-    source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None, implementation: str = "lmforge"
-) -> ModelConfig:
-    """The shape that a recipe asks for.
-
-    Args:
-        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None to take every field from
-            `overrides`.
-        overrides: fields of ModelConfig that replace the source's. What the source leaves to be derived (head_dim from
-            hidden_size, say) is derived after that.
-        vocab_size: entries of the tokenizer. It sets the vocabulary unless the shape comes from a folder, whose own
-            stays: it may be larger (rows that no token uses) but not smaller.
-        implementation: who is to compute a folder's model: "lmforge", "transformers" (foreign_config.py), or "auto", which
-            is lmforge for the families that it speaks.
-    """
-    if source is not None and source not in PRESETS:
-        source = resolve_model_folder(Path(source), "config.json")
-    folder = Path(source) if source is not None and source not in PRESETS and Path(source).is_dir() else None
-    if implementation == "auto" and folder is not None:
-        implementation = "lmforge" if is_supported_family(read_config_json(folder / "config.json")) else "transformers"
-    if implementation == "transformers":
-        if folder is None:
-            raise UserError(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
-        from lmforge.interop.transformers_config import resolve_transformers_config
-
-        return resolve_transformers_config(folder, overrides, vocab_size)
-    known = [field.name for field in fields(ModelConfig)]
-    for name in overrides:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            raise UserError(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
-    where = "model"
-    chosen: dict[str, Any] = {}
-    if folder is not None:
-        where = str(folder / "config.json")
-        chosen = _read_config_fields(folder / "config.json")
-    elif source is not None:
-        get_preset(str(source))
-        chosen = dict(PRESETS[str(source)])
-    chosen |= overrides
-    kind = chosen.get("model_type", "llama")
-    if "model_type" in overrides:
-        chosen |= {"qk_norm": kind == "qwen3", "attention_bias": overrides.get("attention_bias", kind == "qwen2")}
-    if {"model_type", "attention_bias"} & overrides.keys() and "attention_output_bias" not in overrides:
-        chosen["attention_output_bias"] = chosen["attention_bias"] and kind != "qwen2"
-    if vocab_size is not None:
-        if where == "model":
-            chosen.setdefault("vocab_size", vocab_size)
-            chosen |= {} if "vocab_size" in overrides else {"vocab_size": vocab_size}
-        if chosen["vocab_size"] < vocab_size:
-            raise UserError(
-                f"{where}: vocab_size is {chosen['vocab_size']} and the tokenizer has {vocab_size} entries; "
-                "use the tokenizer that belongs to this model"
-            )
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if name not in chosen:
-            raise UserError(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
-    try:
-        return ModelConfig(**chosen)
-    except UserError as mistake:
-        raise UserError(f"{where}: {mistake}") from None
-
-
-def model_config_from_options(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
-    """The shape that the options of a recipe ask for; nano where they name none. Raises UserError (see `resolve`)."""
-    return resolve_model_config(
-        options.source or options.preset or "nano", options.overrides(), vocab_size, options.implementation
-    )
-
-
-def read_config_json(path: Path) -> dict[str, Any]:
-    """The fields of a config.json. Raises UserError where there is none that can be read."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected an object of fields, got {type(content).__name__}; copy the file again")
-    return content
-
-
-def _read_config_fields(path: Path) -> dict[str, Any]:
-    content = read_config_json(path)
-    try:
-        return config_fields_from_json(content)
-    except UserError as mistake:
-        way_out = (
-            "" if is_supported_family(content) else "; or let transformers compute it: --model.implementation transformers"
-        )
-        raise UserError(f"{path}: {mistake}{way_out}") from None
-
-
 def _parse_rope_scaling(rope_dict: dict[str, Any]) -> RopeScaling | None:
-    kind = rope_dict.get("rope_type", rope_dict.get("type", "default"))
+    rope_type = rope_dict.get("rope_type", rope_dict.get("type", "default"))
     needed = {
         "default": (),
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }
-    if kind not in needed:
-        raise UserError(f'rope_scaling: rope_type "{kind}" is not supported; choose one of {", ".join(needed)}')
-    for name in needed[kind]:
+    if rope_type not in needed:
+        raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(needed)}')
+    for name in needed[rope_type]:
         if not _is_positive(rope_dict.get(name)):
-            raise UserError(f'rope_scaling: rope_type "{kind}" needs {name}, a number above zero; got {rope_dict.get(name)!r}')
-    if kind == "llama3" and rope_dict["low_freq_factor"] >= rope_dict["high_freq_factor"]:
+            raise UserError(
+                f'rope_scaling: rope_type "{rope_type}" needs {name}, a number above zero; got {rope_dict.get(name)!r}'
+            )
+    if rope_type == "llama3" and rope_dict["low_freq_factor"] >= rope_dict["high_freq_factor"]:
         raise UserError("rope_scaling: low_freq_factor must be below high_freq_factor")
-    return RopeScaling(kind, **{name: rope_dict[name] for name in needed[kind]}) if needed[kind] else None
+    return RopeScaling(rope_type, **{name: rope_dict[name] for name in needed[rope_type]}) if needed[rope_type] else None
 
 
 def _is_positive(value: Any) -> bool:
@@ -273,17 +183,16 @@ def _is_positive(value: Any) -> bool:
 
 
 def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
-    """head_dim when it is not given, None where the heads do not divide the width (or are no numbers at all)."""
+    """head_dim where it is not given; None where the heads do not divide the width, or are not numbers."""
     numbers = isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
     return hidden_size // num_heads if numbers and hidden_size % num_heads == 0 else None
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    whole = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
-    whole += ["intermediate_size", "num_key_value_heads"]
-    whole += ["head_dim"] if config.head_dim is not None else []
-    whole += ["sliding_window"] if config.sliding_window is not None else []
-    for name in whole:
+    integers = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
+    integers += ["intermediate_size", "num_key_value_heads"]
+    integers += [name for name in ("head_dim", "sliding_window") if getattr(config, name) is not None]
+    for name in integers:
         value = getattr(config, name)
         if not (isinstance(value, int) and _is_positive(value)):
             raise UserError(f"{name}: expected a whole number above zero, got {value!r}")
@@ -293,16 +202,16 @@ def _check_numbers(config: ModelConfig) -> None:
 
 
 def _check_options(config: ModelConfig) -> None:
-    kind, heads, groups = config.model_type, config.num_attention_heads, config.num_key_value_heads
+    model_type, heads, groups = config.model_type, config.num_attention_heads, config.num_key_value_heads
     # transformers refuses a llama model whose heads do not divide its width even where head_dim is given.
-    if config.head_dim is None or (kind in ("llama", "gpt2") and config.hidden_size % heads):
-        way_out = "change one of the two" + ("" if kind == "gpt2" else ", or use model_type mistral with a head_dim")
-        raise UserError(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {way_out}")
+    if config.head_dim is None or (model_type in ("llama", "gpt2") and config.hidden_size % heads):
+        advice = "change one of the two" + ("" if model_type == "gpt2" else ", or use model_type mistral with a head_dim")
+        raise UserError(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {advice}")
     if heads % groups:
         raise UserError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
     activations = ("gelu_new", "gelu_pytorch_tanh", "gelu") if config.family == "gpt2" else ("silu", "swish")
     if config.hidden_act not in activations:
-        raise UserError(f'hidden_act: "{config.hidden_act}" is not supported in a {kind} model; use "{activations[0]}"')
+        raise UserError(f'hidden_act: "{config.hidden_act}" is not supported in a {model_type} model; use "{activations[0]}"')
     if config.family == "llama" and config.head_dim % 2:
         raise UserError(f"head_dim: rotary positions need an even width, got {config.head_dim}")
     if config.family == "gpt2" and (groups != heads or config.head_dim * heads != config.hidden_size):
@@ -310,21 +219,22 @@ def _check_options(config: ModelConfig) -> None:
     if config.family == "gpt2" and config.rope_scaling is not None:
         raise UserError("rope_scaling: a gpt2 model has learned positions; leave it out, or use model_type llama")
     biases = (config.attention_bias, config.attention_output_bias)
-    written = {"mistral": [(False, False)], "qwen2": [(True, False)], "gpt2": [(False, False)]}
-    if biases not in written.get(kind, [(False, False), (True, True)]):
+    if biases not in _ATTENTION_BIASES[model_type]:
         raise UserError(
-            f"attention_bias, attention_output_bias: {biases} cannot be written as a {kind} model; llama and qwen3 have "
+            f"attention_bias, attention_output_bias: {biases} cannot be written as a {model_type} model; llama and qwen3 have "
             "both or none, qwen2 the first alone, mistral and gpt2 neither (gpt2's own are not optional)"
         )
-    if config.mlp_bias and kind != "llama":
-        raise UserError(f"mlp_bias: a {kind} model has none; leave it out, or use model_type llama")
-    if config.qk_norm != (kind == "qwen3"):
-        raise UserError(f"qk_norm: {config.qk_norm} cannot be written as a {kind} model; qwen3 always has it, others never")
-    if config.sliding_window is not None and kind in ("llama", "gpt2"):
-        raise UserError(f"sliding_window: a {kind} model has none; leave it out, or use model_type mistral")
+    if config.mlp_bias and model_type != "llama":
+        raise UserError(f"mlp_bias: a {model_type} model has none; leave it out, or use model_type llama")
+    if config.qk_norm != (model_type == "qwen3"):
+        raise UserError(
+            f"qk_norm: {config.qk_norm} cannot be written as a {model_type} model; qwen3 always has it, others never"
+        )
+    if config.sliding_window is not None and model_type in ("llama", "gpt2"):
+        raise UserError(f"sliding_window: a {model_type} model has none; leave it out, or use model_type mistral")
     if config.layer_types is None:
         return
-    if config.sliding_window is None or kind == "mistral":
+    if config.sliding_window is None or model_type == "mistral":
         raise UserError("layer_types: needs sliding_window and model_type qwen2 or qwen3; leave it out")
     if len(config.layer_types) != config.num_hidden_layers:
         raise UserError(f"layer_types: names {len(config.layer_types)} layers of {config.num_hidden_layers}; name each")

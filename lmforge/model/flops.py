@@ -1,12 +1,11 @@
-"""What a shape costs: parameters, floating-point operations per token, bytes at rest; and what a GPU could do at best.
+"""What a model costs: parameters, floating-point operations per token, bytes at rest; and the peak FLOP/s of GPUs.
 
-Arithmetic on a ModelConfig, without torch. What a run will need in memory, and how fast it will be, is plan/'s business.
+Arithmetic on a ModelConfig, without torch. What a run needs in memory, and how fast it will be, is estimated in plan/.
 """
 
 import re
 from dataclasses import dataclass
 
-from lmforge.interop.transformers_config import TransformersConfig, wrapped_parameter_counts
 from lmforge.model.config import ModelConfig
 
 FLOPS_CONVENTION = (
@@ -17,10 +16,10 @@ FLOPS_CONVENTION = (
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """How many numbers a model holds: all of them, those of its input embeddings, and those that multiply each token.
+    """Parameters of a model: all, those of its input embeddings, and those in matrix products with each token.
 
-    `multiplied` is all without the input embeddings, which are looked up; a tied one is also the head and is counted. Of
-    experts it is the share that one token goes to. `block_matrices` are the two-dimensional ones of the blocks.
+    `active_matmul` leaves out the input embeddings, which are looked up; a tied one is also the head and is counted. Of
+    experts it has the fraction that one token is routed to. `block_matrices` counts the 2-D parameters of the blocks.
     """
 
     total: int
@@ -30,43 +29,44 @@ class ParameterCount:
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
-    """The parameters of a shape, a tied embedding counted once. Of a wrapped model they are counted from its modules."""
-    if isinstance(config, TransformersConfig):
-        return ParameterCount(*wrapped_parameter_counts(config))
+    """The parameters of a model, a tied embedding counted once. Of a wrapped model they are counted from its modules."""
+    counted = config.counted_parameters()
+    if counted is not None:
+        return ParameterCount(*counted)
     width, inner = config.hidden_size, config.intermediate_size
     matrix = config.vocab_size * width
     head = config.num_outputs * width
-    unshared = 0 if config.tie_word_embeddings else head
+    untied = 0 if config.tie_word_embeddings else head
     if config.family == "gpt2":
         attention = 4 * width * width + 4 * width
         feed_forward = 2 * width * inner + inner + width
         blocks = config.num_hidden_layers * (attention + feed_forward + 4 * width) + 2 * width
         matrices = config.num_hidden_layers * (4 * width * width + 2 * width * inner)
-        places = config.max_position_embeddings * width
-        return ParameterCount(blocks + matrix + unshared + places, matrix + places, blocks + head, matrices)
+        positions = config.max_position_embeddings * width
+        return ParameterCount(blocks + matrix + untied + positions, matrix + positions, blocks + head, matrices)
     queries = config.num_attention_heads * config.head_dim
-    kept = config.num_key_value_heads * config.head_dim
-    attention = 2 * width * queries + 2 * width * kept
+    keys = config.num_key_value_heads * config.head_dim
+    attention = 2 * width * queries + 2 * width * keys
     matrices = config.num_hidden_layers * (attention + 3 * width * inner)
-    attention += config.attention_bias * (queries + 2 * kept) + config.attention_output_bias * width
+    attention += config.attention_bias * (queries + 2 * keys) + config.attention_output_bias * width
     attention += config.qk_norm * 2 * config.head_dim
     feed_forward = 3 * width * inner + config.mlp_bias * (2 * inner + width)
     blocks = config.num_hidden_layers * (attention + feed_forward + 2 * width) + width
-    return ParameterCount(blocks + matrix + unshared, matrix, blocks + head, matrices)
+    return ParameterCount(blocks + matrix + untied, matrix, blocks + head, matrices)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Floating-point operations that training takes per token of rows of `length` tokens, forward and backward.
+    """Floating-point operations of training per token, forward and backward, of sequences of `sequence_length` tokens.
 
-    By CONVENTION, which is to be printed next to a utilisation made with it. Packed rows and sliding windows do less
-    attention than it counts.
+    By FLOPS_CONVENTION, which is printed beside any utilization computed with it. Packed sequences and sliding windows do
+    less attention than it counts.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
     return 6 * parameter_count(config).active_matmul + attention
 
 
-# Dense figures (without sparsity) from the makers' data sheets, in FLOP/s. First match wins, so that the slower variants
-# of a chip stand before the chip. Consumer chips: with fp32 accumulation.
+# Dense figures (without sparsity) from the vendors' data sheets, in FLOP/s. The first match wins, so the slower variants of
+# a chip stand before the chip. Consumer chips: with fp32 accumulation.
 _PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GH200", {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}),
     ("GB200", {"bf16": 2500e12, "fp8": 5000e12, "tf32": 1250e12, "fp32": 80e12}),
@@ -91,7 +91,7 @@ _PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """What a device can do at best, in FLOP/s, or None where that is not known.
+    """The peak of a device in FLOP/s; None where it is not known.
 
     Args:
         device_name: as torch.cuda.get_device_name() gives it.
@@ -99,6 +99,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """
     for name, peaks in _PEAK_FLOPS:
         if re.search(rf"\b{re.escape(name)}\b", device_name):
-            # Tensor cores of these chips run both 16-bit formats at one speed; those before them have fp16 alone.
+            # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
             return peaks.get(dtype, peaks.get("bf16") if dtype == "fp16" else None)
     return None

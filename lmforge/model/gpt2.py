@@ -10,13 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu
 
-from lmforge.errors import UserError
 from lmforge.model.attention import AttentionMask, attend, create_attention_mask
 from lmforge.model.cache import KVCacheView, LayerKVCache
 from lmforge.model.config import ModelConfig
-from lmforge.model.dropout import TokenRng
-from lmforge.model.layers import LanguageModel, LMHead, apply_linear
-from lmforge.model.neftune import perturb_embeddings
+from lmforge.model.layers import LanguageModel, LMHead, add_residual, apply_linear
+from lmforge.model.token_rng import TokenRng, perturb_embeddings
 
 
 class Conv1D(nn.Module):
@@ -72,15 +70,15 @@ class GPT2Block(nn.Module):
     def forward(
         self, hidden: torch.Tensor, mask: AttentionMask, cache: LayerKVCache | None = None, token_rng: TokenRng | None = None
     ) -> torch.Tensor:
-        """hidden [rows, length, hidden_size] → the same shape and dtype."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype."""
         attended = self.attn(self.ln_1(hidden), mask, cache, token_rng=token_rng)
-        hidden = hidden + (attended if token_rng is None else token_rng.apply_dropout(attended, 0))
+        hidden = add_residual(hidden, attended, token_rng, 0)
         fed = self.mlp(self.ln_2(hidden), token_rng=token_rng)
-        return hidden + (fed if token_rng is None else token_rng.apply_dropout(fed, 1))
+        return add_residual(hidden, fed, token_rng, 1)
 
 
 class GPT2Backbone(nn.Module):
-    """Everything under the name `transformer.`."""
+    """The modules under the name `transformer.`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -91,7 +89,7 @@ class GPT2Backbone(nn.Module):
 
 
 class GPT2(LanguageModel):
-    """A GPT-2 language model without its loss."""
+    """A language model of the GPT-2 family, without its loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,11 +97,6 @@ class GPT2(LanguageModel):
         self.transformer = GPT2Backbone(config)
         self.lm_head = LMHead(config.hidden_size, config.num_outputs)
         self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.transformer.wte.weight  # type: ignore[assignment]
 
     @property
     def embeddings(self) -> list[nn.Embedding]:
@@ -118,10 +111,8 @@ class GPT2(LanguageModel):
         return self.transformer.ln_f
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
-        """Raises UserError for rows longer than the learned positions."""
-        limit = self.config.max_position_embeddings
-        if tokens.shape[1] > limit:
-            raise UserError(f"this model reads at most {limit} tokens in a row, not {tokens.shape[1]}: use shorter rows")
+        """Raises UserError for sequences longer than the learned positions."""
+        self.config.check_length(tokens.shape[1])
         return perturb_embeddings(self.transformer.wte(tokens) + self.transformer.wpe(positions), token_rng)
 
     def run_blocks(
@@ -134,7 +125,8 @@ class GPT2(LanguageModel):
         token_rng: TokenRng | None = None,
     ) -> torch.Tensor:
         mask = create_attention_mask(document_ids, None, self.context_parallel) if cache is None else cache.mask(None)
-        for number in range(len(self.blocks)) if layer_indices is None else layer_indices:
-            kept = None if cache is None else cache.layers[number]
-            hidden = self.blocks[number](hidden, mask, kept, None if token_rng is None else token_rng.for_block(number))
+        for layer in range(len(self.blocks)) if layer_indices is None else layer_indices:
+            layer_cache = None if cache is None else cache.layers[layer]
+            layer_rng = None if token_rng is None else token_rng.for_block(layer)
+            hidden = self.blocks[layer](hidden, mask, layer_cache, layer_rng)
         return hidden

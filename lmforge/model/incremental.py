@@ -1,37 +1,32 @@
-"""Reading several texts that grow by a token at a time, each token once: what generation asks of a model.
+"""Incremental decoding: several sequences that grow by a token at a time, with each token computed once.
 
-Texts join and leave while others go on; those being read are rows 0, 1, …, in the order in which they joined. Which token
-comes next is not decided here.
+Sequences join and leave while others go on; they are numbered 0, 1, … in the order in which they joined. Which token comes
+next is not decided here but in generate/.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from lmforge.model.cache import KVCache
 from lmforge.model.decode_model import LlamaDecodeModel, can_fuse
 
-if TYPE_CHECKING:
-    from lmforge.model.layers import LanguageModel
-
-# Texts are read together where the shortest has at least this share of the longest one's tokens; the rest is padding.
+# Sequences are computed together where the shortest has at least this fraction of the longest one's tokens.
 MIN_LENGTH_RATIO = 0.75
 # With more tokens at once, activations take more memory than keys and values do, and nothing gets faster.
 MAX_GROUP_TOKENS = 1 << 14
-# Attention that is computed in more pieces than this is slower than reading slots that are empty.
+# Attention in more groups than this is slower than attention over empty slots.
 MAX_GROUPS = 8
 
 
 class IncrementalDecoder:
-    """At most `rows` texts of at most `max_length` tokens, with a cache of keys and values in `dtype`.
+    """At most `batch_size` sequences of at most `max_length` tokens, with a KV cache in `dtype`.
 
-    Raises UserError when the model cannot read that many tokens (learned positions).
+    Raises UserError where the model cannot compute that many tokens (learned positions).
     """
 
-    def __init__(
-        self, model: "LanguageModel", batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: Any, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._model = model
         self._cache = KVCache(model.config, batch_size, max_length, device=device, dtype=dtype)
         self._decode_model = LlamaDecodeModel(model, self._cache, dtype) if can_fuse(model, dtype) else None
@@ -40,14 +35,12 @@ class IncrementalDecoder:
         self._positions = torch.zeros(0, dtype=torch.long, device=device)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read prompts in new rows after the others; hidden states of each one's last token [prompts, width].
+        """Compute prompts as new sequences after the others; hidden states of each last token [prompts, hidden_size].
 
-        Prompts that follow each other in order of length are read with little padding.
+        Prompts sorted by length are computed with little padding.
         """
-        first = len(self._lengths)
-        hidden = [
-            self._prefill_group(first + start, prompts[start:stop]) for start, stop in group_by_length([*map(len, prompts)])
-        ]
+        first, groups = len(self._lengths), group_by_length([*map(len, prompts)])
+        hidden = [self._prefill_group(first + start, prompts[start:stop]) for start, stop in groups]
         self._lengths += map(len, prompts)
         self._positions = torch.tensor(self._lengths, device=self._device)
         return torch.cat(hidden)
@@ -63,12 +56,12 @@ class IncrementalDecoder:
         return self._forward(first_sequence, tokens, positions, longest)[torch.arange(len(prompts), device=self._device), last]
 
     def decode_step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read the next token of every row, int64 [rows]; its hidden states [rows, width]."""
+        """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
         if self._decode_model is not None:
-            pieces = [*group_by_length(self._lengths)]
-            if self._device.type != "cpu" or len(pieces) > MAX_GROUPS:
-                pieces = [(0, len(self._lengths))]
-            hidden = self._decode_model.decode_step(tokens, self._positions, self._lengths, pieces)
+            groups = [*group_by_length(self._lengths)]
+            if self._device.type != "cpu" or len(groups) > MAX_GROUPS:
+                groups = [(0, len(self._lengths))]
+            hidden = self._decode_model.decode_step(tokens, self._positions, self._lengths, groups)
         else:
             hidden = self._forward(0, tokens[:, None], self._positions[:, None], max(self._lengths) + 1)[:, 0]
         self._lengths = [length + 1 for length in self._lengths]
@@ -76,24 +69,27 @@ class IncrementalDecoder:
         return hidden
 
     def _forward(self, first_sequence: int, tokens: torch.Tensor, positions: torch.Tensor, end: int) -> torch.Tensor:
-        documents = torch.zeros_like(tokens, dtype=torch.int32)
-        return self._model(tokens, positions, documents, cache=self._cache.view(first_sequence, positions, end))
+        document_ids = torch.zeros_like(tokens, dtype=torch.int32)
+        hidden: torch.Tensor = self._model(
+            tokens, positions, document_ids, cache=self._cache.view(first_sequence, positions, end)
+        )
+        return hidden
 
     def select_sequences(self, indices: Sequence[int]) -> None:
-        """Only these rows go on, and become rows 0, 1, … in this order."""
+        """Keep only these sequences; they become 0, 1, … in this order."""
         moved = [(source, target) for target, source in enumerate(indices) if source != target]
         if moved:
             self._cache.copy_sequences(*zip(*moved, strict=True))
-        self._lengths = [self._lengths[row] for row in indices]
+        self._lengths = [self._lengths[index] for index in indices]
         self._positions = torch.tensor(self._lengths, device=self._device)
 
 
 def group_by_length(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of stretches of neighbours to be read together: of lengths that differ little, and not too many."""
+    """(start, stop) of neighbours to be computed together: of lengths that differ little, and not too many tokens."""
     start, shortest, longest = 0, lengths[0], lengths[0]
-    for place, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         shortest, longest = min(shortest, length), max(longest, length)
-        if shortest < MIN_LENGTH_RATIO * longest or (place > start and (place + 1 - start) * longest > MAX_GROUP_TOKENS):
-            yield start, place
-            start, shortest, longest = place, length, length
+        if shortest < MIN_LENGTH_RATIO * longest or (index > start and (index + 1 - start) * longest > MAX_GROUP_TOKENS):
+            yield start, index
+            start, shortest, longest = index, length, length
     yield start, len(lengths)

@@ -1,7 +1,7 @@
-"""The small modules that both families are made of, and what every model offers."""
+"""The modules that both families are made of, and `LanguageModel`: what every model offers."""
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,23 +10,25 @@ from lmforge.data.batch import Batch
 from lmforge.model.attention import SequenceSharder
 from lmforge.model.cache import KVCacheView
 from lmforge.model.config import ModelConfig
-from lmforge.model.dropout import TokenRng
 from lmforge.model.incremental import IncrementalDecoder
-from lmforge.model.neftune import neftune_noise_scale
-
-if TYPE_CHECKING:
-    from lmforge.model.lora import LoraConfig
+from lmforge.model.init_weights import initial_value
+from lmforge.model.token_rng import TokenRng, neftune_noise_scale
 
 
 def apply_linear(layer: nn.Module, x: torch.Tensor, token_rng: TokenRng | None) -> torch.Tensor:
-    """`layer(x)`; one with adapters (lora.py) has a dropout of its own, and is given what to draw from."""
+    """`layer(x)`; a layer with an adapter (lora.py) has a dropout of its own, and is given what to draw from."""
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
+
+
+def add_residual(hidden: torch.Tensor, x: torch.Tensor, token_rng: TokenRng | None, site: int) -> torch.Tensor:
+    """hidden + dropout(x) at a site of the block; without `token_rng` there is no dropout."""
+    return hidden + (x if token_rng is None else token_rng.apply_dropout(x, site))
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight (arXiv 1910.07467), over the last dimension.
 
-    Computed in fp32 whatever the dtype of the input, returned in that dtype, as transformers does.
+    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers does.
     """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -35,8 +37,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
 
 
@@ -48,34 +50,34 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, hidden: torch.Tensor, head_fn: Callable[[torch.Tensor, torch.Tensor], Any] | None = None) -> Any:
-        """Logits [..., vocab] of hidden [..., width]; or score(hidden, weight), whatever that returns.
+        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight), whatever that returns.
 
-        The second is how an objective gets at the weight: called through the module, so that hooks which gather a
-        sharded weight run, and free to go through it in chunks, so that the logits never exist whole.
+        Objectives use `head_fn`: called through the module, so that hooks which gather a sharded weight run, it may go
+        through the weight in chunks, so that the full logits never exist.
         """
         return nn.functional.linear(hidden, self.weight) if head_fn is None else head_fn(hidden, self.weight)
 
 
 class LanguageModel(nn.Module):
-    """What every model offers to the rest of the house.
+    """What every model offers.
 
-    `forward(tokens, positions, documents, cache, keys)` gives hidden states, `lm_head` scores them; `embeddings`,
-    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward is three parts, so that a pipeline's
+    `forward(tokens, positions, document_ids, cache, rng_keys)` returns hidden states, which `lm_head` scores; `embeddings`,
+    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward has three parts, so that a pipeline
     stage can run its own: `embed`, `run_blocks`, `final_norm`.
     """
 
     config: ModelConfig
     lm_head: LMHead
-    # Where the tokens given are only a part of each row: how attention gets at the keys of the others.
+    # Set where a rank has only a part of each sequence: how attention gets the keys of the other parts.
     context_parallel: SequenceSharder | None = None
-    # Share of the numbers that dropout zeroes where a batch brings keys: after the embedding, and of what attention and
-    # feed-forward add to the hidden states. Attention's probabilities are never dropped.
+    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding, and in what attention and
+    # feed-forward add to the hidden states. Attention probabilities are never dropped.
     dropout: float = 0.0
-    # How strong the noise is that NEFTune adds to embeddings (neftune.py), where a batch brings keys.
+    has_dropout: bool = True  # False for models without any, whose adapters have none either
+    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
     neftune_noise_alpha: float = 0.0
-    # Which low-rank adapters it has.
-    lora_config: "LoraConfig | None" = None
-    # Where hidden states are a part of the sequence of the tokens given (tensor parallel): which one, of how many.
+    lora_config: Any = None  # lora.LoraConfig of a model with adapters
+    # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
 
     def forward(
@@ -86,39 +88,37 @@ class LanguageModel(nn.Module):
         cache: Any = None,
         rng_keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm: [rows, length, hidden_size], ready for `lm_head`.
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
         Args:
-            tokens, positions: int64 [rows, length]; positions restart at each document.
-            documents: int32 [rows, length], equal within a document, -1 on padding.
-            cache: keys and values of the tokens before these, where the new ones' are put too (cache.Reading); each row is
+            tokens, positions: int64 [sequences, length]; positions restart at each document.
+            document_ids: int32 [sequences, length], equal within a document, -1 on padding.
+            cache: keys and values of earlier tokens, to which the new ones are added (cache.KVCacheView); each sequence is
                 one document then.
-            keys: int64 [rows, length], what dropout and NEFTune draw from; None is neither.
+            rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
         """
-        noise = self.make_token_rng(rng_keys, document_ids)
-        hidden = self.embed(tokens, positions, noise)
-        return self.final_norm(self.run_blocks(hidden, positions, document_ids, cache, token_rng=noise))
+        token_rng = self.make_token_rng(rng_keys, document_ids)
+        hidden = self.embed(tokens, positions, token_rng)
+        return self.final_norm(self.run_blocks(hidden, positions, document_ids, cache, token_rng=token_rng))
 
     def make_token_rng(self, rng_keys: torch.Tensor | None, document_ids: torch.Tensor) -> TokenRng | None:
-        """What dropout and NEFTune draw from on this rank, for tokens with these keys; None where there is neither."""
+        """What dropout and NEFTune draw from on this rank for tokens with these keys; None where both are off."""
         drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
         if rng_keys is None or not (drops or self.neftune_noise_alpha):
             return None
         part, parts = self.sequence_parallel_shard
-        loud = (
-            neftune_noise_scale(document_ids, self.config.hidden_size, self.neftune_noise_alpha)
-            if self.neftune_noise_alpha
-            else None
-        )
-        mine = None if loud is None else loud.chunk(parts, dim=1)[part]
-        return TokenRng(self.dropout, rng_keys.chunk(parts, dim=1)[part], mine)
+        scale = None
+        if self.neftune_noise_alpha:
+            scale = neftune_noise_scale(document_ids, self.config.hidden_size, self.neftune_noise_alpha)
+            scale = scale.chunk(parts, dim=1)[part]
+        return TokenRng(self.dropout, rng_keys.chunk(parts, dim=1)[part], scale)
 
     def local_batch(self, batch: Batch) -> Batch:
-        """What of a batch this rank computes: all of it, but for the ranks of a context."""
+        """The part of a batch that this rank computes: all of it, except with context parallel."""
         return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
-        """What the first block is given: [rows, length, hidden_size]."""
+        """The input of the first block: [sequences, length, hidden_size]."""
         raise NotImplementedError
 
     def run_blocks(
@@ -130,22 +130,29 @@ class LanguageModel(nn.Module):
         layer_indices: Iterable[int] | None = None,
         token_rng: TokenRng | None = None,
     ) -> torch.Tensor:
-        """`hidden` after the blocks of these `numbers`, all of them by default; the same shape and dtype."""
+        """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
         raise NotImplementedError
 
     def incremental_decoder(self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:
-        """What reads at most `rows` growing texts of at most `max_length` tokens, with its cache in `dtype` (reading.py).
+        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its cache in `dtype`.
 
-        Raises UserError when the model cannot read that many tokens.
+        Raises UserError where the model cannot compute that many tokens.
         """
         return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype)
 
+    def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, first value in fp32 on the CPU) of every parameter; see init_weights.py."""
+        for name, parameter in self.named_parameters():
+            yield name, initial_value(name, parameter.shape, self.config, seed, embedding_std)
+
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
-        raise NotImplementedError
+        """Make the head's weight the embedding's, where the config says so. Repeat after `to_empty`, which unties."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
 
     @property
     def embeddings(self) -> list[nn.Embedding]:
+        """The token embedding, then the others."""
         raise NotImplementedError
 
     @property

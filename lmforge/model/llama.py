@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, CodeLlama, SmolLM, Mistral, Qwen 2, 2.5 and 3, by their Hugging Face tensor names.
 
-RMSNorm before each half of a block, rotary positions, grouped key and value heads, SwiGLU (arXiv 2302.13971); options
-are those of shapes.ModelConfig. No loss here: the objective applies the head.
+RMSNorm before each half of a block, rotary positions, grouped key and value heads, SwiGLU (arXiv 2302.13971); the
+options are those of ModelConfig. No loss here: the objective applies the head.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,9 @@ from torch.nn.functional import silu
 from lmforge.model.attention import AttentionMask, attend, create_attention_mask
 from lmforge.model.cache import KVCacheView, LayerKVCache
 from lmforge.model.config import ModelConfig
-from lmforge.model.dropout import TokenRng
-from lmforge.model.layers import LanguageModel, LMHead, RMSNorm, apply_linear
-from lmforge.model.neftune import perturb_embeddings
+from lmforge.model.layers import LanguageModel, LMHead, RMSNorm, add_residual, apply_linear
 from lmforge.model.rope import RotaryEmbedding, rotary_embedding
+from lmforge.model.token_rng import TokenRng, perturb_embeddings
 
 
 class LlamaAttention(nn.Module):
@@ -24,10 +23,10 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         queries = config.num_attention_heads * config.head_dim
-        kept = config.num_key_value_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kept, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kept, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -68,7 +67,7 @@ class LlamaMLP(nn.Module):
 class LlamaBlock(nn.Module):
     """One layer: hidden + attention(norm(hidden)), then the same with the feed-forward.
 
-    Nothing in it differs from layer to layer but the weights, so that one compilation serves them all.
+    Only the weights differ from layer to layer, so that one compilation serves all blocks.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -86,15 +85,15 @@ class LlamaBlock(nn.Module):
         cache: LayerKVCache | None = None,
         token_rng: TokenRng | None = None,
     ) -> torch.Tensor:
-        """hidden [rows, length, hidden_size] → the same shape and dtype."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype."""
         attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, token_rng=token_rng)
-        hidden = hidden + (attended if token_rng is None else token_rng.apply_dropout(attended, 0))
+        hidden = add_residual(hidden, attended, token_rng, 0)
         fed = self.mlp(self.post_attention_layernorm(hidden), token_rng=token_rng)
-        return hidden + (fed if token_rng is None else token_rng.apply_dropout(fed, 1))
+        return add_residual(hidden, fed, token_rng, 1)
 
 
 class LlamaBackbone(nn.Module):
-    """Everything under the name `model.`."""
+    """The modules under the name `model.`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class LlamaBackbone(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A Llama-family language model without its loss."""
+    """A language model of the Llama family, without its loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -112,11 +111,6 @@ class Llama(LanguageModel):
         self.model = LlamaBackbone(config)
         self.lm_head = LMHead(config.hidden_size, config.num_outputs)
         self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, where the shape says so. Repeat after `to_empty`, which parts them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
     @property
     def embeddings(self) -> list[nn.Embedding]:
@@ -146,9 +140,9 @@ class Llama(LanguageModel):
             window: create_attention_mask(document_ids, window, self.context_parallel) if cache is None else cache.mask(window)
             for window in set(self.config.layer_windows)
         }
-        turn = rotary_embedding(positions, self.config)
-        for number in range(len(self.blocks)) if layer_indices is None else layer_indices:
-            kept = None if cache is None else cache.layers[number]
-            drawn = None if token_rng is None else token_rng.for_block(number)
-            hidden = self.blocks[number](hidden, turn, masks[self.config.layer_windows[number]], kept, drawn)
+        rotary = rotary_embedding(positions, self.config)
+        for layer in range(len(self.blocks)) if layer_indices is None else layer_indices:
+            layer_cache = None if cache is None else cache.layers[layer]
+            layer_rng = None if token_rng is None else token_rng.for_block(layer)
+            hidden = self.blocks[layer](hidden, rotary, masks[self.config.layer_windows[layer]], layer_cache, layer_rng)
         return hidden

@@ -1,6 +1,6 @@
-"""The ready-made shapes, as fields of ModelConfig.
+"""Ready-made model configs, as fields of ModelConfig.
 
-Those named after a published model have that model's shape, so a folder of its weights fits; `nano` and `124m` are ours.
+Presets named after a published model have its config, so its weights can be loaded; `nano` and `124m` are ours.
 """
 
 from typing import Any
@@ -48,12 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
-    "smollm-135m": {
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        **_sizes(576, 1536, 30, 9, 3),
-    },
+    "smollm-135m": {"vocab_size": 49152, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, **_sizes(576, 1536, 30, 9, 3)},
     "qwen2.5-0.5b": {
         "model_type": "qwen2",
         "vocab_size": 151936,

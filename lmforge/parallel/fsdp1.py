@@ -100,7 +100,7 @@ class FSDP1Model(ShardedModel):
     def unsharded(self) -> Iterator[LanguageModel]:
         # FSDP1 does not let its modules run while their weights are gathered, so a copy of the model decodes.
         config = self.model.config
-        copy = build_model(config, seed=None, device=self.dist_ctx.device)
+        copy = build_model(config, self.dist_ctx.device)
         if self.model.lora_config is not None:
             add_lora(copy, self.model.lora_config)
         with FullyShardedDataParallel.summon_full_params(self.model_with_loss, writeback=False), torch.no_grad():

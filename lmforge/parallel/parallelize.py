@@ -31,7 +31,7 @@ def parallelize(
     options: ParallelOptions,
     compile_model: bool = False,
     float8: bool = False,
-    init_weights: Callable[[LanguageModel], None] | None = None,
+    init_weights: Callable[[LanguageModel], object] | None = None,
 ) -> ParallelModel:
     """Distribute `model` over the ranks as `options` say, in place.
 
@@ -117,7 +117,7 @@ def _wrap(
     return engine_class(model_with_loss, model, dist_ctx, dtype if dtype != torch.float32 else None)
 
 
-def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], None] | None) -> None:
+def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], object] | None) -> None:
     if init_weights is None:
         return
     model.to_empty(device=device)

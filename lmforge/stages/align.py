@@ -12,6 +12,7 @@ from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.stream import PackedDataset
+from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
@@ -94,7 +95,7 @@ def _build_frozen_reference(config: AlignConfig, context: StageContext) -> Paral
     """The model that the policy began as, spread like the policy and never trained."""
     assert config.model.source is not None
     origin, ranks = find_pretrained(config.model.source, "weights"), context.parallel_model.dist_ctx
-    model = build_model(context.inputs.model_config, seed=None, device="meta").to(MASTER_DTYPES[config.train.master_dtype])
+    model = build_model(context.inputs.model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
     model.requires_grad_(False)
     options = config.parallel
     if choose_engine(options, ranks.world_size, ranks.device.type) in ("single", "ddp"):
@@ -123,7 +124,7 @@ def _precompute_reference(
     assert config.model.source is not None
     about: dict[str, object] = {
         "weights": find_pretrained(config.model.source, "weights").digest,
-        "shape": context.inputs.model_config.to_config_json(),
+        "shape": to_config_json(context.inputs.model_config),
         "dtype": str(context.dtype),
         "masters": config.train.master_dtype,
         "float8": config.train.float8,

@@ -16,8 +16,9 @@ from lmforge.data.stream import PackedDataset, TokenDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask
+from lmforge.interop.resolve import model_config_from_options
 from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, model_config_from_options
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
 from lmforge.parallel.dims import plan_batches
@@ -107,7 +108,7 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
     check_parallel(config.parallel, model_config, batch_plan)
     lora = get_lora_config(config)
     if config.optimizer.groups or lora is not None:  # refused before anything is touched
-        model = build_model(model_config, seed=None, device="meta")
+        model = build_model(model_config, "meta")
         if lora is not None:
             add_lora(model, lora)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -126,7 +127,7 @@ def count_parameters(config: StageConfig, model_config: ModelConfig) -> Paramete
     count = parameter_count(model_config)
     if (lora := get_lora_config(config)) is None:
         return ParameterCounts(count.total, count.total, count.block_matrices)
-    model = build_model(model_config, seed=None, device="meta")
+    model = build_model(model_config, "meta")
     add_lora(model, lora)
 
     def trained(parameters: Iterable[nn.Parameter]) -> int:

@@ -17,8 +17,9 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name, resolve_model_folder
 from lmforge.interop.peft_folder import base_model_of, is_peft_folder, load_peft_folder
+from lmforge.interop.resolve import model_config_from_options
 from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
-from lmforge.model.config import ModelConfig, model_config_from_options
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.rewards.functions import is_model_folder
 from lmforge.runs import MANIFEST, Run

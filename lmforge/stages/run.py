@@ -27,6 +27,7 @@ from lmforge.errors import PeerLost, RunFailed, UserError
 from lmforge.evaluate.perplexity import evaluate_loss, local_batches
 from lmforge.generate.engine import generate
 from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.config_json import to_config_json
 from lmforge.model.attention import attention_backend_name
 from lmforge.model.flops import FLOPS_CONVENTION
 from lmforge.monitor import loss_curve as report
@@ -390,7 +391,7 @@ def _build_checkpointer(
         metadata={
             "plan_hash": inputs.train_dataset.plan_hash,
             "global_batch_size": inputs.batch_plan.rows,
-            "hf_config": inputs.model_config.to_config_json(),
+            "hf_config": to_config_json(inputs.model_config),
             "recipe": config.model_dump(mode="json"),
             "tokenizer_hash": inputs.tokenizer.hash,
             "written_by": {

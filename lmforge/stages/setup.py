@@ -40,7 +40,7 @@ def build_model_and_optimizer(
 
     Raises UserError, on every rank, where the recipe does not fit them.
     """
-    model = build_model(model_config, seed=None, device="meta").to(MASTER_DTYPES[config.train.master_dtype])
+    model = build_model(model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
     model.dropout = config.model.dropout
     if isinstance(config, TunedConfig):
         model.neftune_noise_alpha = config.model.neftune_noise_alpha

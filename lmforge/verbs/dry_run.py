@@ -11,10 +11,8 @@ from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.hub import is_hub_name
-from lmforge.model.config import (
-    ModelConfig,
-    model_config_from_options,
-)
+from lmforge.interop.resolve import model_config_from_options
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine

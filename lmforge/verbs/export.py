@@ -117,7 +117,7 @@ def _companion_files(
         ends = sorted({end, *template.stop_ids, *(ends if isinstance(ends, list) else ())})
     ids = {"eos_token_id": ends, "pad_token_id": end} | ({} if begin is None else {"bos_token_id": begin})
     if config.reward:
-        del ids["pad_token_id"]  # see shapes.py
+        del ids["pad_token_id"]  # see model/config.py
     names = {"eos_token": tokenizer.id_to_token(end), "clean_up_tokenization_spaces": False}
     return {
         "config.json": ids,

@@ -8,8 +8,8 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.layouts import LayoutHints, convert_checkpoint
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.tensor_sources import open_tensor_source
-from lmforge.model.config import resolve_model_config
 from lmforge.model.flops import parameter_count
 from lmforge.verbs.export import write_model_folder
 

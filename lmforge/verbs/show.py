@@ -10,12 +10,9 @@ from lmforge.config.verbs import ShowOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
-from lmforge.model.config import (
-    ModelConfig,
-    get_preset,
-    model_config_from_json,
-    resolve_model_config,
-)
+from lmforge.interop.config_json import model_config_from_json
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, format_bytes

@@ -10,6 +10,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 from lmforge import checkpoint
+from lmforge.checkpoint import Manifest
 from lmforge.model import build_model
 from lmforge.runs import Run
 from tests.distributed.shapes import SAMPLES
@@ -84,10 +85,16 @@ def losses(run: Run, name: str = "loss") -> dict[int, float]:
     return {record["step"]: record[name] for record in run.read_metrics() if name in record}
 
 
+def newest_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """The checkpoint in a folder, or the newest intact one of a run; every file is read and verified."""
+    opened, _ = checkpoint.open_checkpoint(path, lambda folder, _: (folder, checkpoint.verify(folder)))
+    return opened
+
+
 def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
-    folder, manifest, _ = checkpoint.find(run.path if step is None else run.checkpoint_path(step))
-    model = build_model(manifest.model_config, seed=None)
+    folder, manifest = newest_checkpoint(run.path if step is None else run.checkpoint_path(step))
+    model = build_model(manifest.model_config)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.load(folder, {"model": tensors})
     return tensors

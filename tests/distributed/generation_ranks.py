@@ -44,7 +44,7 @@ if __name__ == "__main__":
         expected: list[list[list[int]]] | None = None
         for engine, dtype in (("ddp", torch.float32), ("fsdp2", torch.float32), ("fsdp2", torch.bfloat16)):
             parallel_model = parallelize(
-                build_model(config, seed=None, device="meta"),
+                build_model(config, "meta"),
                 objective.loss,
                 dist_ctx=dist_ctx,
                 dtype=dtype,
@@ -67,7 +67,7 @@ if __name__ == "__main__":
                     set_phase=lambda phase: None,
                 )
             if expected is None:
-                unsharded = build_model(config, seed=seed)
+                unsharded = init_weights(build_model(config), seed)
                 assert texts[0] == generate(unsharded, seed, dist_ctx.rank_info.rank), f"{engine} {dtype}"
                 expected = texts
             if dtype == torch.float32:

@@ -31,7 +31,7 @@ ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes ov
 
 
 def trained_by(engine: str, fill: Callable[[LanguageModel], None]) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    model = build_model(SMALL_MODEL, seed=None, device="meta")
+    model = build_model(SMALL_MODEL, "meta")
     add_lora(model, LoraConfig(3, 6.0))
     strategy = ParallelOptions(engine=engine)
     spread_out = parallelize(

@@ -16,6 +16,7 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.policy import PolicyLossConfig, PolicyObjective
 from lmforge.objectives.preference import PreferenceObjective, dpo
@@ -80,7 +81,7 @@ if __name__ == "__main__":
     seed, ranks = int(sys.argv[1]), cluster.init_distributed("cpu", threads=1)
     for vocabulary, shape in SHAPES.items():
         for name, objective in OBJECTIVES.items():
-            model = build_model(shape, seed=seed)
+            model = init_weights(build_model(shape), seed)
             batch = whole_batch(model, seed)
             weight = objective.num_items(batch)
             total, _ = objective.loss(model, batch)
@@ -92,7 +93,9 @@ if __name__ == "__main__":
                     # What fp32 leaves of sums in another order; of bf16 products it is the order of magnitude.
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
                     loss = partial(in_fp32, objective)
-                    made = parallelize(build_model(shape, seed=seed), loss, dist_ctx=ranks, dtype=dtype, options=strategy)
+                    made = parallelize(
+                        init_weights(build_model(shape), seed), loss, dist_ctx=ranks, dtype=dtype, options=strategy
+                    )
                     part, parts = ranks.rank_info.rank // made.model_parallel_size, ranks.world_size // made.model_parallel_size
                     size = batch.batch_size // parts
                     mine = batch[part * size : (part + 1) * size]

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lmforge import checkpoint
 from lmforge.interop.export import export_folder
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases, weights
 
 LOSS_TOLERANCE = 1e-6
 SCHEDULE = ["--train.steps", "10", "--checkpoint.every_steps", "5", "--validation.every_steps", "5"]
@@ -20,7 +19,7 @@ TENSOR = ["--parallel.tensor_parallel_degree", "2"]
 PIPELINE = ["--parallel.pipeline_parallel_degree", "2", "--train.micro_batch_size", "3"]
 WRITERS: dict[str, tuple[int, list[str]]] = {
     "single": (1, SAMPLES),
-    "tied alone": (1, TIED),
+    "tied single": (1, TIED),
     "ddp on 2": (2, ["--parallel.engine", "ddp", "--parallel.activation_checkpointing", "selective-ops"]),
     "fsdp1 on 2": (2, [*FSDP1, *SAMPLES]),
     "tied fsdp1 on 2": (2, [*FSDP1, *TIED]),
@@ -33,14 +32,14 @@ WRITERS: dict[str, tuple[int, list[str]]] = {
 }
 # From whom, and under what it goes on.
 READERS: dict[str, tuple[str, int, list[str]]] = {
-    "fsdp1 on 2, then alone": ("fsdp1 on 2", 1, []),
-    "tied fsdp1 on 2, then alone": ("tied fsdp1 on 2", 1, []),
-    "tensor and pipeline on 4, then alone": ("tensor and pipeline on 4", 1, []),
+    "fsdp1 on 2, then single": ("fsdp1 on 2", 1, []),
+    "tied fsdp1 on 2, then single": ("tied fsdp1 on 2", 1, []),
+    "tensor and pipeline on 4, then single": ("tensor and pipeline on 4", 1, []),
     "context of 2, then tensor on 2": ("context of 2, grad-shard", 2, TENSOR),
-    "tied tensor on 2, then alone": ("tied tensor on 2", 1, []),
+    "tied tensor on 2, then single": ("tied tensor on 2", 1, []),
     "tensor on 2, then a pipeline on 2": ("tensor on 2", 2, PIPELINE),
-    "alone, then fsdp1 on 2": ("single", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
-    "tied alone, then fsdp1 on 2": ("tied alone", 2, FSDP1),
+    "single, then fsdp1 on 2": ("single", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
+    "tied single, then fsdp1 on 2": ("tied single", 2, FSDP1),
     "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.cpu_offload"]),
     "ddp on 2, then tensor and fsdp2 hybrid on 4": ("ddp on 2", 4, [*TENSOR, *HYBRID, "hybrid-grad-shard"]),
     "fsdp2 offloaded on 2, then no-shard on 4": ("fsdp2 offloaded on 2", 4, ["--parallel.sharding", "no-shard"]),
@@ -70,9 +69,9 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_pipeline_begins_from_a_folder_and_keeps_its_masters_in_bf16(
     recipe: Recipe, runs: dict[str, Run], tmp_path: Path
 ) -> None:
-    found, manifest, _ = checkpoint.find(runs["single"].path)
+    folder, manifest = newest_checkpoint(runs["single"].path)
     tensors = weights(runs["single"])
-    export_folder(tensors, manifest.model_config, tmp_path / "source", found)
+    export_folder(tensors, manifest.model_config, tmp_path / "source", folder)
     source = ["--model.source", str(tmp_path / "source")]
     begun = {"single": (1, []), "pipeline": (2, PIPELINE), "tensor": (2, TENSOR)}
     for ranks in (1, 2):
@@ -85,13 +84,13 @@ def test_a_pipeline_begins_from_a_folder_and_keeps_its_masters_in_bf16(
     for name in ("pipeline", "tensor"):
         assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "single")), rel=LOSS_TOLERANCE)
         # Sums in another order round to other bf16 numbers, which differ by 2^-8.
-        narrow = losses(Run(tmp_path / "bf16 alone"), "val/loss")
+        narrow = losses(Run(tmp_path / "bf16 single"), "val/loss")
         assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(narrow, rel=2e-3)
     assert losses(Run(tmp_path / "single"))[1] < losses(runs["single"])[1] - 0.05
 
 
 def reference(runs: dict[str, Run], name: str) -> dict[int, float]:
-    return losses(runs["tied alone" if "tied" in name else "single"])
+    return losses(runs["tied single" if "tied" in name else "single"])
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith("single")])
@@ -110,7 +109,7 @@ def test_the_losses_that_are_compared_change_with_each_step(runs: dict[str, Run]
     by_step = losses(runs["single"])
     assert len(set(by_step.values())) == len(by_step) == 10
     assert by_step[10] < by_step[6]
-    assert losses(runs["tied alone"])[10] != pytest.approx(by_step[10], rel=1e-3)
+    assert losses(runs["tied single"])[10] != pytest.approx(by_step[10], rel=1e-3)
 
 
 def test_samples_are_written_under_every_engine(runs: dict[str, Run]) -> None:

@@ -21,8 +21,8 @@ TOLERANCE = 1e-6
 FULL = ["--parallel.activation_checkpointing", "full"]
 # Command lines by the names of their runs; the first of each kind by this process alone, the others by two ranks.
 SPREADS: dict[str, list[str]] = {
-    "gpt_neox alone": [],
-    "mixtral alone": [],
+    "gpt_neox single": [],
+    "mixtral single": [],
     "gpt_neox fsdp2": FULL,
     "mixtral fsdp2": FULL,
     "mixtral fsdp1": ["--parallel.engine", "fsdp1"],
@@ -46,8 +46,8 @@ def folders(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The finished runs by "KIND SPREAD"."""
     place = tmp_path_factory.mktemp("foreign")
-    common = f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS} --train.global_batch_size 4 --train.dtype fp32"
-    common += " --train.compile off --train.device cpu --train.threads 1 --schedule.name constant --schedule.warmup_steps 2"
+    common = f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS} --train.global_batch_size 4"
+    common += " --train.dtype fp32 --train.compile off --train.device cpu --train.threads 1 --schedule.name constant --schedule.warmup_steps 2"
     # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but for rounding.
     common += (
         " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.sequences 4"
@@ -60,7 +60,7 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
         return [*common.split(), *source, "--run.folder", str(place), "--run.name", name, *SPREADS[name], *more]
 
     for kind in KINDS:
-        assert lmforge_here(["pretrain", *line(f"{kind} alone")]) == 0
+        assert lmforge_here(["pretrain", *line(f"{kind} single")]) == 0
     spread = [line(name) for name in SPREADS if not name.endswith("single")]
     run_cases(2, [*spread, line("mixtral halved", "--train.steps", str(STEPS))], place)
     return {name: Run(place / name) for name in SPREADS}
@@ -68,7 +68,7 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
 
 @pytest.mark.parametrize("name", ["gpt_neox fsdp2", "mixtral fsdp2", "mixtral fsdp1", "mixtral ddp"])
 def test_losses_and_weights_are_those_of_one_process(runs: dict[str, Run], name: str) -> None:
-    one, several = runs[f"{name.split()[0]} alone"], runs[name]
+    one, several = runs[f"{name.split()[0]} single"], runs[name]
     for what in ("loss", "val/loss"):
         assert losses(one, what)
         assert losses(several, what) == pytest.approx(losses(one, what), rel=TOLERANCE)
@@ -117,7 +117,7 @@ def test_a_run_is_opened_evaluated_shown_and_exported_without_being_told_what_it
 def test_a_run_is_not_continued_by_the_other_implementation_or_another_folder(
     runs: dict[str, Run], folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = str(runs["gpt_neox alone"].recipe_path)
+    recipe = str(runs["gpt_neox single"].recipe_path)
     assert lmforge_here(["pretrain", recipe, "--model.source", str(folders["mixtral"]), "--train.steps", "9"]) == 2
     assert "a model of another shape (" in capfd.readouterr().err
     assert lmforge_here(["pretrain", recipe, "--model.implementation", "lmforge", "--train.steps", "9"]) == 2

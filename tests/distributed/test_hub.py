@@ -8,8 +8,9 @@ import pytest
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
+from lmforge.model.init_weights import init_weights
 from tests.conftest import Command, without_shape
 from tests.data.hub_server import Hub, serving, variables
 
@@ -21,7 +22,7 @@ def hub(tiny_tokens: Path, tmp_path: Path) -> Iterator[Hub]:
     """A hub with org/model, whose tokenizer the tiny tokens were prepared with."""
     tokenizer = tiny_tokens / "tokenizer"
     config = resolve_model_config("nano", SIZES, Tokenizer.open(tokenizer).vocab_size)
-    export_folder(build_model(config, seed=0), config, tmp_path / "made", tokenizer_folder=tokenizer)
+    export_folder(init_weights(build_model(config), 0), config, tmp_path / "made", tokenizer_folder=tokenizer)
     with serving({"org/model": {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}}) as hub:
         yield hub
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lmforge import checkpoint
 from lmforge.runs import Run
-from tests.distributed.conftest import HERE, Recipe, losses, run_cases, weights
+from tests.distributed.conftest import HERE, Recipe, losses, newest_checkpoint, run_cases, weights
 from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
 
@@ -63,7 +62,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def states(run: Run) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint as it is stored, model and optimizer, by name."""
-    reader = dcp.FileSystemReader(checkpoint.find(run.path)[0])
+    reader = dcp.FileSystemReader(newest_checkpoint(run.path)[0])
     described = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
     dcp.load(tensors, storage_reader=reader, no_dist=True)

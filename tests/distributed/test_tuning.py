@@ -20,7 +20,7 @@ from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.runs import Run
 from lmforge.stages.reward_model_scorer import RewardModelScorer
 from tests.conftest import Command, Refusal
-from tests.distributed.conftest import Recipe, losses, run_cases
+from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases
 
 THINGS = ("apple", "bread", "chair", "door", "engine", "flute", "garden")
 STEPS = 6
@@ -250,7 +250,7 @@ def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(world: Wor
 def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None:
     from lmforge import checkpoint
 
-    folder, manifest, _ = checkpoint.find(world.run("sft lora").path)
+    folder, manifest = newest_checkpoint(world.run("sft lora").path)
     stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))
     assert stored.lora
     merged = weights_of(world.run("sft lora"))

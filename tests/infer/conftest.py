@@ -23,6 +23,7 @@ from lmforge.generate.model_loading import load_model
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 
 Scripted = Callable[..., LanguageModel]
@@ -59,7 +60,7 @@ def scripted() -> Scripted:
             num_attention_heads=1,
             head_dim=2,
         )
-        model = build_model(config, seed=0)
+        model = init_weights(build_model(config), 0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if not name.endswith("norm.weight"):
@@ -177,8 +178,8 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
     written = {
         "hello": scripted(dict(pairwise([asked, *hello, ends]))),
         "endless": scripted(dict(pairwise([asked, *ab, ab[0]]))),
-        "noise": build_model(noise, seed=1),
-        "plain": build_model(noise, seed=2),
+        "noise": init_weights(build_model(noise), 1),
+        "plain": init_weights(build_model(noise), 2),
     }
     for name, model in written.items():
         export_folder(model, model.config, folder / name, tokenizer_folder=folder / "tokenizer")

@@ -16,6 +16,7 @@ from lmforge.generate.model_loading import load_model
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.stages.pretrained import find_pretrained
 from tests.model.foreign import theirs_of
 from tests.seeds import fresh_seed
@@ -43,7 +44,7 @@ def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_fa
     else:
         about = {"model_type": request.param} | ({} if request.param == "gpt2" else {"intermediate_size": 48})
         shape = ModelConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **about)
-        export_folder(build_model(shape, seed=seed), shape, folder / "base", tokenizer_folder=folder / "tokenizer")
+        export_folder(init_weights(build_model(shape), seed), shape, folder / "base", tokenizer_folder=folder / "tokenizer")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
     few = {
@@ -88,7 +89,7 @@ def test_a_folder_of_adapters_opens_as_the_run_does(tuned: Tuned, dtype: torch.d
 def test_a_run_starts_from_a_folder_of_adapters_and_exports_a_full_model(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = build_model(load_model(tuned.base, CPU, torch.float32).config, seed=None, device=CPU)
+    model = build_model(load_model(tuned.base, CPU, torch.float32).config, CPU)
     find_pretrained(tuned.adapters).load_weights(model)
     for name, value in weights(tuned.run).items():
         assert torch.equal(model.get_parameter(name), value), name

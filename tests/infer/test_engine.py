@@ -21,6 +21,7 @@ from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from tests.decoding import decode
 from tests.infer.conftest import Scripted
@@ -58,7 +59,7 @@ def decoded(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pass(shape: str) -> None:
     seed = fresh_seed()
-    model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed)
     prompts = random_prompts(seed, [1, 7, 12, 3])
     for prompt, written in zip(prompts, decoded(model, prompts, 20, GREEDY), strict=True):
         assert len(written) == 20 or written[-1] == 0
@@ -74,7 +75,7 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pas
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> None:
     seed = fresh_seed()
-    model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed)
     mine, *others = random_prompts(seed, [5, 1, 9, 5])
     together = [
         decoded(model, [others[0], mine, others[1]], 15, SamplingParams(1.0), seed),
@@ -86,7 +87,7 @@ def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> 
 
 
 def test_the_seed_and_the_index_decide_what_is_sampled() -> None:
-    model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
+    model = init_weights(build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40)), 1)
     first = decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3)
     assert decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=3) == first
     assert decoded(model, [[5, 6]] * 3, 20, SamplingParams(1.0), seed=4) != first
@@ -115,7 +116,7 @@ def test_only_tokens_of_the_tokenizer_are_sampled(scripted: Scripted, byte_token
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0)])
 def test_nan_logits_raise_run_failed(sampling: SamplingParams) -> None:
-    model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
+    model = init_weights(build_model(ModelConfig(**SIZES, intermediate_size=40)), 1)
     with torch.no_grad():
         model.lm_head.weight[7, 3] = torch.nan
     with pytest.raises(RunFailed, match="the model's logits are NaN or infinite after 4 tokens"):
@@ -123,7 +124,7 @@ def test_nan_logits_raise_run_failed(sampling: SamplingParams) -> None:
 
 
 def test_more_tokens_than_learned_positions_are_a_user_error() -> None:
-    model = build_model(ModelConfig(**SIZES, **SHAPES["gpt2"]), seed=0)
+    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES["gpt2"])), 0)
     assert len(decoded(model, [[5] * 30, [7]], 10, GREEDY)[0]) <= 10
     with pytest.raises(UserError, match="reads at most 40 tokens, not 41"):
         decoded(model, [[5] * 30, [7]], 11, GREEDY)
@@ -337,7 +338,7 @@ def served(
 def test_a_request_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
     seed = fresh_seed()
     model, requests, draw = (
-        build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed),
+        init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed),
         requests_of(seed, 10),
         random.Random(seed),
     )
@@ -358,7 +359,7 @@ def test_a_request_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) ->
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
     seed = fresh_seed()
-    model = build_model(ModelConfig(**SIZES, **SHAPES[shape]), seed=seed)
+    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed)
     for temperature in (1.0, 0.0, 0.5):
         requests = [
             GenerationRequest(prompt, 12, SamplingParams(temperature), seed, frozenset(), 3)
@@ -375,7 +376,7 @@ def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
 
 
 def test_top_logprobs_hold_only_tokens_that_can_be_sampled() -> None:
-    model = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1)
+    model = init_weights(build_model(ModelConfig(**SIZES, intermediate_size=40)), 1)
     [[token]] = served(model, [GenerationRequest([5], 1, SamplingParams(1.0, top_k=2), 1, frozenset(), 5)], 1, random.Random(0))
     assert len(token.top_logprobs) == 2
     assert sum(math.exp(logprob) for _, logprob in token.top_logprobs) == pytest.approx(1)
@@ -383,7 +384,7 @@ def test_top_logprobs_hold_only_tokens_that_can_be_sampled() -> None:
 
 def test_a_cancelled_request_frees_its_slot_and_does_not_change_the_others() -> None:
     seed = fresh_seed()
-    model, requests = build_model(ModelConfig(**SIZES, intermediate_size=40), seed=seed), requests_of(seed, 4)
+    model, requests = init_weights(build_model(ModelConfig(**SIZES, intermediate_size=40)), seed), requests_of(seed, 4)
     requests = [replace(request, max_tokens=12, stop_token_ids=frozenset()) for request in requests]
     alone = served(model, requests, 1, random.Random(seed))
     engine = Engine(model, vocab_size=97, max_batch_size=4, max_length=40)
@@ -406,7 +407,7 @@ def test_a_cancelled_request_frees_its_slot_and_does_not_change_the_others() -> 
 
 def test_a_request_that_does_not_fit_is_refused() -> None:
     engine = Engine(
-        build_model(ModelConfig(**SIZES, intermediate_size=40), seed=1), vocab_size=97, max_batch_size=1, max_length=10
+        init_weights(build_model(ModelConfig(**SIZES, intermediate_size=40)), 1), vocab_size=97, max_batch_size=1, max_length=10
     )
     with pytest.raises(ValueError, match="an empty prompt"):
         engine.add_request(GenerationRequest([], 5, GREEDY, 0, frozenset()))
@@ -422,7 +423,7 @@ def test_a_request_that_does_not_fit_is_refused() -> None:
 
 
 def test_each_of_several_samples_has_a_seed_of_its_own() -> None:
-    model = build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40), seed=1)
+    model = init_weights(build_model(ModelConfig(**{**SIZES, "initializer_range": 0.02}, intermediate_size=40)), 1)
     settings: dict[str, Any] = {"vocab_size": 97, "max_tokens": 15, "sampling": SamplingParams()}
     completions = decode(model, [[5, 6], [7], [5, 6]], num_completions=3, seed=4, **settings)
     assert len(set(map(tuple, completions))) == 9

@@ -10,6 +10,7 @@ from torch import nn
 
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from tests.seeds import fresh_seed
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -114,4 +115,4 @@ def logits(model: nn.Module, rows: Rows) -> torch.Tensor:
 def built(config: ModelConfig, seed: int = 0) -> nn.Module:
     """A model of this shape with weights that all matter."""
     print(config)
-    return shaken(build_model(config, seed=seed))
+    return shaken(init_weights(build_model(config), seed))

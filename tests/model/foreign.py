@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from lmforge.interop.config_json import model_config_from_json
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, model_config_from_json, resolve_model_config
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from tests.model.conftest import shaken
 
@@ -58,7 +60,7 @@ def described(kind: str, **fields: Any) -> ModelConfig:
 
 def wrapped(folder: Path) -> LanguageModel:
     """The model of a folder as transformers computes it, in our hands."""
-    model = build_model(resolve_model_config(folder, {}, implementation="transformers"), seed=None)
+    model = build_model(resolve_model_config(folder, {}, implementation="transformers"))
     load_folder(folder, model)
     return model
 

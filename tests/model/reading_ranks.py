@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lmforge.cli import exit_process
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 
 
 def figure(file: str, name: str) -> int:
@@ -28,7 +28,7 @@ dist.init_process_group("gloo")
 shards, out = int(sys.argv[1]), Path(sys.argv[2])
 mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
 for folder in map(Path, sys.argv[3:]):
-    model = build_model(resolve_model_config(folder, {}), seed=None, device="meta")
+    model = build_model(resolve_model_config(folder, {}), "meta")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -42,7 +42,7 @@ for folder in map(Path, sys.argv[3:]):
     read, held = figure("io", "rchar") - read, figure("status", "VmHWM") - held
     own = sum(parameter.to_local().nbytes for parameter in model.parameters())
 
-    whole = build_model(resolve_model_config(folder, {}), seed=None)
+    whole = build_model(resolve_model_config(folder, {}))
     load_folder(folder, whole)
     for name, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 from lmforge.model.init_weights import init_weights
 
 
@@ -22,13 +22,13 @@ def assert_same(sharded: nn.Module, whole: nn.Module) -> None:
 dist.init_process_group("gloo")
 for folder in map(Path, sys.argv[1:]):
     config = resolve_model_config(folder, {})
-    model = build_model(config, seed=None, device="meta")
+    model = build_model(config, "meta")
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     model.to_empty(device="cpu")
     model.tie_weights()
-    whole = build_model(config, seed=5)
+    whole = init_weights(build_model(config), 5)
 
     init_weights(model, seed=5)
     assert_same(model, whole)

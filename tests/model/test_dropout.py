@@ -13,7 +13,8 @@ from lmforge.data.order import splitmix64
 from lmforge.data.token_rng import token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.dropout import _COUNTER_STEP, _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.model.init_weights import init_weights
+from lmforge.model.token_rng import _COUNTER_STEP, _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
 
@@ -144,13 +145,13 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["gpt2"]], ids=["llama", "gpt2"])
 def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -> None:
-    model = build_model(shape, seed=0)
+    model = init_weights(build_model(shape), 0)
     batch = ParityData(sequences=2, sequence_length=48, seed=fresh_seed() % 1000).batch(0, shape.vocab_size)
     plain = batch.tokens, batch.positions, batch.document_ids
 
     def ran(keys: Tensor | None) -> tuple[Tensor, list[str]]:
         with Operators() as operators:
-            return model(*plain, keys=keys), operators.names
+            return model(*plain, rng_keys=keys), operators.names
 
     without, operators = ran(None)
     unused, same = ran(batch.rng_keys)
@@ -166,9 +167,9 @@ def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -
 
 def test_nothing_is_drawn_from_the_generators_of_torch() -> None:
     """So a checkpoint needs no random state: what is random is a function of seeds and numbers."""
-    model = build_model(SHAPES["llama"], seed=0)
+    model = init_weights(build_model(SHAPES["llama"]), 0)
     model.dropout = 0.2
     batch = ParityData(sequences=2, sequence_length=48).batch(0, 100)
     before = torch.get_rng_state()
-    model(batch.tokens, batch.positions, batch.document_ids, keys=batch.rng_keys).sum().backward()
+    model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys).sum().backward()
     assert torch.equal(torch.get_rng_state(), before)

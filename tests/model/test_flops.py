@@ -7,8 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lmforge.model import build_model
-from lmforge.model.config import PRESETS, get_preset
+from lmforge.model.config import get_preset
 from lmforge.model.flops import flops_per_token, parameter_count, peak_flops
+from lmforge.model.presets import PRESETS
 from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 
 
@@ -16,7 +17,7 @@ from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random) -> None:
     for _ in range(5):
         config = drawn_config(model_type, draw)
-        model = build_model(config, seed=None, device="meta")
+        model = build_model(config, "meta")
         found = parameter_count(config)
         assert found.total == sum(parameter.numel() for parameter in model.parameters())
         assert found.input_embedding == sum(module.weight.numel() for module in model.embeddings)
@@ -28,7 +29,7 @@ def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw)
-    model = build_model(config, seed=None, device="meta")
+    model = build_model(config, "meta")
     length = 40
     rows = one_document(2, length, config.vocab_size)
     with FlopCounterMode(display=False) as counted:

@@ -16,11 +16,13 @@ from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
-from lmforge.interop.transformers_model import TransformersModel, find_block_list
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.transformers_causal_lm import find_block_list
+from lmforge.interop.transformers_model import TransformersModel
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 from lmforge.model.flops import parameter_count
+from lmforge.model.init_weights import init_weights
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.decoding import decode
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
@@ -29,9 +31,9 @@ from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wr
 # fp32 sums of a few dozen terms of size one, in another order.
 TOLERANCE = 1e-5
 REFUSED = {
-    "gemma2": "bends its logits",
+    "gemma2": "changes its logits",
     "phi": "has a bias",
-    "mamba": "layers that are no attention",
+    "mamba": "layers without attention",
     "minimax_m2": "stored with the weights but not trained",
     "bert": "no plain lm_head",
 }
@@ -80,9 +82,9 @@ def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: st
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> None:
     theirs = {name: value for name, value in theirs_of(kind).named_buffers() if value.is_floating_point()}
-    meta = build_model(described(kind), seed=None, device="meta")
+    meta = build_model(described(kind), "meta")
     meta.to_empty(device="cpu")
-    for model in (meta, meta.to(torch.bfloat16), build_model(described(kind), seed=None)):
+    for model in (meta, meta.to(torch.bfloat16), build_model(described(kind))):
         ours = dict(model.named_buffers())
         assert theirs.keys() <= ours.keys()
         for name, value in theirs.items():
@@ -92,8 +94,8 @@ def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> No
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral"])
 def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: str) -> None:
     shape = described(kind)
-    one, again, other = (build_model(shape, seed=seed) for seed in (7, 7, 8))
-    theirs = dict(AutoModelForCausalLM.from_config(one.base.config, dtype=torch.float32).named_parameters())
+    one, again, other = (init_weights(build_model(shape), seed) for seed in (7, 7, 8))
+    theirs = dict(AutoModelForCausalLM.from_config(one.base_model.config, dtype=torch.float32).named_parameters())
     differing = 0
     for name, value in one.named_parameters():
         assert torch.equal(again.get_parameter(name), value)
@@ -142,7 +144,7 @@ def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.
 def test_a_llama_folder_gives_the_same_either_way(draw: random.Random, tmp_path: Path) -> None:
     config = drawn_config("llama", draw)
     export_folder(built(config), config, tmp_path / "llama")
-    ours = build_model(resolve_model_config(tmp_path / "llama", {}), seed=None)
+    ours = build_model(resolve_model_config(tmp_path / "llama", {}))
     load_folder(tmp_path / "llama", ours)
     theirs = wrapped(tmp_path / "llama")
     assert isinstance(theirs, TransformersModel)
@@ -235,7 +237,7 @@ sys.exit(run(["show", {str(tmp_path)!r}]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stderr == (
-        "lmforge: transformers, which is to compute this model, is not installed; pip install 'lmforge[transformers]'\n"
+        "lmforge: transformers is not installed, and this model needs it; pip install 'lmforge[transformers]'\n"
     )
 
 

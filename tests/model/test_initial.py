@@ -6,12 +6,14 @@ import random
 import pytest
 import torch
 
+from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
+from lmforge.model.init_weights import init_weights
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
 
 def parameters(config, seed: int) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
-    return {name: parameter.detach() for name, parameter in build_model(config, seed=seed).named_parameters()}
+    return {name: parameter.detach() for name, parameter in init_weights(build_model(config), seed).named_parameters()}
 
 
 def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random.Random) -> None:
@@ -19,8 +21,8 @@ def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random
     torch.manual_seed(draw.randrange(1000))
     first = parameters(small, 3)
     torch.manual_seed(draw.randrange(1000))
-    deeper = {**small.to_config_json(), "num_hidden_layers": 3, "tie_word_embeddings": False}
-    from lmforge.model.config import model_config_from_json
+    deeper = {**to_config_json(small), "num_hidden_layers": 3, "tie_word_embeddings": False}
+    from lmforge.interop.config_json import model_config_from_json
 
     second = parameters(model_config_from_json(deeper, "here"), 3)
     for name, value in first.items():
@@ -55,4 +57,4 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
 
 def test_a_model_has_no_buffers(draw: random.Random) -> None:
     for model_type in MODEL_TYPES:
-        assert list(build_model(drawn_config(model_type, draw), seed=None, device="meta").buffers()) == []
+        assert list(build_model(drawn_config(model_type, draw), "meta").buffers()) == []

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from lmforge.cli import run
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.generate.model_loading import load_model
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 from tests.model.conftest import logits, one_document
 
 VOCABULARY, WIDTH, HEADS, GROUPS, INNER, LAYERS, THETA, EPSILON = 61, 24, 4, 2, 40, 3, 5000.0, 1e-5
@@ -155,7 +155,7 @@ def assert_computes(folder: Path, tokens: Tensor, expected: Tensor) -> None:
     """Here and in transformers, to rounding."""
     rows = one_document(*tokens.shape, VOCABULARY)
     rows.tokens = tokens
-    model = build_model(resolve_model_config(folder, {}), seed=None)
+    model = build_model(resolve_model_config(folder, {}))
     load_folder(folder, model)
     torch.testing.assert_close(logits(model, rows), expected, atol=2e-5, rtol=1e-5)
     with torch.no_grad():
@@ -290,8 +290,8 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
         assert not Path("hacked").exists()
         return said
 
-    assert "does not tell num_attention_heads; give --num_attention_heads, or --config_from" in refused("good")
-    assert "does not tell rope_theta" in refused("good", "--num_attention_heads", "4")
+    assert "does not say num_attention_heads; give --num_attention_heads, or --config_from" in refused("good")
+    assert "does not say rope_theta" in refused("good", "--num_attention_heads", "4")
     assert "are not 5 heads" in refused("good", "--num_attention_heads", "5", "--rope_theta", "1")
     assert "not of layout fms: has no " in refused("good", "--layout", "fms", *TOLD)
     assert "no such file or folder" in refused("nothing", *TOLD)
@@ -299,13 +299,13 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
     assert "holds no .metadata" in refused("empty", *TOLD)
 
     saved_by_torchtitan({**state, "layers.0.moe.router.gate.weight": weight(3, 3)}, tmp_path / "moe")
-    assert "holds layers.0.moe.router.gate.weight, which is no part" in refused("moe", *TOLD)
+    assert "holds layers.0.moe.router.gate.weight, which is not part" in refused("moe", *TOLD)
     saved_by_torchtitan(
         {name: value for name, value in state.items() if "layers.1.attention.wo" not in name}, tmp_path / "part"
     )
     assert "has nothing that could be model.layers.1.self_attn.o_proj.weight" in refused("part", *TOLD)
     dcp.save({"a": weight(3)}, checkpoint_id=tmp_path / "other")
-    assert "not of a layout that is known here (nanogpt, torchtitan, fms); it has a" in refused("other", *TOLD)
+    assert "not of a known layout (nanogpt, torchtitan, fms); it has a" in refused("other", *TOLD)
 
     torch.save({"model": state, "config": Hostile()}, "hostile.pt")
     assert "holds more than tensors and numbers" in refused("hostile.pt", *TOLD)

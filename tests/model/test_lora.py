@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from lmforge.data.batch import Batch
 from lmforge.errors import UserError
 from lmforge.interop.export import export_folder
 from lmforge.interop.peft_folder import load_peft_folder, save_peft_folder
-from lmforge.interop.weights import load_folder
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.weights import load_folder, merge_adapters
 from lmforge.model import build_model
-from lmforge.model.config import resolve_model_config
 from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters, fill, lora_layers, merge
+from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters, lora_layers
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.validate import check_lora
@@ -47,8 +48,17 @@ def with_adapters(model: LanguageModel, config: LoraConfig, seed: int) -> Langua
     return model
 
 
+def set_adapters(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Give the adapters of `model` these values, all of them."""
+    adapters = adapter_parameters(model)
+    assert adapters.keys() == tensors.keys()
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.copy_(tensors[name])
+
+
 def logits(model: LanguageModel, batch: Batch, keys: Tensor | None = None) -> Tensor:
-    return model.lm_head(model(batch.tokens, batch.positions, batch.document_ids, keys=keys))
+    return model.lm_head(model(batch.tokens, batch.positions, batch.document_ids, rng_keys=keys))
 
 
 def gradients(model: LanguageModel, batch: Batch) -> dict[str, Tensor]:
@@ -82,7 +92,7 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     kind: str, config: LoraConfig, draw: random.Random, tmp_path: Path
 ) -> None:
     shape = drawn_config(kind, draw, num_hidden_layers=2)
-    model = build_model(shape, seed=draw.randrange(1000))
+    model = init_weights(build_model(shape), draw.randrange(1000))
     export_folder(model, shape, tmp_path / "base")
     with_adapters(model, config, seed=7)
     save_peft_folder(tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base"))
@@ -102,19 +112,18 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     for name, gradient in mine.items():
         assert_close(gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")])
 
-    before = logits(model, batch)
-    merge(model)
-    assert_close(logits(model, batch), before, MERGED)
+    merged = build_model(shape)
+    load_folder(tmp_path / "base", merged)
+    merge_adapters(merged, config, adapter_parameters(model), "adapters")
+    assert_close(logits(merged, batch), logits(model, batch), MERGED)
     for name, parameter in theirs.merge_and_unload().named_parameters():
-        assert_close(model.get_parameter(name), parameter)
-    # A model like any other: it is written, and opened, as one.
-    export_folder(model, shape, tmp_path / "merged")
+        assert_close(merged.get_parameter(name), parameter)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2"])
 def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_path: Path) -> None:
     shape = drawn_config(kind, draw, num_hidden_layers=3)
-    export_folder(build_model(shape, seed=1), shape, tmp_path / "base")
+    export_folder(init_weights(build_model(shape), 1), shape, tmp_path / "base")
     narrowed = {"layers_to_transform": [0, 2]} if kind == "mistral" else {}
     target = ["q_proj", "o_proj"] if kind == "mistral" else "all-linear"
     options = peft.LoraConfig(r=6, lora_alpha=9, target_modules=target, use_rslora=True, lora_dropout=0.25, **narrowed)
@@ -126,10 +135,10 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
 
     config, tensors = load_peft_folder(tmp_path / "adapters")
     assert (config.rank, config.alpha, config.dropout, config.use_rslora) == (6, 9, 0.25, True)
-    model = build_model(shape, seed=None)
+    model = build_model(shape)
     load_folder(tmp_path / "base", model)
     add_lora(model, config)
-    fill(model, tensors, "adapters")
+    set_adapters(model, tensors)
     batch = one_document(2, 11, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
     assert len(list(lora_layers(model))) == (4 if kind == "mistral" else 12)
@@ -137,23 +146,25 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
 
 def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> None:
     shape = SHAPES["llama"]
-    ours = build_model(shape, seed=2)
+    ours = init_weights(build_model(shape), 2)
     export_folder(ours, shape, tmp_path / "base")
     wrapped_shape = resolve_model_config(tmp_path / "base", {}, implementation="transformers")
-    wrapped = build_model(wrapped_shape, seed=None)
+    wrapped = build_model(wrapped_shape)
     with_adapters(wrapped, LoraConfig(4, 8.0), seed=3)
     load_folder(tmp_path / "base", wrapped)
     add_lora(ours, LoraConfig(4, 8.0))
-    fill(ours, adapter_parameters(wrapped), "wrapped")
+    set_adapters(ours, adapter_parameters(wrapped))
     batch = one_document(2, 15, shape.vocab_size)
     assert_close(logits(wrapped, batch), logits(ours, batch))
-    merge(wrapped)
-    export_folder(wrapped, wrapped_shape, tmp_path / "merged")
-    merged = build_model(shape, seed=None)
+    plain = build_model(wrapped_shape)
+    load_folder(tmp_path / "base", plain)
+    merge_adapters(plain, LoraConfig(4, 8.0), adapter_parameters(wrapped), "wrapped")
+    export_folder(plain, wrapped_shape, tmp_path / "merged")
+    merged = build_model(shape)
     load_folder(tmp_path / "merged", merged)
     assert_close(logits(merged, batch), logits(ours, batch))
     with pytest.raises(UserError, match=r"lora\.dropout"):
-        add_lora(build_model(wrapped_shape, seed=None), LoraConfig(4, 8.0, dropout=0.1))
+        add_lora(build_model(wrapped_shape), LoraConfig(4, 8.0, dropout=0.1))
 
 
 @pytest.mark.parametrize("strategy", [ParallelOptions(tensor_parallel_degree=2), ParallelOptions(pipeline_parallel_degree=2)])
@@ -168,12 +179,12 @@ def test_what_would_split_adapters_is_refused_in_a_line(strategy: ParallelOption
 @pytest.mark.parametrize("targets", [("all-linear",), ("k_proj", "up_proj")])
 def test_a_folder_of_adapters_comes_back_as_it_was(targets: tuple[str, ...], tmp_path: Path) -> None:
     config = LoraConfig(3, 4.5, target_modules=targets, dropout=0.125)
-    model = with_adapters(build_model(SHAPES["llama"], seed=0), config, seed=1)
+    model = with_adapters(init_weights(build_model(SHAPES["llama"]), 0), config, seed=1)
     save_peft_folder(tmp_path / "a", adapter_parameters(model), config, "base")
     again, tensors = load_peft_folder(tmp_path / "a")
-    other = build_model(SHAPES["llama"], seed=0)
+    other = init_weights(build_model(SHAPES["llama"]), 0)
     add_lora(other, again)
-    fill(other, tensors, "a")
+    set_adapters(other, tensors)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name))
     with pytest.raises(UserError, match="exists already"):
@@ -191,14 +202,14 @@ REFUSED = {
     "init_lora_weights": {"init_lora_weights": "pissa"},
     "thought_of_later": {"thought_of_later": 1},
     "peft_type VERA": {"peft_type": "VERA"},
-    "rank 0": {"r": 0},
+    "r: expected a number of at least 1": {"r": 0},
 }
 
 
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_is_not_computed_here_is_refused_by_its_name(named: str, tmp_path: Path) -> None:
     config = LoraConfig(2, 4)
-    model = with_adapters(build_model(SHAPES["llama"], seed=0), config, seed=1)
+    model = with_adapters(init_weights(build_model(SHAPES["llama"]), 0), config, seed=1)
     save_peft_folder(tmp_path / "a", adapter_parameters(model), config, "base")
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | REFUSED[named]))
@@ -210,13 +221,14 @@ def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path)
     with pytest.raises(UserError, match="no such file"):
         load_peft_folder(tmp_path)
     config = LoraConfig(2, 4)
-    model = with_adapters(build_model(SHAPES["llama"], seed=0), config, seed=1)
+    model = with_adapters(init_weights(build_model(SHAPES["llama"]), 0), config, seed=1)
     tensors = dict(adapter_parameters(model))
     name = next(iter(tensors))
-    with pytest.raises(UserError, match=rf"here: .*{name} is missing there"):
-        fill(model, {key: value for key, value in tensors.items() if key != name}, "here")
-    with pytest.raises(UserError, match=rf"here: .*{name} is \[2, 3\] there"):
-        fill(model, tensors | {name: torch.zeros(2, 3)}, "here")
+    base = init_weights(build_model(SHAPES["llama"]), 0)
+    with pytest.raises(UserError, match=r"here: .*: not a pair of matrices of rank 2"):
+        merge_adapters(base, config, {key: value for key, value in tensors.items() if key != name}, "here")
+    with pytest.raises(UserError, match=r"here: adapters for another model: they are for .* \[\d+, 3\]"):
+        merge_adapters(base, config, tensors | {name: torch.zeros(2, 3)}, "here")
     save_peft_folder(tmp_path / "a", tensors | {"model.norm.weight": torch.zeros(3)}, config, "base")
     with pytest.raises(UserError, match=r"norm\.weight: not an adapter"):
         load_peft_folder(tmp_path / "a")
@@ -232,7 +244,7 @@ def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path)
 )
 def test_a_target_that_is_no_layer_is_refused(targets: tuple[str, ...], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        add_lora(build_model(SHAPES["llama"], seed=0), LoraConfig(2, 4, target_modules=targets))
+        add_lora(init_weights(build_model(SHAPES["llama"]), 0), LoraConfig(2, 4, target_modules=targets))
 
 
 @pytest.mark.parametrize("numbers", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}])
@@ -245,7 +257,7 @@ def test_numbers_that_cannot_be_are_refused(numbers: dict[str, Any]) -> None:
 def test_first_values_depend_on_name_and_seed_alone_and_change_nothing(kind: str) -> None:
     shape = SHAPES[kind]
     batch = ParityData(2).batch(0, shape.vocab_size)
-    model, narrow = (build_model(shape, seed=5) for _ in range(2))
+    model, narrow = (init_weights(build_model(shape), 5) for _ in range(2))
     plain = logits(model, batch)
     add_lora(model, LoraConfig(4, 8.0))
     add_lora(narrow, LoraConfig(4, 99.0, target_modules=("c_attn" if kind == "gpt2" else "v_proj",)))
@@ -260,7 +272,7 @@ def test_first_values_depend_on_name_and_seed_alone_and_change_nothing(kind: str
         assert 0.9 < float(parameter.abs().max()) * math.sqrt(parameter.shape[1]) <= 1
     assert not torch.equal(first[0], first[1])
     # On the meta device, and filled with everything else.
-    from_meta = build_model(shape, seed=None, device="meta")
+    from_meta = build_model(shape, "meta")
     add_lora(from_meta, LoraConfig(4, 8.0))
     from_meta.to_empty(device="cpu")
     from_meta.tie_weights()
@@ -270,7 +282,7 @@ def test_first_values_depend_on_name_and_seed_alone_and_change_nothing(kind: str
 
 
 def test_names_of_the_weights_stay_and_only_adapters_are_trained() -> None:
-    model, plain = (build_model(SHAPES["split tied"], seed=5) for _ in range(2))
+    model, plain = (init_weights(build_model(SHAPES["split tied"]), 5) for _ in range(2))
     add_lora(model, LoraConfig(4, 8.0, target_modules=("q_proj", "mlp.down_proj")))
     init_adapters(model, 0)
     names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
@@ -291,8 +303,8 @@ def test_names_of_the_weights_stay_and_only_adapters_are_trained() -> None:
 def test_with_adapters_off_the_model_is_what_it_was() -> None:
     shape = SHAPES["gpt2"]
     batch = ParityData(3).batch(1, shape.vocab_size)
-    plain = logits(build_model(shape, seed=5), batch)
-    model = with_adapters(build_model(shape, seed=5), LoraConfig(4, 8.0), seed=0)
+    plain = logits(init_weights(build_model(shape), 5), batch)
+    model = with_adapters(init_weights(build_model(shape), 5), LoraConfig(4, 8.0), seed=0)
     after = logits(model, batch)
     with torch.no_grad(), disable_adapters(model):
         assert torch.equal(logits(model, batch), plain)
@@ -305,7 +317,7 @@ def test_dropout_of_adapters_is_the_same_for_any_split_and_when_computed_again(k
     shape = SHAPES[kind]
     batch = ParityData(4, sequence_length=33).batch(0, shape.vocab_size)
     config = LoraConfig(4, 8.0, dropout=0.3)
-    model = with_adapters(build_model(shape, seed=5), config, seed=0)
+    model = with_adapters(init_weights(build_model(shape), 5), config, seed=0)
     whole = gradients(model, batch)
     assert not torch.equal(logits(model, batch), logits(model, batch, batch.rng_keys))
     halves = [gradients(model, batch[rows]) for rows in (slice(0, 1), slice(1, 4))]
@@ -319,7 +331,7 @@ def test_dropout_of_adapters_is_the_same_for_any_split_and_when_computed_again(k
 def test_dropout_of_adapters_zeroes_what_goes_into_them_and_nothing_else() -> None:
     """With B A the identity, what an adapted layer adds is its input after dropout."""
     shape = SHAPES["llama"]
-    model = build_model(shape, seed=5)
+    model = init_weights(build_model(shape), 5)
     width, rate = shape.hidden_size, 0.25
     add_lora(model, LoraConfig(width, float(width), target_modules=("q_proj", "o_proj"), dropout=rate))
     batch = ParityData(8).batch(0, shape.vocab_size)

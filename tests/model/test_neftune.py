@@ -11,6 +11,7 @@ from lmforge.data.batch import Batch
 from lmforge.data.token_rng import token_rng_keys
 from lmforge.errors import UserError
 from lmforge.model import build_model
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.validate import check_neftune
 from tests.distributed.shapes import SHAPES
@@ -20,7 +21,7 @@ ALPHA = 5.0
 
 
 def model_with_noise(kind: str) -> LanguageModel:
-    model = build_model(SHAPES[kind], seed=3)
+    model = init_weights(build_model(SHAPES[kind]), 3)
     model.neftune_noise_alpha = ALPHA
     return model
 
@@ -78,7 +79,7 @@ def test_there_is_noise_in_training_only_and_none_without_alpha() -> None:
     model = model_with_noise("gpt2")
     keys = torch.from_numpy(token_rng_keys(1, 0, 1, 48))
     batch = row([40], 8, keys)
-    quiet = build_model(SHAPES["gpt2"], seed=3)
+    quiet = init_weights(build_model(SHAPES["gpt2"]), 3)
     assert torch.equal(embedded(model, batch, None), embedded(quiet, batch, keys))
     assert not torch.equal(embedded(model, batch, keys), embedded(quiet, batch, keys))
 

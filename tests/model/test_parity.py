@@ -7,10 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
-from lmforge.model.config import PRESETS, get_preset, resolve_model_config
+from lmforge.model.config import get_preset
+from lmforge.model.presets import PRESETS
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
 # fp32 sums of a few dozen terms of size one, in another order.
@@ -29,13 +32,13 @@ def test_a_folder_saved_by_transformers_gives_its_logits(
 ) -> None:
     config = drawn_config(model_type, draw)
     print(config)
-    theirs = shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_config_json()))).eval()
+    theirs = shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)))).eval()
     theirs.save_pretrained(tmp_path, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (
         shards == "20KB" and len(list(tmp_path.glob("*.safetensors"))) > 1
     )
     opened = resolve_model_config(tmp_path, {})
-    ours = build_model(opened, seed=None)
+    ours = build_model(opened)
     load_folder(tmp_path, ours)
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size)
     torch.testing.assert_close(logits(ours, rows), their_logits(theirs, rows.tokens), atol=TOLERANCE, rtol=TOLERANCE)
@@ -62,7 +65,7 @@ def test_an_exported_folder_comes_back_bit_for_bit(model_type: str, draw: random
     ours = built(config)
     export_folder(ours, config, tmp_path / "out")
     assert resolve_model_config(tmp_path / "out", {}) == config
-    again = build_model(config, seed=None)
+    again = build_model(config)
     load_folder(tmp_path / "out", again)
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name)), name
@@ -72,8 +75,8 @@ def test_an_exported_folder_comes_back_bit_for_bit(model_type: str, draw: random
 def test_a_preset_has_as_many_parameters_as_transformers_gives_it(name: str) -> None:
     config = get_preset(name)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_config_json()))
-    ours = build_model(config, seed=None, device="meta")
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)))
+    ours = build_model(config, "meta")
     assert {name: tensor.shape for name, tensor in ours.named_parameters()} == {
         name: tensor.shape for name, tensor in theirs.named_parameters()
     }
@@ -84,9 +87,9 @@ def test_bf16_logits_are_those_of_transformers_to_bf16_precision(draw: random.Ra
     export_folder(built(config), config, tmp_path / "out", dtype=torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
-    ours = build_model(config, seed=None).to(torch.bfloat16)
+    ours = build_model(config).to(torch.bfloat16)
     load_folder(tmp_path / "out", ours)
-    exact = build_model(config, seed=None)
+    exact = build_model(config)
     load_folder(tmp_path / "out", exact)
     rows = one_document(2, 40, config.vocab_size)
     reference = logits(exact, rows)

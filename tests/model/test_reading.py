@@ -104,5 +104,5 @@ def test_learned_positions_bound_what_can_be_read(draw: random.Random) -> None:
     config = drawn_config("gpt2", draw, max_position_embeddings=20)
     with pytest.raises(UserError, match="at most 20 tokens, not 21"):
         KVCache(config, 1, 21)
-    with pytest.raises(UserError, match="at most 20 tokens in a row, not 21"):
+    with pytest.raises(UserError, match="at most 20 tokens, not 21"):
         logits(built(config), one_document(1, 21, config.vocab_size))

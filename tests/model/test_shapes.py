@@ -12,7 +12,10 @@ import pytest
 from transformers import AutoConfig
 
 from lmforge.errors import UserError
-from lmforge.model.config import PRESETS, ModelConfig, RopeScaling, get_preset, model_config_from_json, resolve_model_config
+from lmforge.interop.config_json import model_config_from_json, to_config_json
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.model.config import ModelConfig, RopeScaling, get_preset
+from lmforge.model.presets import PRESETS
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
 LLAMA: dict[str, Any] = {
@@ -33,14 +36,14 @@ def test_a_shape_survives_the_trip_through_its_own_json(model_type: str, draw: r
         tokens["pad_token_id"] = draw.choice([0, 2, 3])
         config = drawn_config(model_type, draw, **tokens)
         for each in (config, dataclasses.replace(config, reward=True)):
-            assert model_config_from_json(json.loads(json.dumps(each.to_config_json())), "here") == each
+            assert model_config_from_json(json.loads(json.dumps(to_config_json(each))), "here") == each
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_shape_survives_the_trip_through_transformers(model_type: str, draw: random.Random, tmp_path: Path) -> None:
     for _ in range(5):
         config = drawn_config(model_type, draw)
-        AutoConfig.for_model(**config.to_config_json()).save_pretrained(tmp_path)
+        AutoConfig.for_model(**to_config_json(config)).save_pretrained(tmp_path)
         ours = dataclasses.asdict(resolve_model_config(tmp_path, {}))
         # transformers fills in the special tokens of each kind's first model.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -50,7 +53,7 @@ def test_a_shape_survives_the_trip_through_transformers(model_type: str, draw: r
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_the_trip_through_its_own_json(name: str) -> None:
-    assert model_config_from_json(get_preset(name).to_config_json(), "here") == get_preset(name)
+    assert model_config_from_json(to_config_json(get_preset(name)), "here") == get_preset(name)
 
 
 def test_the_spellings_of_transformers_4_and_5_mean_the_same() -> None:
@@ -145,7 +148,7 @@ def test_a_config_json_without_a_size_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"])
 def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
-    content = get_preset("gpt2-124m").to_config_json()
+    content = to_config_json(get_preset("gpt2-124m"))
     with pytest.raises(UserError, match=f"{name}: .* is not supported"):
         model_config_from_json({**content, name: name != "scale_attn_weights"}, "here")
 
@@ -207,7 +210,7 @@ def test_a_preset_becomes_another_family_by_its_model_type(kind: str) -> None:
     shape = resolve_model_config("nano", {"model_type": kind})
     assert (shape.model_type, shape.qk_norm) == (kind, kind == "qwen3")
     assert (shape.attention_bias, shape.attention_output_bias) == (kind == "qwen2", False)
-    assert model_config_from_json(shape.to_config_json(), "") == shape
+    assert model_config_from_json(to_config_json(shape), "") == shape
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -13,8 +13,11 @@ from lmforge.interop.export import export_folder
 from lmforge.interop.safetensors_file import BLOCK_BYTES
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from tests.model.conftest import built, drawn_config
 from tests.preloaded import on_ranks
+
+SLOW = pytest.mark.slow
 
 
 def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.Random, tmp_path: Path) -> None:
@@ -30,13 +33,16 @@ def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model of 34 million parameters, in fp32 (137 MB) and, in several files, in bf16."""
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
     config = ModelConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
-    model, folder = build_model(config, seed=0), tmp_path_factory.mktemp("large")
+    model, folder = init_weights(build_model(config), 0), tmp_path_factory.mktemp("large")
     export_folder(model, config, folder / "fp32")
     export_folder(model, config, folder / "bf16", dtype=torch.bfloat16, max_shard_bytes=20_000_000)
     return [folder / "fp32", folder / "bf16"]
 
 
-@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (3, 3), (4, 2)], ids=["2", "3", "2 replicas of 2"])
+@pytest.mark.parametrize(
+    ("ranks", "shards"),
+    [pytest.param(2, 2, marks=SLOW, id="2"), pytest.param(3, 3, id="3"), pytest.param(4, 2, marks=SLOW, id="2 replicas of 2")],
+)
 def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
     ranks: int, shards: int, large_folders: list[Path], tmp_path: Path
 ) -> None:

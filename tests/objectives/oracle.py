@@ -16,6 +16,7 @@ from lmforge.data.batch import Batch, Extras, Metrics
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import token_logprobs
 from tests.objectives import tiny
@@ -36,7 +37,7 @@ class Document:
 
 def tiny_model(moved: float = 0.0, seed: int = 0, reward: bool = False) -> LanguageModel:
     """With `reward` the head has the first row of what it has otherwise."""
-    model = build_model(ModelConfig(**tiny.SHAPE, reward=reward), seed=None)
+    model = build_model(ModelConfig(**tiny.SHAPE, reward=reward))
     with torch.no_grad():
         for name, value in tiny.weights(moved, seed).items():
             parameter = model.get_parameter(name)
@@ -121,7 +122,7 @@ def drawn(seed: int | None = None) -> tuple[torch.Generator, LanguageModel]:
     """Random numbers of a fresh seed, which is printed, and a model drawn from it."""
     seed = fresh_seed() if seed is None else seed
     config = ModelConfig(**{**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}, initializer_range=0.2)
-    return torch.Generator().manual_seed(seed), build_model(config, seed=seed)
+    return torch.Generator().manual_seed(seed), init_weights(build_model(config), seed)
 
 
 def drawn_pairs(generator: torch.Generator, count: int) -> list[tuple[Document, Document]]:

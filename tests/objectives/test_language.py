@@ -14,6 +14,7 @@ from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective, score_text
 
@@ -33,7 +34,9 @@ def tokens(tiny_tokens: Path) -> TokenFolder:
 
 @pytest.fixture(scope="module")
 def model(tokens: TokenFolder) -> LanguageModel:
-    return build_model(ModelConfig(vocab_size=tokens.tokenizer.vocab_size, initializer_range=0.3, **SHAPE), seed=1).double()
+    return init_weights(
+        build_model(ModelConfig(vocab_size=tokens.tokenizer.vocab_size, initializer_range=0.3, **SHAPE)), 1
+    ).double()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +136,7 @@ def test_the_scored_bytes_are_those_of_the_text(model: LanguageModel, tokens: To
 def test_a_uniform_model_over_256_single_byte_tokens_has_eight_bits_per_byte() -> None:
     """Uniform over V tokens of one byte each: log2(V) bits per byte, whatever the text."""
     config = ModelConfig(vocab_size=256, **SHAPE)
-    uniform = build_model(config, seed=0)
+    uniform = init_weights(build_model(config), 0)
     torch.nn.init.zeros_(uniform.lm_head.weight)
     ids = torch.randint(0, 256, (2, 30))
     labels = ids.roll(-1, 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.language import NextTokenObjective
@@ -214,7 +215,7 @@ def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_a_kl_estimate_for_
 
 def reward_model(seed: int) -> LanguageModel:
     shape = {**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
-    return build_model(ModelConfig(**shape, initializer_range=0.2, reward=True), seed=seed)
+    return init_weights(build_model(ModelConfig(**shape, initializer_range=0.2, reward=True)), seed)
 
 
 @pytest.mark.parametrize(("coefficient", "margins"), [(0.0, [0.0] * 4), (0.01, [0.1, 0.2, 0.3, 0.4])])

@@ -45,13 +45,13 @@ def test_recomputing_operators_in_float8_computes_the_same(trained: dict[str, An
 
 def test_a_checkpoint_of_a_float8_run_has_the_tensors_of_any_run(trained: dict[str, Any]) -> None:
     assert trained["float8"]["tensors"] == trained["fp32"]["tensors"]
-    assert set(trained["float8"]["tensors"]) == set(build_model(SHAPE, seed=None, device="meta").state_dict())
+    assert set(trained["float8"]["tensors"]) == set(build_model(SHAPE, "meta").state_dict())
     assert trained["float8"]["bytes"] == trained["fp32"]["bytes"]
 
 
 def test_only_linear_layers_of_blocks_multiply_in_float8() -> None:
     pytest.importorskip("torchao")
-    model = build_model(SHAPE, seed=None, device="meta")
+    model = build_model(SHAPE, "meta")
     convert_to_float8(model, emulate=True)
     changed = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
     projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -72,9 +72,9 @@ def test_a_cpu_refuses_float8_in_one_line(lmforge: Command, tiny_options: list[s
 def test_layers_that_float8_cannot_multiply_are_refused_by_name() -> None:
     pytest.importorskip("torchao")
     with pytest.raises(UserError, match=r"self_attn\.q_proj is 72 × 72, and float8 needs multiples of 16"):
-        convert_to_float8(build_model(SMALL_MODEL, seed=None, device="meta"))
+        convert_to_float8(build_model(SMALL_MODEL, "meta"))
     with pytest.raises(UserError, match=r"a gpt2 model has no linear layers in its blocks; leave it out"):
-        convert_to_float8(build_model(get_preset("gpt2-124m"), seed=None, device="meta"))
+        convert_to_float8(build_model(get_preset("gpt2-124m"), "meta"))
 
 
 @pytest.mark.gpu

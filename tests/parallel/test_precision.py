@@ -12,6 +12,7 @@ from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
+from lmforge.model.init_weights import init_weights
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
@@ -72,7 +73,7 @@ def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
 
 def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_given_to_bf16() -> None:
     trained = parallelize(
-        build_model(SMALL_MODEL, seed=0),
+        init_weights(build_model(SMALL_MODEL), 0),
         NextTokenObjective().loss,
         dist_ctx=DistributedContext(RankInfo(), CPU, None),
         dtype=torch.bfloat16,

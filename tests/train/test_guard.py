@@ -18,8 +18,10 @@ from lmforge.config.sections import OptimizerOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, resolve_model_config
+from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state, step_unless
@@ -77,7 +79,7 @@ def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_u
     shape = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 
     def stepped(bad: list[bool] | None) -> tuple[nn.Module, dict[str, dict[str, torch.Tensor]]]:
-        model = build_model(shape, seed=0)
+        model = init_weights(build_model(shape), 0)
         optimizer = build_optimizer(model, validate_options(OptimizerOptions, options))
         generator = torch.Generator().manual_seed(1)
         for verdict in bad if bad is not None else [False] * 3:
@@ -116,7 +118,7 @@ def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     shape = resolve_model_config(
         "nano", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, len(counts)
     )
-    model = build_model(shape, seed=0)
+    model = init_weights(build_model(shape), 0)
     with torch.no_grad():
         model.get_parameter("model.embed_tokens.weight")[token] = math.inf
     source = tmp_path_factory.mktemp("poisoned") / "model"

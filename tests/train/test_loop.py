@@ -20,6 +20,7 @@ from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
@@ -79,10 +80,12 @@ def trained(
 ) -> None:
     ranks = cluster.init_distributed(device, threads=1)
     objective = NextTokenObjective()
-    model = build_model(
-        ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2),
-        seed=0,
-        device=ranks.device,
+    model = init_weights(
+        build_model(
+            ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2),
+            ranks.device,
+        ),
+        0,
     )
     spreaded = parallelize(
         model, objective.loss, dist_ctx=ranks, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled

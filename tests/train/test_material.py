@@ -35,7 +35,7 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
         num_key_value_heads=2,
         reward=method == "reward",
     )
-    model = build_model(shape, seed=None, device="meta")
+    model = build_model(shape, "meta")
     lora = get_lora_config(config)
     assert lora is not None
     add_lora(model, lora)

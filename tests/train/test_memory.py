@@ -14,7 +14,7 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.interop.transformers_config import TransformersConfig
+from lmforge.interop.transformers_model import TransformersConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_adapters, init_weights
@@ -39,7 +39,7 @@ def _group() -> Iterator[None]:
 def sharded(config: ModelConfig, dtype: torch.dtype, mode: str) -> ParallelModel:
     """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the forward pass."""
     return parallelize(
-        build_model(config, seed=None, device="meta"),
+        build_model(config, "meta"),
         NextTokenObjective().loss,
         dist_ctx=RANKS,
         dtype=dtype,
@@ -106,7 +106,7 @@ OPTIMIZERS = [
 def test_optimizer_states_take_the_bytes_that_are_predicted(
     options: dict[str, Any], master_dtype: str, with_lora: bool
 ) -> None:
-    model = build_model(SMALL_MODEL, seed=0).to(torch.float32 if master_dtype == "fp32" else torch.bfloat16)
+    model = init_weights(build_model(SMALL_MODEL), 0).to(torch.float32 if master_dtype == "fp32" else torch.bfloat16)
     if with_lora:
         add_lora(model, LoraConfig(3, 6.0))
         init_adapters(model, 0)

@@ -15,6 +15,7 @@ from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOpti
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.train.adamw import AdamW, stochastic_round_
 from lmforge.train.muon import orthogonalize
@@ -92,7 +93,7 @@ def test_a_run_may_be_all_warm_up() -> None:
 def model_of(shape: str) -> LanguageModel:
     seed = fresh_seed()
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = build_model(ModelConfig(**sizes, **SHAPES[shape]), seed=seed)
+    model = init_weights(build_model(ModelConfig(**sizes, **SHAPES[shape])), seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)  # biases begin at zero, where decay would not show

@@ -1,8 +1,8 @@
-"""Files of a checkpoint, hashed block by block as they are written and checked block by block as they are read.
+"""The files of a checkpoint: hashed block by block as they are written, and verified block by block as they are read.
 
-PyTorch's own reader loads a flipped bit in silence. Here whoever reads a part of a file checks just the blocks of that
-part, so that a sound checkpoint is read once and a spoiled one is never used. These are file systems for PyTorch
-Distributed Checkpoint, on anything that behaves like a `pathlib.Path`: a folder, or an address through fsspec.
+PyTorch's own reader loads a flipped bit in silence. Here a reader of a part of a file verifies the blocks of that part, so that
+an intact checkpoint is read once and a damaged one is never used. These are file systems for PyTorch Distributed
+Checkpoint, on anything that behaves like a `pathlib.Path`: a local folder, or an address through fsspec.
 """
 
 import io
@@ -12,19 +12,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase
+from typing_extensions import TypedDict
 
-from lmforge.errors import UserError
+from lmforge.atomic_files import DISK_FULL_ERRNOS
+from lmforge.checksums import ChecksummedFile, DamagedFile
+from lmforge.errors import RunFailed, UserError
 from lmforge.runs import is_local
 
 BLOCK_BYTES = 1 << 22
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
-FileDigests = dict[str, Any]  # {"bytes": int, "xxh3": [a hex digest of every BLOCK bytes]}
+
+
+class FileDigests(TypedDict):
+    """Size of a file, and the xxh3-64 of each block of BLOCK_BYTES as hex digits."""
+
+    bytes: int
+    xxh3: list[str]
 
 
 class CorruptCheckpoint(UserError):
-    """Why a folder cannot be used as a checkpoint."""
+    """A folder cannot be used as a checkpoint; the message says why."""
 
 
 class _HashingFile(io.RawIOBase):
@@ -75,19 +86,12 @@ class _HashingFile(io.RawIOBase):
         return {"bytes": self._written, "xxh3": [*self._digests, *rest]}
 
 
-class ChecksummedFile(io.RawIOBase):
-    """A file that is read in any order, of which no byte is given out before its block was found to be as written.
-
-    Raises CorruptCheckpoint, naming the file.
-    """
+class _VerifiedFile(ChecksummedFile, io.RawIOBase):
+    """A file that is read in any order, with every block verified. Raises CorruptCheckpoint, naming the file."""
 
     def __init__(self, raw: Any, name: str, digests: FileDigests) -> None:
-        self._raw = raw
-        self._name = name
-        self._digests: list[str] = digests["xxh3"]
-        self._size: int = digests["bytes"]
-        self._position = 0
-        self._cached_block: tuple[int, bytes] = (-1, b"")
+        super().__init__(digests["bytes"], digests["xxh3"], BLOCK_BYTES, remember=False)
+        self._raw, self._name, self._position = raw, name, 0
 
     def readable(self) -> bool:
         return True
@@ -104,48 +108,26 @@ class ChecksummedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(out), self._size - self._position))
-        done = 0
-        while done < wanted:
-            number, skip = divmod(self._position, BLOCK_BYTES)
-            whole = min(BLOCK_BYTES, self._size - number * BLOCK_BYTES)
-            if skip == 0 and wanted - done >= whole:  # straight to where it is wanted
-                self._read_block(number, out[done : done + whole])
-                taken = whole
-            else:
-                data = self._load_block(number, whole)
-                taken = min(whole - skip, wanted - done)
-                out[done : done + taken] = data[skip : skip + taken]
-            done += taken
-            self._position += taken
-        return wanted
+        out = out[: max(0, self._size - self._position)]
+        try:
+            self._read_verified(out, self._position)
+        except DamagedFile as problem:
+            raise CorruptCheckpoint(f"{self._name} does not hold what was written ({problem.strerror})") from None
+        except OSError as problem:
+            raise CorruptCheckpoint(f"{self._name} cannot be read ({problem.strerror or problem})") from None
+        self._position += len(out)
+        return len(out)
 
-    def _load_block(self, number: int, size: int) -> bytes:
-        if self._cached_block[0] != number:
-            data = bytearray(size)
-            self._read_block(number, memoryview(data))
-            self._cached_block = number, bytes(data)
-        return self._cached_block[1]
+    def _pread(self, out: memoryview, offset: int) -> int:
+        self._raw.seek(offset)
+        return int(self._raw.readinto(out))
 
-    def _read_block(self, number: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            try:
-                self._raw.seek(number * BLOCK_BYTES + done)
-                got = self._raw.readinto(into[done:])
-            except OSError as problem:
-                raise CorruptCheckpoint(f"{self._name} cannot be read ({problem.strerror or problem})") from None
-            if not got:
-                raise CorruptCheckpoint(
-                    f"{self._name} ends after {number * BLOCK_BYTES + done:,} bytes instead of {self._size:,}"
-                )
-            done += got
-        if xxhash.xxh3_64_hexdigest(into) != self._digests[number]:
-            raise CorruptCheckpoint(f"{self._name} does not hold what was written (its checksum differs)")
+    def _current_size(self) -> int:
+        return int(self._raw.seek(0, os.SEEK_END))
 
 
 class _PathFileSystem(FileSystemBase):
-    """What a file system of DCP does with paths, whatever it does with files."""
+    """The operations of a DCP file system on paths."""
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -168,9 +150,9 @@ class _PathFileSystem(FileSystemBase):
 
 
 class HashingFileSystem(_PathFileSystem):
-    """Files as they are written; `files` describes those that are done, by name.
+    """Hashes files as they are written; `files` has the digests of finished ones, by name.
 
-    `problem` is the first error of the storage: PyTorch's zip writer reports it as a position it did not expect.
+    `first_error` is the first error of the storage: PyTorch's zip writer reports it as an unexpected position.
     """
 
     def __init__(self) -> None:
@@ -180,7 +162,7 @@ class HashingFileSystem(_PathFileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         try:
-            # Unbuffered on a disk: what is written is large.
+            # Unbuffered on a disk: writes are large.
             with path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
                 file = _HashingFile(_ErrorRecordingFile(raw, self))
                 yield file
@@ -195,7 +177,7 @@ class HashingFileSystem(_PathFileSystem):
 
 
 class _ErrorRecordingFile:
-    """A raw file whose failure to write is noted before PyTorch hides it."""
+    """A raw file whose write errors are recorded before PyTorch hides them."""
 
     def __init__(self, raw: Any, system: HashingFileSystem) -> None:
         self._raw, self._file_system = raw, system
@@ -212,7 +194,7 @@ class _ErrorRecordingFile:
 
 
 class VerifyingFileSystem(_PathFileSystem):
-    """Files as they are read, checked against what the manifest says of them."""
+    """Verifies files as they are read, against the digests of the manifest."""
 
     def __init__(self, files: Mapping[str, FileDigests]) -> None:
         self._files = files
@@ -223,7 +205,7 @@ class VerifyingFileSystem(_PathFileSystem):
             raise CorruptCheckpoint(f"{path.name} is not in its manifest")
         try:
             with path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
-                yield ChecksummedFile(raw, path.name, self._files[path.name])
+                yield _VerifiedFile(raw, path.name, self._files[path.name])
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path.name} is missing") from None
 
@@ -232,13 +214,13 @@ class VerifyingFileSystem(_PathFileSystem):
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it. Object stores have none, and would make a bucket instead."""
+    """Make a folder and its parents. Object stores have no folders, and would make a bucket instead."""
     if getattr(path, "protocol", "") not in OBJECT_STORES:
         path.mkdir(parents=True, exist_ok=True)
 
 
 def digest_file(path: Path, sync: bool = False) -> FileDigests:
-    """Size and block digests of a file as it is on the disk now; with `sync` it is there for good."""
+    """Size and block digests of a file as it is now; with `sync` it is fsynced too."""
     digests = []
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -246,3 +228,35 @@ def digest_file(path: Path, sync: bool = False) -> FileDigests:
         if sync and is_local(path):
             os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "xxh3": digests}
+
+
+class CheckpointWriter(dcp.FileSystemWriter):
+    """PyTorch's writer, for tensors that are in host memory already, through our file system."""
+
+    def __init__(self, folder: Path, files: HashingFileSystem) -> None:
+        super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
+        self.fs, self.path = files, folder  # type: ignore[assignment]
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
+
+
+@contextmanager
+def translate_storage_errors(where: str, files: HashingFileSystem) -> Iterator[None]:
+    """Any error of the storage as RunFailed with one line. PyTorch's own checksums are off: ours are checked by block."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    except (RunFailed, UserError):
+        raise
+    except Exception as raised:
+        problem = files.first_error or raised
+        if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            what = "the disk is full"
+        else:
+            what = (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
+        raise RunFailed(f"{where} could not be written: {what}") from raised
+    finally:
+        torch.serialization.set_crc32_options(before)

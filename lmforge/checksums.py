@@ -1,0 +1,87 @@
+"""Files that are verified as they are read: block by block, against the xxh3 that was recorded when they were written.
+
+A flipped bit on a disk is otherwise read in silence. Token shards (data/shards.py) and checkpoints (checkpoint/storage.py)
+read through this module; each decides how a file is opened, what it retries, and what an error is called. No torch here.
+"""
+
+import errno
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+
+def block_checksums(data: Any, block_bytes: int) -> list[str]:
+    """The xxh3-64 of each block of a buffer of bytes, as hex digits."""
+    view = memoryview(data)
+    return [xxhash.xxh3_64_hexdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)]
+
+
+class DamagedFile(OSError):
+    """A file that does not hold what was written."""
+
+
+class ChecksummedFile:
+    """Reads by position, and gives out no byte before its block was found to be as written. Safe for several threads.
+
+    A subclass says how bytes are read (`_pread`, `_current_size`).
+
+    Args:
+        size: bytes of the file as it was written.
+        checksums: xxh3-64 of each block, as hex digits.
+        remember: verify each block only the first time that it is read. Otherwise it is verified on each read.
+    """
+
+    def __init__(self, size: int, checksums: Sequence[str], block_bytes: int, *, remember: bool) -> None:
+        self._size, self._block_bytes, self._remember = size, block_bytes, remember
+        self._checksums = np.array([int(digest, 16) for digest in checksums], np.uint64)
+        self._verified = np.zeros(len(checksums), bool)
+        self._last_block: tuple[int, bytearray] = (-1, bytearray())
+
+    def _pread(self, out: memoryview, offset: int) -> int:
+        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at the end of the file."""
+        raise NotImplementedError
+
+    def _current_size(self) -> int:
+        raise NotImplementedError
+
+    def _read_verified(self, out: memoryview, offset: int) -> None:
+        """Fill `out` from `offset`. Raises DamagedFile where the file ends early or a block does not match its checksum."""
+        done = 0
+        while done < len(out):
+            block, skip = divmod(offset + done, self._block_bytes)
+            last = (offset + len(out) - 1) // self._block_bytes
+            if self._verified[block : last + 1].all():
+                self._fill(out[done:], offset + done)
+                return
+            size = min(self._block_bytes, self._size - block * self._block_bytes)
+            taken = min(size - skip, len(out) - done)
+            if taken == size:
+                self._read_block(block, out[done : done + size])
+            else:
+                out[done : done + taken] = self._load_block(block, size)[skip : skip + taken]
+            done += taken
+
+    def _load_block(self, block: int, size: int) -> bytearray:
+        number, data = self._last_block
+        if number != block:
+            data = bytearray(size)
+            self._read_block(block, memoryview(data))
+            self._last_block = block, data
+        return data
+
+    def _read_block(self, block: int, out: memoryview) -> None:
+        self._fill(out, block * self._block_bytes)
+        if xxhash.xxh3_64_intdigest(out) != self._checksums[block]:
+            raise DamagedFile(errno.EIO, f"the block at byte {block * self._block_bytes} does not match its checksum")
+        self._verified[block] = self._remember
+
+    def _fill(self, out: memoryview, offset: int) -> None:
+        done = 0
+        # One call reads at most 2 GiB on Linux, and on a network file system sometimes less than was asked.
+        while done < len(out):
+            count = self._pread(out[done:], offset + done)
+            if not count:
+                raise DamagedFile(errno.EIO, f"ends at byte {self._current_size()} of {self._size}")
+            done += count

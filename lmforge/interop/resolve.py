@@ -1,0 +1,124 @@
+"""Which model config a recipe asks for: from a preset, a folder, or a name on the Hugging Face hub, with overrides.
+
+No torch, unless transformers is to compute the model.
+"""
+
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lmforge.config.sections import ModelOptions
+from lmforge.errors import UserError
+from lmforge.hub import resolve_model_folder
+from lmforge.interop.config_json import config_fields_from_json, is_supported_family, read_config_json
+from lmforge.model.config import ModelConfig, get_preset
+from lmforge.model.presets import PRESETS
+
+_REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def resolve_model_config(
+    source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None, implementation: str = "lmforge"
+) -> ModelConfig:
+    """The model config that a recipe asks for. Raises UserError for one that cannot be computed.
+
+    Args:
+        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None to take every field from
+            `overrides`.
+        overrides: fields of ModelConfig that replace the source's. Fields that the source leaves to be derived (head_dim
+            from hidden_size, say) are derived after that.
+        vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a folder, whose own
+            vocabulary stays: it may be larger (embeddings that no token uses) but not smaller.
+        implementation: what is to compute a folder's model: "lmforge", "transformers" (transformers_model.py), or "auto",
+            which is lmforge for the families that it supports.
+    """
+    folder = None
+    if source is not None and source not in PRESETS:
+        path = resolve_model_folder(Path(source), "config.json")
+        folder = path if path.is_dir() else None
+        source = str(path)
+    if implementation == "auto" and folder is not None:
+        implementation = "lmforge" if is_supported_family(read_config_json(folder / "config.json")) else "transformers"
+    if implementation == "transformers":
+        if folder is None:
+            raise UserError(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
+        return _resolve_transformers_config(folder / "config.json", overrides, vocab_size)
+    where, chosen = "model", {}
+    if folder is not None:
+        where = str(folder / "config.json")
+        chosen = _read_config_fields(folder / "config.json")
+    elif source is not None:
+        get_preset(str(source))
+        chosen = dict(PRESETS[str(source)])
+    chosen = _with_overrides(chosen, overrides)
+    if vocab_size is not None and folder is None and "vocab_size" not in overrides:
+        chosen["vocab_size"] = vocab_size
+    for name in _REQUIRED_FIELDS:
+        if name not in chosen:
+            raise UserError(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
+    _check_vocabulary(where, chosen["vocab_size"], vocab_size)
+    try:
+        return ModelConfig(**chosen)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def model_config_from_options(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
+    """The model config that the options of a recipe ask for; nano where they name none. Raises UserError."""
+    source = options.source or options.preset or "nano"
+    return resolve_model_config(source, options.overrides(), vocab_size, options.implementation)
+
+
+def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in fields(ModelConfig)]
+    for name in overrides:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            raise UserError(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
+    chosen = chosen | overrides
+    model_type = chosen.get("model_type", "llama")
+    if "model_type" in overrides:
+        bias = overrides.get("attention_bias", model_type == "qwen2")
+        chosen |= {"qk_norm": model_type == "qwen3", "attention_bias": bias}
+    if {"model_type", "attention_bias"} & overrides.keys() and "attention_output_bias" not in overrides:
+        chosen["attention_output_bias"] = chosen["attention_bias"] and model_type != "qwen2"
+    return chosen
+
+
+def _check_vocabulary(where: str, model_size: Any, tokenizer_size: int | None) -> None:
+    if tokenizer_size is not None and isinstance(model_size, int) and model_size < tokenizer_size:
+        raise UserError(
+            f"{where}: vocab_size is {model_size} and the tokenizer has {tokenizer_size} entries; "
+            "use the tokenizer that belongs to this model"
+        )
+
+
+def _read_config_fields(path: Path) -> dict[str, Any]:
+    content = read_config_json(path)
+    try:
+        return config_fields_from_json(content)
+    except UserError as error:
+        advice = "; or let transformers compute it: --model.implementation transformers"
+        raise UserError(f"{path}: {error}{'' if is_supported_family(content) else advice}") from None
+
+
+def _resolve_transformers_config(path: Path, overrides: dict[str, Any], vocab_size: int | None) -> ModelConfig:
+    """The config of a Hugging Face folder, with `overrides` in the names of its config.json."""
+    from lmforge.interop.transformers_causal_lm import read_pretrained_config
+    from lmforge.interop.transformers_model import to_transformers_config
+
+    content = {name: value for name, value in read_config_json(path).items() if name not in ("dtype", "torch_dtype")}
+    theirs = read_pretrained_config(content, str(path))
+    for name in overrides:
+        if not hasattr(theirs, name):
+            raise UserError(f"model.{name}: a {theirs.model_type} model has no such field; see {path}")
+    # Each family has its own spelling of some names.
+    content |= {theirs.attribute_map.get(name, name): value for name, value in overrides.items()}
+    config = to_transformers_config(content, str(path))
+    _check_vocabulary(str(path), config.vocab_size, vocab_size)
+    try:
+        config.counted_parameters()  # builds the model, and so refuses what cannot be wrapped
+    except UserError as error:
+        raise UserError(f"{path}: {str(error).removeprefix('model: ')}") from None
+    return config

@@ -1,0 +1,205 @@
+"""transformers' own models: its configs read, its modules built without weights, and what families differ in.
+
+Families differ in more than their configs say: which list holds the blocks, what is done to logits, which constants lie
+beside the weights. That is found by inspecting the modules and by running them on small inputs. Models that a
+`LanguageModel` cannot express are refused. No code that comes with a folder runs.
+"""
+
+import logging
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmforge.errors import UserError
+
+MIN_TRANSFORMERS_VERSION = (5, 20)
+# Their positions are slopes on the distance of two tokens: they need not be told where a document begins or ends.
+ALIBI_MODEL_TYPES = ("bloom", "mpt")
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_HEAD_NAME = "lm_head"
+# The kernel that multiplies all experts at once needs rows of whole 16 bytes, 8 numbers in bf16; else one by one.
+_GROUPED_MM_MULTIPLE = 8
+
+
+def import_transformers() -> Any:
+    """transformers, imported and silent. Raises UserError where it is not installed, or too old."""
+    # It imports torchao, if that is installed, whose warnings do not concern the user of another feature.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers is not installed, and this model needs it; pip install 'lmforge[transformers]'") from None
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < MIN_TRANSFORMERS_VERSION:
+        raise UserError(f"transformers {version} is too old to be wrapped; pip install 'lmforge[transformers]'")
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def read_pretrained_config(config_dict: dict[str, Any], source: str) -> Any:
+    """transformers' own configuration object. Code that comes with a folder is never run."""
+    transformers = import_transformers()
+    model_type = config_dict.get("model_type")
+    if config_dict.get("quantization_config"):
+        raise UserError(f"{source}: quantization_config: quantized weights cannot be trained; use the unquantized model")
+    if model_type not in transformers.CONFIG_MAPPING:
+        why = "its code comes with the folder, and such code is not run" if "auto_map" in config_dict else "it is unknown to it"
+        raise UserError(
+            f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}" ({why}); use another model'
+        )
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config_dict))
+    except Exception as error:  # whatever a family's own checks raise
+        raise UserError(f"{source}: transformers cannot read it ({_one_line(error)}); copy the file again") from None
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{source}: transformers has no causal language model of type {model_type}; use one that writes text")
+    if config.get_text_config() is not config:
+        raise UserError(f"{source}: a {model_type} model reads more than text; use the folder of its text model")
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    return config
+
+
+def build_causal_lm(config_dict: dict[str, Any]) -> Any:
+    """transformers' own model on the meta device, in fp32 and without dropout. Raises UserError."""
+    transformers = import_transformers()
+    with torch.device("meta"):
+        config = read_pretrained_config(config_dict, "model")
+        causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    stacks = [parameter for name, parameter in causal.named_parameters() if ".experts." in name and parameter.ndim == 3]
+    if any(size % _GROUPED_MM_MULTIPLE for stack in stacks for size in stack.shape[1:]):
+        causal.set_experts_implementation("eager")
+    return causal.eval()
+
+
+def find_block_list(base_model: nn.Module) -> str:
+    """The name of the longest list of modules of one class that is in no other list. Raises UserError where there is none."""
+    lists = {name: module for name, module in base_model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    outer = {name: blocks for name, blocks in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    alike = [name for name, blocks in outer.items() if len({type(block) for block in blocks}) == 1]
+    if not alike:
+        raise UserError(f"model: {type(base_model).__name__} has no list of blocks of one class to shard; use another model")
+    return max(alike, key=lambda name: len(outer[name]))
+
+
+def find_logit_scale(causal_lm: Any, hidden_size: int) -> float:
+    """What `causal_lm` multiplies its logits by. Raises UserError where it does more to them than that.
+
+    Found by trying: its own forward runs with a small head, on given hidden states in place of the base model.
+    """
+    name, head = find_base_model_name(causal_lm), causal_lm.get_output_embeddings()
+    base = causal_lm.get_submodule(name)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        hidden = torch.randn(1, 3, hidden_size)
+        small = nn.Linear(hidden_size, 5, bias=False)
+        plain = 100 * torch.randn(1, 3, 5)  # so large that capped ones would differ
+        small.weight.copy_(torch.linalg.lstsq(hidden[0], plain[0]).solution.t())
+        plain = small(hidden)
+        try:
+            setattr(causal_lm, name, _FixedBaseModel(hidden))
+            causal_lm.set_output_embeddings(small)
+            logits = causal_lm(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
+            scale = float((logits * plain).sum() / plain.square().sum())
+            alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
+            reason = str(problem)[:100]
+            raise UserError(f"model: {type(causal_lm).__name__} cannot be taken apart ({reason}); use another model") from None
+        finally:
+            setattr(causal_lm, name, base)
+            causal_lm.set_output_embeddings(head)
+    if not alike:
+        raise UserError(
+            f"model: {type(causal_lm).__name__} changes its logits (final_logit_softcapping or the like), which lmforge's loss"
+            " does not; take that out of its config.json, or use another model"
+        )
+    return 1.0 if abs(scale - 1) < 1e-5 else scale
+
+
+class _FixedBaseModel(nn.Module):
+    """Replaces a base model: returns the hidden states that it was made with."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.__dict__["hidden"] = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _FixedModelOutput(last_hidden_state=self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # some models call a part of their base model
+
+
+class _FixedModelOutput(SimpleNamespace):
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.last_hidden_state
+
+
+@torch.no_grad()
+def constant_buffers(causal_lm: Any) -> list[tuple[nn.Module, str, Tensor]]:
+    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as rotary frequencies.
+
+    On the meta device they have no values; transformers computes them where it initializes weights.
+    """
+    constants = []
+    for name, module in causal_lm.named_modules():
+        buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            raise UserError(f"model: {name} keeps tensors that are neither weights nor buffers; use another model")
+        if kept := buffers.keys() - module._non_persistent_buffers_set:
+            raise UserError(f"model: {name}.{min(kept)} is stored with the weights but not trained, which is not supported yet")
+        if not buffers:
+            continue
+        with torch.device("cpu"):
+            for key, buffer in buffers.items():
+                unset = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[key] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
+            causal_lm._init_weights(module)
+        for key in buffers:
+            value = module._buffers[key]
+            assert value is not None
+            if value.is_floating_point() and value.isnan().any():
+                raise UserError(f"model: transformers does not say what the first value of {name}.{key}; use another model")
+            constants.append((module, key, value))
+    return constants
+
+
+def find_base_model_name(causal_lm: Any) -> str:
+    """The name of the one module beside the head. Raises UserError where there are several, or none."""
+    parts = [name for name, part in causal_lm.named_children() if name != _HEAD_NAME and any(True for _ in part.parameters())]
+    if len(parts) != 1:
+        name = type(causal_lm).__name__
+        raise UserError(f"model: {name} is not one base model and a head ({', '.join(parts)}); use another model")
+    return parts[0]
+
+
+def reject_unsupported_parts(causal_lm: Any) -> None:
+    name, config = type(causal_lm).__name__, causal_lm.config
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
+    if other or getattr(type(causal_lm), "_is_stateful", False):
+        raise UserError(
+            f"model: {name} has layers without attention ({', '.join(sorted(other)) or 'recurrent'}), in which documents"
+            " of a sequence would see each other; use another model"
+        )
+    head = causal_lm.get_output_embeddings()
+    if getattr(causal_lm, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
+        raise UserError(f"model: {name} has no plain {_HEAD_NAME}; use another model")
+    shared = Counter(
+        id(part) for key, part in causal_lm.named_parameters(remove_duplicate=False) if not key.startswith(_HEAD_NAME)
+    )
+    if max(shared.values()) > 1:
+        raise UserError(f"model: {name} uses some weights in several places, which sharding would separate; use another model")
+    if head.bias is not None:
+        raise UserError(f"model: the head of {name} has a bias, which lmforge's loss does not support; use another model")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:200]
