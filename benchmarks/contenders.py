@@ -24,7 +24,7 @@ from lmforge.cluster import distributed as cluster
 from lmforge.config.run import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
+from lmforge.data.dataset import TokenDataset
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token

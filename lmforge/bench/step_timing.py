@@ -26,7 +26,7 @@ from lmforge.config.run import BatchPlan, BenchConfig
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
+from lmforge.data.dataset import TokenDataset
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.config import ModelConfig, model_config_from_options
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from lmforge.data.batch import Batch
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.token_rng import token_rng_keys
 
 log = logging.getLogger(__name__)

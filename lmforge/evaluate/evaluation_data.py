@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lmforge.data.chat.conversations import TokenizedExample, detect_format, read_conversations
+from lmforge.data.chat.conversations import detect_format, read_conversations
 from lmforge.data.chat.examples import EXAMPLES_MANIFEST as EXAMPLES
 from lmforge.data.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
-from lmforge.data.packing import ConcatPacking
+from lmforge.data.packing import ConcatPacking, TokenizedExample
 from lmforge.data.shards import SHARDS_MANIFEST as SHARDS
 from lmforge.data.shards import TokenFolder
-from lmforge.data.sources.documents import JSON_SUFFIXES, content_suffix, open_text_source
+from lmforge.data.sources.text_sources import JSON_SUFFIXES, content_suffix, open_text_source
 from lmforge.data.sources.records import read_records
-from lmforge.data.stream import PackedDataset, TokenDataset
+from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import score_text
 

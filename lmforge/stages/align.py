@@ -10,7 +10,7 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.post_training import AlignConfig
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lmforge import hub
 from lmforge.config.verbs import DownloadOptions, PrepareOptions
-from lmforge.data.chat.functions import write_function_conversations
+from lmforge.data.chat.library_functions import write_function_conversations
 from lmforge.data.prepare.prepare import prepare
 
 PRINT_EVERY_SECONDS = 5.0

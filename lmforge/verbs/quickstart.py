@@ -19,7 +19,7 @@ from lmforge.config.options import parse_options, read_recipe
 from lmforge.config.post_training import STAGES
 from lmforge.config.run import StageConfig
 from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
-from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE
+from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare

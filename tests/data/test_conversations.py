@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.chat.colour import format_example
-from lmforge.data.chat.conversations import Format, TokenizedExample, read_conversations
+from lmforge.data.chat.example_display import format_example
+from lmforge.data.chat.conversations import Format, read_conversations
+from lmforge.data.packing import TokenizedExample
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError

@@ -15,10 +15,10 @@ import xxhash
 
 from lmforge.data.batch import Batch
 from lmforge.data.best_fit import best_fit
-from lmforge.data.chat.conversations import TokenizedExample
+from lmforge.data.packing import TokenizedExample
 from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
 from lmforge.data.packing import IGNORE_INDEX
-from lmforge.data.spill_buffer import ExampleGroup
+from lmforge.data.chat.spill_buffer import ExampleGroup
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random
@@ -227,7 +227,7 @@ from pathlib import Path
 import numpy as np
 from lmforge.data.chat.conversations import Example
 from lmforge.data.chat.examples import write_examples
-from lmforge.data.spill_buffer import Item
+from lmforge.data.chat.spill_buffer import Item
 from lmforge.data.tokenizer import Tokenizer
 
 def peak():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
-from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
+from lmforge.hub import BLOCK_BYTES
 
 from tests.conftest import Command, only_line
 from tests.data.hub_server import COMMIT, Hub, serving, variables
@@ -15,7 +15,7 @@ from tests.seeds import fresh_random
 
 FILES = ("config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 # The hub's library keeps whole blocks of this size of a file that breaks off after 12,000,000 bytes.
-KEPT = DOWNLOAD_CHUNK_SIZE
+KEPT = 12_000_000 // BLOCK_BYTES * BLOCK_BYTES
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_another_process_goes_on_where_one_was_cut_off(
     hub.requests.clear()
     died = lmforge(*words, **env)
     assert died.returncode == 2
-    assert "run it again to go on from there" in died.stderr.splitlines()[-1]
+    assert "run it again to resume" in died.stderr.splitlines()[-1]
     assert "Traceback" not in died.stderr
     hub.cut = {}
     hub.requests.clear()

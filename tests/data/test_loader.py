@@ -11,7 +11,7 @@ import torch
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
+from lmforge.data.dataset import TokenDataset
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 

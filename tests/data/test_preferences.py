@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.colour import format_example
+from lmforge.data.chat.example_display import format_example
 from lmforge.data.chat.preferences import PromptCounts, read_preference_pairs, read_prompts, read_unpaired_preferences
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError

@@ -15,7 +15,7 @@ from lmforge.config.run import BatchPlan, CheckpointOptions, OptimizerOptions
 from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

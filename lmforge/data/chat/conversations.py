@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from lmforge.config.run import ConversationFormat as Format
-from lmforge.data.chat.encoding import EncodedConversation, Layout, encode_layouts
+from lmforge.data.chat.layout import EncodedConversation, Layout, encode_layouts
 from lmforge.data.chat.messages import check_encodable
 from lmforge.data.chat.templates import ChatTemplate, LossMaskMode
 from lmforge.data.sources.records import read_records
@@ -43,18 +43,6 @@ SHAREGPT_ROLES = {
 ENCODE_BATCH_SIZE = 1000
 
 PayloadT = TypeVar("PayloadT")
-
-
-@dataclass(frozen=True)
-class TokenizedExample:
-    """Something to train on: `tokens` int32 [length] and `scored` bool [length], which of them are to be predicted."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-
-    @classmethod
-    def from_encoded(cls, encoded: EncodedConversation) -> Self:
-        return cls(np.array(encoded.tokens, np.int32), np.array(encoded.loss_mask, bool))
 
 
 @dataclass

@@ -22,8 +22,8 @@ from lmforge.data.best_fit import best_fit
 from lmforge.data.chat.conversations import TokenizedExample
 from lmforge.data.packing import IGNORE_INDEX, PADDING_DOCUMENT_ID, PackedSequence
 from lmforge.data.sources.records import find_record_files
-from lmforge.data.spill_buffer import ExampleGroup, SpillBuffer
-from lmforge.data.stream import PackedDataset
+from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmforge.data.chat.conversations import RecordEncoder, TokenizedExample, read_renamed_records, record_tools, to_messages
-from lmforge.data.chat.encoding import Layout, encode_layouts
+from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Self
 
-from lmforge.data.chat.encoding import EncodedConversation, Layout, encode_layouts
-from lmforge.data.chat.jinja import GENERATION_END, GENERATION_START, JinjaTemplate
+from lmforge.data.chat.layout import EncodedConversation, Layout, encode_layouts
+from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, JinjaTemplate
 from lmforge.data.chat.messages import Message, check_encodable, validate_messages
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, Tokenizer
 from lmforge.errors import UserError

@@ -35,7 +35,7 @@ from lmforge.data.prepare.shard_jobs import (
 )
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, UNFINISHED, Json, TokenFolder, remove_preparation
-from lmforge.data.sources.documents import SourceUnit, open_text_source
+from lmforge.data.sources.text_sources import SourceUnit, open_text_source
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 

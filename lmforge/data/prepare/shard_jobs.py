@@ -15,7 +15,7 @@ import xxhash
 
 from lmforge.atomic_files import atomic_write
 from lmforge.data.shards import UNFINISHED, Json, finished_shard_entry, write_shard
-from lmforge.data.sources.documents import SourceUnit
+from lmforge.data.sources.text_sources import SourceUnit
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 

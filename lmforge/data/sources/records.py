@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmforge.data.sources.documents import COMPRESSION_SUFFIXES, JSON_SUFFIXES, content_suffix, decode_utf8, open_decompressed
+from lmforge.data.sources.text_sources import COMPRESSION_SUFFIXES, JSON_SUFFIXES, content_suffix, decode_utf8, open_decompressed
 from lmforge.errors import UserError
 
 PARQUET_BATCH_ROWS = 1000

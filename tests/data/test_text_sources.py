@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from lmforge.data.sources import documents
-from lmforge.data.sources.documents import TextSource, open_text_source
+from lmforge.data.sources.text_sources import TextSource, open_text_source
 from lmforge.errors import UserError
 from tests.seeds import fresh_random, fresh_seed
 

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from lmforge.atomic_files import atomic_write
-from lmforge.data.sources.documents import open_text_source
+from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError
 
 TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"

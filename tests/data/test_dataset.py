@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmforge.data.packing import PackedSequence
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
+from lmforge.data.dataset import TokenDataset
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 

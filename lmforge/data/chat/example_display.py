@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from lmforge.data.chat.conversations import TokenizedExample
+from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 
 # Two shades of each by turns, so that the bounds of tokens show: black on green where scored, grey where not.
