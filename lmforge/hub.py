@@ -26,7 +26,7 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
-# In a folder that was downloaded to: the commit it holds, and which files were verified.
+# In a folder that was downloaded to: which files were verified.
 DOWNLOAD_RECORD = ".lmforge-download.json"
 MAX_INDEX_BYTES = 2**28
 BLOCK_BYTES = 1 << 20
@@ -127,7 +127,7 @@ def find_cached(name: str, revision: str, required: str = "weights") -> Path | N
 
 
 def indexed_weight_files(folder: Path) -> list[str]:
-    """The names of the weight files that a folder's index lists, sorted. Raises UserError if it is not an index; OSError passes."""
+    """The weight files that a folder's index names, sorted. Raises UserError if it is not an index; OSError passes."""
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     index = read_json(path, WeightIndex, max_bytes=MAX_INDEX_BYTES, hint="copy the file again")
     return sorted(set(index.weight_map.values()))
@@ -150,7 +150,7 @@ def download(
     commit, listed = _list_files(name, revision)
     root = folder or Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     with _disk_errors_as_user_errors(root), _download_lock(root, report):
-        destination = _Folder(folder, name, commit) if folder else _CacheSnapshot(root, commit)
+        destination = _Destination(folder or root / "snapshots" / commit, None if folder else root / "blobs")
         downloaded: list[HubFile] = []
         already_present: list[HubFile] = []
 
@@ -187,53 +187,39 @@ def _weight_file_names(name: str, listed: dict[str, HubFile], folder: Path) -> l
     return names
 
 
-class _Folder:
-    """A plain folder to download to, with a record of the files that were verified: they need not be read again."""
+class _Destination:
+    """Where a model is downloaded to: a plain folder, or a snapshot in the library's cache, which links to blobs.
 
-    def __init__(self, folder: Path, name: str, commit: str) -> None:
-        self.folder = folder
-        self._name, self._commit = name, commit
+    Blobs are named after the digest that was verified. A plain folder has a record of the files that were verified, so that
+    they need not be read again.
+    """
+
+    def __init__(self, folder: Path, blobs: Path | None) -> None:
+        self.folder, self._blobs = folder, blobs
         try:
             record = read_json(folder / DOWNLOAD_RECORD, DownloadRecord, max_bytes=MAX_INDEX_BYTES)
             self._verified = {file.name: file for file in (HubFile(*entry) for entry in record.files)}
         except (OSError, UserError):
             self._verified = {}
-        if not self._verified and any(folder.glob("*.safetensors")):
+        if not blobs and not self._verified and any(folder.glob("*.safetensors")):
             raise UserError(f"{folder}: holds a model that was not downloaded by lmforge; choose another folder")
 
     def path_of(self, file: HubFile) -> Path:
-        return self.folder / file.name
+        return self._blobs / file.digest if self._blobs else self.folder / file.name
 
     def has(self, file: HubFile) -> bool:
         path = self.path_of(file)
-        verified = self._verified.get(file.name) == file
+        verified = self._blobs or self._verified.get(file.name) == file
         return path.is_file() and (path.stat().st_size == file.size if verified else file.matches(path))
 
     def mark_complete(self, file: HubFile) -> None:
-        """Record that this file was verified, at once: a download that is cut off later need not check it again."""
-        if self._verified.get(file.name) != file:
+        """Note at once that this file was verified: a download that is cut off later need not check it again."""
+        link = self.folder / file.name
+        if not self._blobs and self._verified.get(file.name) != file:
             self._verified[file.name] = file
             files = sorted(map(astuple, self._verified.values()))
-            atomic_write_json(self.folder / DOWNLOAD_RECORD, {"name": self._name, "commit": self._commit, "files": files})
-
-
-class _CacheSnapshot:
-    """The library's cache: contents under their digests, which were verified, and a folder of links to them for each commit."""
-
-    def __init__(self, root: Path, commit: str) -> None:
-        self.folder = root / "snapshots" / commit
-        self._blobs = root / "blobs"
-
-    def path_of(self, file: HubFile) -> Path:
-        return self._blobs / file.digest
-
-    def has(self, file: HubFile) -> bool:
-        path = self.path_of(file)
-        return path.is_file() and path.stat().st_size == file.size
-
-    def mark_complete(self, file: HubFile) -> None:
-        link = self.folder / file.name
-        if not link.exists():
+            atomic_write_json(self.folder / DOWNLOAD_RECORD, {"files": files})
+        elif self._blobs and not link.exists():
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(self.path_of(file), link.parent))
@@ -280,9 +266,10 @@ def _append_rest(name: str, commit: str, file: HubFile, growing: BinaryIO, repor
     while growing.tell() < file.size:
         start = growing.tell()
         try:
-            return _append_from(name, commit, file, growing, report)
+            _append_from(name, commit, file, growing, report)
+            break
         except Exception as problem:
-            attempts = 1 if growing.tell() > start else attempts + 1
+            attempts = 0 if growing.tell() > start else attempts + 1
             if attempts == MAX_ATTEMPTS or not _is_temporary(problem):
                 raise
             time.sleep(RETRY_SECONDS)
@@ -340,8 +327,8 @@ def _hub_errors_as_user_errors(name: str, revision: str, file: str = "") -> Iter
             " check the name, or log in (hf auth login, or HF_TOKEN in the environment)",
             errors.HfHubHTTPError: f"{hub} answered with {status}{for_file}; try again later",
             OSError: f"{text}{for_file}; run it again to resume",
-            Exception: f"no such folder, not in the cache, and {hub} cannot be reached{for_file} ({text}); check the network and"
-            " run it again to resume",
+            Exception: f"no such folder, not in the cache, and {hub} cannot be reached{for_file} ({text}); check the network"
+            " and run it again to resume",
         }
         raise UserError(f"{name}: {next(why for kind, why in reasons.items() if isinstance(problem, kind))}") from None
 
