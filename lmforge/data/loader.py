@@ -45,9 +45,7 @@ class BatchLoader:
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"rank {data_parallel_rank} of {data_parallel_size}")
         if global_batch_size < 1 or global_batch_size % data_parallel_size:
-            raise ValueError(
-                f"a global batch of {global_batch_size} sequences does not divide by {data_parallel_size} ranks"
-            )
+            raise ValueError(f"a global batch of {global_batch_size} sequences does not divide by {data_parallel_size} ranks")
         local_batch_size = global_batch_size // data_parallel_size
         if micro_batch_size < 1 or local_batch_size % micro_batch_size:
             raise ValueError(f"{local_batch_size} sequences a rank do not divide into micro-batches of {micro_batch_size}")

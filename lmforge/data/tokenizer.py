@@ -93,7 +93,8 @@ class Tokenizer:
         self._text = text
         self._companions = companions
         self._location = location
-        self._json = parse_json(text.encode(), dict[str, Any], location, max_bytes=MAX_TOKENIZER_BYTES)
+        hint = "not a tokenizer.json this can open"
+        self._json = parse_json(text.encode(), dict[str, Any], location, max_bytes=MAX_TOKENIZER_BYTES, hint=hint)
         self.configs = {
             name: parse_json(companions.get(name, "{}").encode(), dict[str, Any], str(Path(location).parent / name))
             for name in CONFIG_FILES
@@ -101,7 +102,7 @@ class Tokenizer:
         try:
             self._backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{location}: not a tokenizer.json this can open: {error}") from None
+            raise UserError(f"{location}: {hint}: {error}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True

@@ -13,9 +13,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.packing import PackedSequence
 from lmforge.data.shards import TokenFolder
-from lmforge.data.dataset import TokenDataset
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.dataset import TokenDataset
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 

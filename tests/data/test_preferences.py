@@ -29,7 +29,7 @@ def sides(file: Path, tokenizer: Tokenizer, **choices: Any) -> list[list[str]]:
     ("record", "choices", "expected"),
     [
         ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {}, AS_TEXT),
-        ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {"as_chat": True}, AS_TURNS),
+        ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {"apply_chat_template": True}, AS_TURNS),
         ({"prompt": [USER], "chosen": "G", "rejected": "B"}, {}, AS_TURNS),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}, AS_TURNS),
         ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, {}, AS_TURNS),
