@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.run import BatchPlan, Config, OptimizerOptions, ParallelOptions, TrainOptions
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.dataset import TokenDataset
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token

@@ -25,8 +25,8 @@ import xxhash
 from lmforge import checkpoint
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text
 from lmforge.cli import run
-from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.dataset import TokenDataset
+from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model

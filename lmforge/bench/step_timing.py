@@ -24,9 +24,9 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.run import BatchPlan, BenchConfig
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.dataset import TokenDataset
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.config import ModelConfig, model_config_from_options
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count

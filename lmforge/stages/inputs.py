@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 from lmforge.config.post_training import AlignConfig, TunedConfig
 from lmforge.config.run import BatchPlan, Config, StageConfig
-from lmforge.data.shards import TokenFolder
 from lmforge.data.dataset import PackedDataset, TokenDataset
+from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask

@@ -14,6 +14,7 @@ import zstandard
 
 from lmforge.data.chat.conversations import Format, read_conversations
 from lmforge.data.chat.example_display import format_example
+from lmforge.data.chat.layout import encode_layouts
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
@@ -229,5 +230,6 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
     from lmforge.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([""], 261)
-    rendered = ChatTemplate.from_tokenizer(tokenizer).encode([{"role": role, "content": content} for role, content in messages])
-    assert tokenizer.decode(rendered.tokens, include_special_tokens=True) == template
+    layout = ChatTemplate.from_tokenizer(tokenizer).build_layout([{"role": role, "content": text} for role, text in messages])
+    [example] = encode_layouts(tokenizer, [layout])
+    assert tokenizer.decode(example.tokens.tolist(), include_special_tokens=True) == template

@@ -154,9 +154,9 @@ def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus
     assert summary.documents == {TRAIN_SPLIT: len(train), VALIDATION_SPLIT: len(held_out)}
     assert summary.tokens == {split: folder.split(split).num_tokens for split in (TRAIN_SPLIT, VALIDATION_SPLIT)}
     assert summary.text_bytes == {TRAIN_SPLIT: sum(map(len, train)), VALIDATION_SPLIT: sum(map(len, held_out))}
-    shards = folder.manifest["splits"][TRAIN_SPLIT]
+    shards = folder.manifest.splits[TRAIN_SPLIT]
     assert len(shards) > 3
-    assert all(10_000 <= shard["tokens"] < 10_200 for shard in shards[:-1])
+    assert all(10_000 <= shard.tokens < 10_200 for shard in shards[:-1])
     assert folder.dtype == np.uint16
     assert not (tmp_path / "out" / UNFINISHED).exists()
 

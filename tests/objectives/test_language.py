@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.batch import Batch
-from lmforge.data.shards import TokenFolder
 from lmforge.data.dataset import TokenDataset
+from lmforge.data.shards import TokenFolder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel

@@ -15,8 +15,8 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import validate_options
 from lmforge.config.run import OptimizerOptions
-from lmforge.data.shards import TokenFolder
 from lmforge.data.dataset import TokenDataset
+from lmforge.data.shards import TokenFolder
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig, resolve_model_config

@@ -13,9 +13,9 @@ from lmforge.cli import run as command
 from lmforge.cluster import distributed as cluster
 from lmforge.config.run import BatchPlan, CheckpointOptions, OptimizerOptions
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.dataset import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
