@@ -20,7 +20,7 @@ from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
-FIELDS = ("tokens", "targets", "positions", "documents")
+FIELDS = ("tokens", "labels", "positions", "document_ids")
 MASK = 2**64 - 1
 
 shards_of_documents = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=8), min_size=1, max_size=4)
@@ -57,9 +57,9 @@ def slow_row(tokens: list[int], owners: list[int], index: int, length: int) -> d
             seen.append(owners[i])
             position = 0
         row["tokens"].append(tokens[i])
-        row["targets"].append(tokens[i + 1] if owners[i + 1] == owners[i] else -100)
+        row["labels"].append(tokens[i + 1] if owners[i + 1] == owners[i] else -100)
         row["positions"].append(position)
-        row["documents"].append(len(seen) - 1)
+        row["document_ids"].append(len(seen) - 1)
         position += 1
     return row
 
