@@ -194,7 +194,7 @@ def test_the_plan_hash_changes_with_whatever_changes_the_rows(tmp_path: Path, fo
 
 
 def test_a_split_shorter_than_a_row_says_so(tmp_path: Path, folder_of: Writer) -> None:
-    with pytest.warns(UserWarning, match="less than one row of 64"):
+    with pytest.warns(UserWarning, match="less than one sequence of 64"):
         stream = TokenDataset(folder_of(tmp_path / "a", [[20]]), sequence_length=64)
     assert stream.sequences_per_epoch == 1
     assert (stream.sequence(0).labels != -100).sum() == 19
