@@ -16,7 +16,7 @@ from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
-FIELDS = ("tokens", "targets", "positions", "documents")
+FIELDS = ("tokens", "labels", "positions", "documents")
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -84,7 +84,7 @@ def test_steps_may_be_asked_for_out_of_order(stream: TokenDataset) -> None:
         ({"global_batch_size": 10, "micro_batch_size": 1, "ranks": 4}, "10 rows does not divide among 4 ranks"),
         ({"global_batch_size": 2, "micro_batch_size": 1, "ranks": 4}, "2 rows does not divide among 4 ranks"),
         ({"global_batch_size": 0, "micro_batch_size": 1, "ranks": 1}, "0 rows"),
-        ({"global_batch_size": 8, "micro_batch_size": 3, "ranks": 2}, "4 rows a rank do not divide"),
+        ({"global_batch_size": 8, "micro_batch_size": 3, "data_parallel_size": 2}, "4 sequences a rank do not divide"),
         ({"global_batch_size": 8, "micro_batch_size": 0, "ranks": 1}, "micro-batches of 0"),
         ({"global_batch_size": 8, "micro_batch_size": 8, "ranks": 1, "rank": 1}, "rank 1 of 1"),
     ],
@@ -165,7 +165,7 @@ def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: TokenDataset
     def keys(step: int, ranks: int, micro_batch_size: int, seed: int = seed) -> torch.Tensor:
         parts = []
         for rank in range(ranks):
-            about = {"rank": rank, "ranks": ranks, "micro_batch_size": micro_batch_size, "noise_seed": seed}
+            about = {"rank": rank, "ranks": ranks, "micro_batch_size": micro_batch_size, "rng_seed": seed}
             with BatchLoader(stream, global_batch_size=rows, **about) as loader:  # type: ignore[arg-type]
                 parts += loader.batches(step)
         found = Batch.cat(parts).rng_keys
