@@ -81,12 +81,12 @@ def test_steps_may_be_asked_for_out_of_order(stream: TokenDataset) -> None:
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({"global_batch_size": 10, "micro_batch_size": 1, "ranks": 4}, "10 rows does not divide among 4 ranks"),
-        ({"global_batch_size": 2, "micro_batch_size": 1, "ranks": 4}, "2 rows does not divide among 4 ranks"),
-        ({"global_batch_size": 0, "micro_batch_size": 1, "ranks": 1}, "0 rows"),
+        ({"global_batch_size": 10, "micro_batch_size": 1, "data_parallel_size": 4}, "10 rows does not divide among 4 ranks"),
+        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 rows does not divide among 4 ranks"),
+        ({"global_batch_size": 0, "micro_batch_size": 1, "data_parallel_size": 1}, "0 rows"),
         ({"global_batch_size": 8, "micro_batch_size": 3, "data_parallel_size": 2}, "4 sequences a rank do not divide"),
-        ({"global_batch_size": 8, "micro_batch_size": 0, "ranks": 1}, "micro-batches of 0"),
-        ({"global_batch_size": 8, "micro_batch_size": 8, "ranks": 1, "rank": 1}, "rank 1 of 1"),
+        ({"global_batch_size": 8, "micro_batch_size": 0, "data_parallel_size": 1}, "micro-batches of 0"),
+        ({"global_batch_size": 8, "micro_batch_size": 8, "data_parallel_size": 1, "data_parallel_rank": 1}, "rank 1 of 1"),
     ],
 )
 def test_what_does_not_divide_is_refused(stream: TokenDataset, sizes: dict[str, int], complaint: str) -> None:
@@ -127,7 +127,7 @@ def test_waiting_is_counted_and_a_stall_is_said(
     stream: TokenDataset, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real stall: the rows are behind a lock that someone else holds."""
-    monkeypatch.setattr("lmforge.data.loader.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("lmforge.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.1)
     with BatchLoader(stream, global_batch_size=2, micro_batch_size=1) as loader:
         lock = stream.packing.split._lock
         lock.acquire()
@@ -165,7 +165,7 @@ def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: TokenDataset
     def keys(step: int, ranks: int, micro_batch_size: int, seed: int = seed) -> torch.Tensor:
         parts = []
         for rank in range(ranks):
-            about = {"rank": rank, "ranks": ranks, "micro_batch_size": micro_batch_size, "rng_seed": seed}
+            about = {"data_parallel_rank": rank, "data_parallel_size": ranks, "micro_batch_size": micro_batch_size, "rng_seed": seed}
             with BatchLoader(stream, global_batch_size=rows, **about) as loader:  # type: ignore[arg-type]
                 parts += loader.batches(step)
         found = Batch.cat(parts).rng_keys
