@@ -16,7 +16,7 @@ from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
-FIELDS = ("tokens", "labels", "positions", "documents")
+FIELDS = ("tokens", "labels", "positions", "document_ids")
 
 
 def same(a: Batch, b: Batch) -> bool:
