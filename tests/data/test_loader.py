@@ -81,9 +81,9 @@ def test_steps_may_be_asked_for_out_of_order(stream: TokenDataset) -> None:
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({"global_batch_size": 10, "micro_batch_size": 1, "data_parallel_size": 4}, "10 rows does not divide among 4 ranks"),
-        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 rows does not divide among 4 ranks"),
-        ({"global_batch_size": 0, "micro_batch_size": 1, "data_parallel_size": 1}, "0 rows"),
+        ({"global_batch_size": 10, "micro_batch_size": 1, "data_parallel_size": 4}, "10 sequences does not divide by 4 ranks"),
+        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 sequences does not divide by 4 ranks"),
+        ({"global_batch_size": 0, "micro_batch_size": 1, "data_parallel_size": 1}, "0 sequences"),
         ({"global_batch_size": 8, "micro_batch_size": 3, "data_parallel_size": 2}, "4 sequences a rank do not divide"),
         ({"global_batch_size": 8, "micro_batch_size": 0, "data_parallel_size": 1}, "micro-batches of 0"),
         ({"global_batch_size": 8, "micro_batch_size": 8, "data_parallel_size": 1, "data_parallel_rank": 1}, "rank 1 of 1"),
@@ -165,7 +165,12 @@ def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: TokenDataset
     def keys(step: int, ranks: int, micro_batch_size: int, seed: int = seed) -> torch.Tensor:
         parts = []
         for rank in range(ranks):
-            about = {"data_parallel_rank": rank, "data_parallel_size": ranks, "micro_batch_size": micro_batch_size, "rng_seed": seed}
+            about = {
+                "data_parallel_rank": rank,
+                "data_parallel_size": ranks,
+                "micro_batch_size": micro_batch_size,
+                "rng_seed": seed,
+            }
             with BatchLoader(stream, global_batch_size=rows, **about) as loader:  # type: ignore[arg-type]
                 parts += loader.batches(step)
         found = Batch.cat(parts).rng_keys
