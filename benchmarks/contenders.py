@@ -24,9 +24,9 @@ from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import OptimizerOptions, ParallelOptions, TrainOptions
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -25,8 +25,8 @@ import xxhash
 from lmforge import checkpoint
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text
 from lmforge.cli import run
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import BLOCK_BYTES, TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder

@@ -26,9 +26,9 @@ from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.bench import BenchConfig
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.errors import RunFailed, UserError
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.model.config import ModelConfig

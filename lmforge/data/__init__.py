@@ -1,1 +1,9 @@
-"""Documents → shards → stream → batch. Nothing here knows of models."""
+"""Prepared tokens to batches: shards → order → packed sequences → batches. No models here.
+
+Begin with `loader.py` (a step's batches), then `dataset.py` (sample number → sequence), `packing.py` and `shards.py`. Text
+becomes tokens in `prepare/`; files are read in `sources/`; conversations and preferences are in `chat/`.
+
+For other packages: `Batch`, `BatchLoader`, `PackedDataset`, `TokenDataset`, `TokenFolder`, `Tokenizer`, `IGNORE_INDEX`,
+`derive_key`, `token_rng_keys`. A module may use those before it in: tokenizer, order, labels, packing, shards, dataset, batch,
+loader; `chat` uses `prepare` and `sources` and is used by none of them.
+"""

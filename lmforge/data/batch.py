@@ -1,4 +1,4 @@
-"""A batch: rows of tokens with what each predicts, where it stands and whose it is. The one thing a model is fed."""
+"""A batch: the tokens that a model is given, with their labels, positions and documents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -9,41 +9,41 @@ import torch
 
 from lmforge.data.packing import PackedSequence
 
-# What an objective tells of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
+# What an objective reports of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Extras:
-    """What some objectives know of each token beyond what a model is fed: tensors [rows, length] by name.
+    """Per-token tensors that some objectives need and models do not: fp32 [sequences, sequence_length] by name.
 
-    reference  fp32, the log-probability of the target under the reference model
-    old        fp32, that of the target as it was sampled
-    advantage  fp32, of the completion that the token is in
-    label      fp32, 1 in a completion that is desirable, 0 in one that is not
-    overlong   fp32, 1 in a completion that was cut at the longest allowed, else 0
+    reference  the label's log-probability under the reference model
+    old        the label's log-probability when it was sampled
+    advantage  the advantage of the completion that the token belongs to
+    label      1 in a desirable completion, 0 in an undesirable one
+    overlong   1 in a completion that was truncated at the longest allowed, else 0
 
-    A plain object, because mixed precision of FSDP casts the tensors of its arguments to bf16, those inside of tuples,
-    dictionaries and dataclasses too, and sums of log-probabilities in bf16 are off by whole nats.
+    A plain object, because FSDP's mixed precision casts the tensors of its arguments to bf16, also those in tuples, dicts and
+    dataclasses; sums of log-probabilities in bf16 are wrong by whole nats.
     """
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Extras":
-        """The extras of what `change` makes of each of the tensors."""
+        """The extras with `function` applied to each tensor."""
         return Extras(**{name: function(tensor) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors of shape [rows, length].
+    """Tensors of shape [sequences, sequence_length].
 
-    tokens     int64
-    targets    int64, the next token of the same document, −100 where nothing is scored
-    positions  int64, from 0 at each document's start, or at the row's where the document began in an earlier row
-    documents  int32, equal within a document, numbered from 0 in each row, −1 on padding
-    keys       int64, what randomness is drawn from for each token (noise.py); None where nothing is random, as in evaluation
-    extras     what else an objective asks for; None where it asks for nothing
+    tokens        int64
+    labels        int64, the next token of the same document (already shifted by one), −100 where not scored
+    positions     int64, from 0 at the start of each document, and at the start of a sequence that continues one
+    document_ids  int32, equal within a document, numbered from 0 in each sequence, −1 on padding
+    rng_keys      int64, keys for randomness per token (`token_rng.py`); None if nothing is random, as in evaluation
+    extras        what else an objective needs, or None
     """
 
     tokens: torch.Tensor
@@ -55,15 +55,11 @@ class Batch:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[PackedSequence]) -> Self:
-        """Stack rows of one length."""
-        tokens, targets, positions, documents = (
-            _stack([getattr(row, field.name) for row in sequences])
-            for field in fields(PackedSequence)
-            if field.name != "extras"
-        )
-        names = sequences[0].extras
-        extras = Extras(**{name: _stack([row.extras[name] for row in sequences]) for name in names}) if names else None
-        return cls(tokens, targets, positions, documents, extras=extras)
+        """Stack packed sequences of one length."""
+        names = [field.name for field in fields(PackedSequence) if field.name != "extras"]
+        tensors = {name: _stack([getattr(sequence, name) for sequence in sequences]) for name in names}
+        extras = {name: _stack([sequence.extras[name] for sequence in sequences]) for name in sequences[0].extras}
+        return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     @classmethod
     def from_token_lists(cls, token_lists: Sequence[Sequence[int]]) -> Self:
@@ -79,27 +75,26 @@ class Batch:
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
-        """All rows of several batches of one length, in order."""
-        together: dict[str, Any] = {name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors}
-        extras = batches[0].extras and Extras(
-            **{name: torch.cat([batch.extra(name) for batch in batches]) for name in batches[0].extras.tensors}
-        )
-        return cls(**together, extras=extras)
+        """The sequences of several batches of one length, in order."""
+        tensors: dict[str, Any] = {name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors}
+        names = batches[0].extras.tensors if batches[0].extras else ()
+        extras = {name: torch.cat([batch.extra(name) for batch in batches]) for name in names}
+        return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch of what `change` makes of each of the tensors."""
-        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors.items()}
-        return Batch(**changed, extras=self.extras and self.extras.map(function))
+        """The batch with `function` applied to each tensor."""
+        tensors: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return Batch(**tensors, extras=self.extras and self.extras.map(function))
 
     def extra(self, name: str) -> torch.Tensor:
-        """One of the extras, [rows, length]. ValueError where the batch has come without it."""
+        """One of the extras, [sequences, sequence_length]. Raises ValueError if the batch does not have it."""
         if self.extras is None or name not in self.extras.tensors:
             raise ValueError(f"this objective needs {name!r} of each token, which the batch does not have")
         return self.extras.tensors[name]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a model is fed, by name: those that are there."""
+        """The tensors that are not None, by name, without extras."""
         present = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "extras"}
         return {name: tensor for name, tensor in present.items() if tensor is not None}
 
@@ -112,14 +107,14 @@ class Batch:
         return self.tokens.shape[1]
 
     def __getitem__(self, index: slice) -> "Batch":
-        """Some of the rows, as views."""
+        """Some of the sequences, as views."""
         return self.map(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """The same in page-locked memory, from which a copy to a GPU need not be waited for."""
+        """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self.map(torch.Tensor.pin_memory)
 
 

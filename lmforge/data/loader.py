@@ -1,37 +1,34 @@
-"""Step → micro-batches on the device, one step ahead of whoever computes.
+"""Step → micro-batches on the device, read one step ahead of the computation.
 
-Which rows belong to which rank is arithmetic on the step number, done here and nowhere else. The loader keeps nothing
-that a checkpoint would need.
+Which sequences belong to which rank follows from the step number, and only here. The loader has no state to checkpoint.
 """
 
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import torch
 
 from lmforge.data.batch import Batch
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.token_rng import token_rng_keys
 
 log = logging.getLogger(__name__)
 
-# A healthy step's rows take milliseconds; a storage stall is worth a line long before a collective times out.
+# Reading a step takes milliseconds; a stall of the storage is reported long before a collective times out.
 SLOW_BATCH_WARNING_SECONDS = 10.0
 
 
 class BatchLoader:
-    """This rank's share of every global batch.
+    """This rank's part of every global batch.
 
-    The global batch of step k is the rows k·B … (k + 1)·B − 1 of the stream, B = `global_batch_size`; rank r of W takes
-    the r-th of W equal contiguous parts of it, in micro-batches of `micro_batch_size`. So the global batch is the same
-    for any number of ranks. With `noise_seed` its tokens have keys to draw randomness from. ValueError where a size does not
-    divide.
+    The global batch of step k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Rank r of W takes the
+    r-th of W equal contiguous parts of it, in micro-batches of `micro_batch_size`. So the global batch is the same for any
+    number of ranks. With `rng_seed` batches have keys to draw randomness from. Raises ValueError if a size does not divide.
 
-    `data_seconds` is the time callers of `batches` have waited, in total. Close it, or use it in a `with`.
+    `data_wait_seconds` is the total time for which callers of `batches` waited. Close it, or use it in a `with`.
     """
 
     def __init__(
@@ -48,16 +45,16 @@ class BatchLoader:
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"rank {data_parallel_rank} of {data_parallel_size}")
         if global_batch_size < 1 or global_batch_size % data_parallel_size:
-            raise ValueError(f"a global batch of {global_batch_size} rows does not divide among {data_parallel_size} ranks")
-        rank_rows = global_batch_size // data_parallel_size
-        if micro_batch_size < 1 or rank_rows % micro_batch_size:
-            raise ValueError(f"{rank_rows} rows a rank do not divide into micro-batches of {micro_batch_size}")
+            raise ValueError(f"a global batch of {global_batch_size} sequences does not divide by {data_parallel_size} ranks")
+        local_batch_size = global_batch_size // data_parallel_size
+        if micro_batch_size < 1 or local_batch_size % micro_batch_size:
+            raise ValueError(f"{local_batch_size} sequences a rank do not divide into micro-batches of {micro_batch_size}")
         self.data_wait_seconds = 0.0
         self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._local_batch_size = rank_rows
-        self._local_offset = data_parallel_rank * rank_rows
+        self._local_batch_size = local_batch_size
+        self._local_offset = data_parallel_rank * local_batch_size
         self._device = torch.device(device)
         self._rng_seed = rng_seed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -66,8 +63,8 @@ class BatchLoader:
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of global step `step` (from 0), in order, on the device.
 
-        The next step is begun before this returns; any other step may be asked for and costs one wait. Whatever went
-        wrong in the thread is raised here.
+        Reading of the next step starts before this returns. Any other step may be requested, at the cost of one wait.
+        Exceptions of the reading thread are raised here.
         """
         began = time.perf_counter()
         expected, future = self._prefetched or (None, None)
@@ -76,12 +73,12 @@ class BatchLoader:
         self._prefetched = None
         while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
             waited = time.perf_counter() - began
-            log.warning("step %d: its rows have not come for %.0f s from %s", step, waited, self._dataset.location)
-        rows = future.result()
+            log.warning("step %d: no data for %.0f s from %s", step, waited, self._dataset.location)
+        batch = future.result()
         self._prefetched = step + 1, self._thread.submit(self._read, step + 1)
-        rows = rows.to(self._device, non_blocking=True)
+        batch = batch.to(self._device, non_blocking=True)
         self.data_wait_seconds += time.perf_counter() - began
-        return [rows[i : i + self._micro_batch_size] for i in range(0, self._local_batch_size, self._micro_batch_size)]
+        return [batch[i : i + self._micro_batch_size] for i in range(0, self._local_batch_size, self._micro_batch_size)]
 
     def _read(self, step: int) -> Batch:
         first = step * self._global_batch_size + self._local_offset
@@ -92,13 +89,11 @@ class BatchLoader:
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def close(self) -> None:
-        """Wait for the thread to end."""
+        """Wait for the reading thread to end."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

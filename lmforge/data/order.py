@@ -1,8 +1,7 @@
-"""The keyed permutation: in which order samples come, computed from integers and remembered nowhere.
+"""The keyed permutation: the order of samples, computed from integers, without state.
 
-A permutation of N things costs no memory that grows with N and answers for any position at once, so a run that
-resumes has nothing to restore. Numpy's generators are not used: their streams are not promised to stay the same
-across versions, and an order that changes with an upgrade is a run that cannot be resumed.
+A permutation of N items needs no memory that grows with N and can be evaluated at any position, so a resumed run has nothing to
+restore. Numpy's generators are not used: their streams may change between versions, and then a run could not be resumed.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-# Below this a Feistel network is measurably not uniform, and a table of two bytes an entry is nothing.
+# Up to this size a Feistel network is measurably not uniform, and a table of two bytes an entry is small.
 MAX_TABLE_SIZE = 65_536
 FEISTEL_ROUNDS = 6
 
@@ -22,22 +21,22 @@ Permutation = Callable[[np.ndarray], np.ndarray]
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key that names its purpose, as in `key(seed, "source", name, epoch)`.
+    """A 64-bit key for a purpose, as in `derive_key(seed, "source", name, epoch)`.
 
-    Every distinct tuple gives an independent key; `seed + epoch` would give seed 1 epoch 0 the order of seed 0 epoch 1.
+    Every distinct tuple gives an independent key; with `seed + epoch`, seed 1 epoch 0 would have the order of seed 0 epoch 1.
     """
     return xxhash.xxh3_64_intdigest(json.dumps(parts).encode())
 
 
 def splitmix64(x: UInt64Array) -> UInt64Array:
-    """Scatter uint64 values: the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit integers."""
+    """Mix uint64 values: the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit integers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _random_uint64(key: int, count: int) -> UInt64Array:
-    """`count` values that a key stands for; hashing it first keeps neighbouring keys from sharing shifted ones."""
+    """`count` values of a key. It is hashed first, or neighbouring keys would have the same values, shifted."""
     first: UInt64Array = np.full(1, key, np.uint64)
     numbers: UInt64Array = np.arange(count, dtype=np.uint64)
     return splitmix64(splitmix64(first) + numbers)
@@ -46,24 +45,24 @@ def _random_uint64(key: int, count: int) -> UInt64Array:
 def permutation(n: int, key: int) -> Permutation:
     """A bijection of 0..n-1 chosen by a 64-bit key, as a function from int64 positions to int64 values.
 
-    Positions outside 0..n-1 are the caller's error. n may exceed 2**32, up to 2**62.
+    Positions must be within 0..n-1. n may be up to 2**62. Raises ValueError for other n.
     """
     if not 1 <= n <= 2**62:
-        raise ValueError(f"a permutation of {n} things: expected 1 to 2**62")
+        raise ValueError(f"a permutation of {n} items: expected 1 to 2**62")
     return _table_permutation(n, key) if n <= MAX_TABLE_SIZE else _feistel_permutation(n, key)
 
 
 def _table_permutation(n: int, key: int) -> Permutation:
-    """Sort hashed keys."""
+    """The order of hashed positions, as a table."""
     table = np.argsort(_random_uint64(key, n), kind="stable").astype(np.uint16)
     return lambda positions: table[positions].astype(np.int64)
 
 
 def _feistel_permutation(n: int, key: int) -> Permutation:
-    """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, walking cycles back below n.
+    """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, with cycle walking back below n.
 
-    After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). As ab exceeds n by less than √n + 1, a walk
-    is almost never longer than one step.
+    After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). ab exceeds n by less than √n + 1, so a walk is
+    almost never longer than one step.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)

@@ -1,9 +1,8 @@
-"""Documents into rows of one length: which tokens a row holds, and what each of them predicts.
+"""Documents as sequences of one length: which tokens a sequence holds, and what each of them predicts.
 
-Concat packing: the documents of a split, one after another, cut every `length` tokens. Row n holds the tokens from
-n·length to n·length + length inclusive; the last of them is only a target here and the first input of row n + 1, so
-every transition is scored exactly once. The row's own bookkeeping makes it self-contained: attention, positions and
-targets stop at each document's edge.
+Concat packing: the documents of a split, one after another, cut every `sequence_length` tokens (L). Sequence n holds the tokens
+n·L … n·L + L. The last of them is only a label here and the first input of sequence n + 1, so every transition is scored
+exactly once. Attention, positions and labels stop at each document's end.
 """
 
 from collections.abc import Sequence
@@ -12,23 +11,24 @@ from typing import Protocol, Self
 
 import numpy as np
 
-IGNORE_INDEX = -100
+from lmforge.data.labels import IGNORE_INDEX
+
 PADDING_DOCUMENT_ID = -1
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One sample, each array of shape [length]; the same four as in `Batch`."""
+    """One sample, each array of shape [sequence_length]; the fields are those of `Batch`."""
 
     tokens: np.ndarray  # int64
-    labels: np.ndarray  # int64, UNSCORED where there is nothing to predict
-    positions: np.ndarray  # int64, from 0 at each document's start and at the row's
-    document_ids: np.ndarray  # int32, 0, 1, … in the row; PADDING after the last token
-    extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32, what else is known of each token, by name
+    labels: np.ndarray  # int64, IGNORE_INDEX where there is nothing to predict
+    positions: np.ndarray  # int64, from 0 at the start of each document and of the sequence
+    document_ids: np.ndarray  # int32, 0, 1, … in the sequence; PADDING_DOCUMENT_ID after the last token
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32 per-token values by name
 
     @classmethod
     def all_padding(cls, sequence_length: int, extras: Sequence[str] = ()) -> Self:
-        """A row of nothing, to be filled."""
+        """An empty sequence, to be filled."""
         return cls(
             np.zeros(sequence_length, np.int64),
             np.full(sequence_length, IGNORE_INDEX, np.int64),
@@ -38,8 +38,16 @@ class PackedSequence:
         )
 
 
+@dataclass(frozen=True)
+class TokenizedExample:
+    """Something to train on: `tokens` int32 [length]; `loss_mask` bool [length], true for tokens that are to be predicted."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+
+
 class TokenReader(Protocol):
-    """Documents one after another, as one sequence of tokens (shards.Split)."""
+    """Documents one after another, as one array of tokens (`shards.TokenSplit`)."""
 
     num_tokens: int
 
@@ -52,30 +60,30 @@ class TokenReader(Protocol):
 
 @dataclass(frozen=True)
 class ConcatPacking:
-    """The rows of a split under concat packing."""
+    """The sequences of a split under concat packing."""
 
     split: TokenReader
     sequence_length: int
 
     @property
     def num_sequences(self) -> int:
-        """How many rows hold every transition; the last may be partly padding."""
+        """How many sequences hold every transition; the last may be partly padding."""
         return -(-(self.split.num_tokens - 1) // self.sequence_length)
 
     def sequence(self, index: int) -> PackedSequence:
-        """Row `index`. A row at or beyond `rows` is all padding."""
+        """Sequence `index`; all padding at or beyond `num_sequences`."""
         begin = index * self.sequence_length
-        inputs = max(0, min(self.sequence_length, self.split.num_tokens - 1 - begin))
-        row = PackedSequence.all_padding(self.sequence_length)
-        if inputs:
-            span = self.split.read(begin, begin + inputs + 1)
-            # A document may start at the token that is only a target here: it crosses a boundary, so it is unscored.
-            starts = self.split.document_starts(begin, begin + inputs + 1) - begin
-            row.tokens[:inputs] = span[:-1]
-            row.labels[:inputs] = span[1:]
-            row.labels[starts - 1] = IGNORE_INDEX
-            edges = np.concatenate(([0], starts[starts < inputs], [inputs]))
-            lengths = np.diff(edges)
-            row.positions[:inputs] = np.arange(inputs) - np.repeat(edges[:-1], lengths)
-            row.document_ids[:inputs] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return row
+        size = max(0, min(self.sequence_length, self.split.num_tokens - 1 - begin))
+        packed = PackedSequence.all_padding(self.sequence_length)
+        if size:
+            tokens = self.split.read(begin, begin + size + 1)
+            # A document may start at the token that is only a label here: it crosses a boundary, so it is not scored.
+            starts = self.split.document_starts(begin, begin + size + 1) - begin
+            packed.tokens[:size] = tokens[:-1]
+            packed.labels[:size] = tokens[1:]
+            packed.labels[starts - 1] = IGNORE_INDEX
+            bounds = np.concatenate(([0], starts[starts < size], [size]))
+            lengths = np.diff(bounds)
+            packed.positions[:size] = np.arange(size) - np.repeat(bounds[:-1], lengths)
+            packed.document_ids[:size] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return packed

@@ -1,98 +1,141 @@
-"""The token file format: how tokens lie on disk, and how they are read back and trusted.
+"""The token file format: how tokens are stored, and how they are read and verified.
 
     manifest.json           written last: without it the folder is unfinished
-    tokenizer/              the tokenizer that made these tokens
+    tokenizer/              the tokenizer of these tokens
     train-00000.tokens      raw little-endian uint16 or uint32
     train-00000.documents   raw little-endian uint64: where each document ends, in tokens from the start of the shard
     train-00000.json        sizes, tokenizer hash, and the xxh3 of every 64 KiB block of the two
 
-Shards hold whole documents, each ending with its separator, so a split is their concatenation and needs no scan for an
-end-of-text id, which text may contain. Reading is by `os.pread`: on a network file system an I/O error under mmap kills
-the process, under pread it is an exception to retry.
+Shards hold whole documents, each with its end-of-text token, so a split is their concatenation. Where documents end is stored,
+because text may contain the end-of-text id. Files are read with `os.pread`: an I/O error of a network file system kills the
+process under mmap; under pread it is an exception, and the read is repeated.
 """
 
 import io
 import json
 import os
-import shutil
 import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import xxhash
+from pydantic import Field
 
-from lmforge.atomic_files import atomic_write
-from lmforge.checksums import ChecksummedFile, block_checksums
+from lmforge.atomic_files import atomic_write, atomic_write_text
+from lmforge.checksums import ChecksummedFile
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_json
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 65_536
 SHARDS_MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
 RETRY_DELAYS_SECONDS = (0.05, 0.5, 2.0)
-# Two descriptors each, well below the usual limit of 1,024 for a process.
+# Two file descriptors each; the usual limit of a process is 1,024.
 MAX_OPEN_SHARDS = 128
+RESTORE_HINT = "restore it, or prepare anew with overwrite"
 
-Json = dict[str, Any]
+Count = Annotated[int, Field(ge=0)]
+TokenDtype = Literal["uint16", "uint32"]
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the folder's manifest holds of a shard. `xxh3` is that of the shard's manifest, so that no two can be swapped."""
+
+    name: str
+    tokens: Count
+    documents: Count
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class ShardManifest:
+    """The manifest of one shard; checksums are xxh3 in hexadecimal, one for each block of `block_bytes`."""
+
+    format: int
+    bytes: Count
+    tokens: Count
+    documents: Count
+    dtype: TokenDtype
+    tokenizer: str
+    block_bytes: Count
+    token_blocks: list[str]
+    document_blocks: list[str]
+    document_block_firsts: list[Count]  # the first document end in each block: finds a document with one read
+
+
+@dataclass(frozen=True)
+class TokenFolderManifest:
+    """The manifest of a folder. `plan` is what the preparation was asked to do; `text_bytes` and `splits` go by split."""
+
+    format: int
+    source: str
+    plan: dict[str, Any]
+    tokenizer: str
+    vocab_size: Count
+    dtype: TokenDtype
+    skipped_files: Count
+    empty_documents: Count
+    text_bytes: dict[str, Count]
+    splits: dict[str, list[ShardEntry]]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray, tokenizer_hash: str) -> Json:
-    """Seal one shard and return its line of the folder's manifest.
+def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray, tokenizer_hash: str) -> ShardEntry:
+    """Write one shard, its manifest last, and return its entry in the folder's manifest.
 
-    `tokens` are of the dtype to store, `lengths` int64 the tokens of each document, adding up to len(tokens).
+    `tokens` has the dtype to store; `lengths` int64 [documents] are the tokens of each document and add up to len(tokens).
     """
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
     ends = np.cumsum(lengths).astype("<u8")
     for suffix, array in ((".tokens", tokens), (".documents", ends)):
         with atomic_write(folder / (name + suffix)) as file:
             file.write(array.data)
-    manifest = {
-        "format": FORMAT_VERSION,
-        "bytes": tokens.nbytes,
-        "tokens": len(tokens),
-        "documents": len(ends),
-        "dtype": tokens.dtype.name,
-        "tokenizer": tokenizer_hash,
-        "block_bytes": BLOCK_BYTES,
-        "token_blocks": block_checksums(tokens.view(np.uint8).data, BLOCK_BYTES),
-        "document_blocks": block_checksums(ends.view(np.uint8).data, BLOCK_BYTES),
-        # Where the first document of each block ends: what is needed to find a document with one read.
-        "document_block_firsts": ends[:: BLOCK_BYTES // ends.itemsize].tolist(),
-    }
-    text = json.dumps(manifest).encode()
-    with atomic_write(folder / (name + ".json")) as file:
-        file.write(text)
-    return _manifest_entry(name, manifest, text)
+    manifest = ShardManifest(
+        FORMAT_VERSION,
+        tokens.nbytes,
+        len(tokens),
+        len(ends),
+        "uint16" if tokens.itemsize == 2 else "uint32",
+        tokenizer_hash,
+        BLOCK_BYTES,
+        block_checksums(tokens.view(np.uint8).data, BLOCK_BYTES),
+        block_checksums(ends.view(np.uint8).data, BLOCK_BYTES),
+        ends[:: BLOCK_BYTES // ends.itemsize].tolist(),
+    )
+    text = json.dumps(asdict(manifest))
+    atomic_write_text(folder / (name + ".json"), text)
+    return _shard_entry(name, manifest, text.encode())
 
 
-def finished_shard_entry(folder: Path, name: str) -> Json | None:
-    """The line of a shard sealed by an earlier run, None if there is none."""
+def finished_shard_entry(folder: Path, name: str) -> ShardEntry | None:
+    """The entry of a shard that an earlier run wrote, or None. Raises UserError if its manifest is damaged."""
+    path = folder / (name + ".json")
     try:
-        text = (folder / (name + ".json")).read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
-    return _manifest_entry(name, json.loads(text), text)
+    return _shard_entry(name, _parse_shard_manifest(content, path), content)
 
 
-def _manifest_entry(name: str, manifest: Json, text: bytes) -> Json:
-    """What the folder's manifest says of one shard, its manifest's hash included, so that no two can be swapped."""
-    return {
-        "name": name,
-        "tokens": manifest["tokens"],
-        "documents": manifest["documents"],
-        "xxh3": xxhash.xxh3_128_hexdigest(text),
-    }
+def _shard_entry(name: str, manifest: ShardManifest, content: bytes) -> ShardEntry:
+    return ShardEntry(name, manifest.tokens, manifest.documents, xxhash.xxh3_128_hexdigest(content))
+
+
+def _parse_shard_manifest(content: bytes, path: Path) -> ShardManifest:
+    return parse_json(content, ShardManifest, str(path), max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -114,12 +157,11 @@ class _ShardFile(ChecksummedFile):
                 self._read_verified(memoryview(data), offset)
                 return data
             except OSError as error:
-                # Reopened each time: a stale network handle stays stale. Dropping the reference rather than closing
-                # leaves another thread's read in peace.
+                # Reopened each time, since a stale network handle stays stale. Not closed, since another thread may be
+                # reading from it.
                 self._file = None
                 if pause is None:
-                    fault = error.strerror or str(error)
-                    raise UserError(f"{self.path}: {fault}: restore the file, or prepare anew with overwrite") from error
+                    raise UserError(f"{self.path}: {error.strerror or error}: {RESTORE_HINT}") from error
                 time.sleep(pause)
         raise AssertionError("unreachable")
 
@@ -139,31 +181,29 @@ class _ShardFile(ChecksummedFile):
 class _ShardReader:
     """An open shard."""
 
-    def __init__(self, folder: Path, entry: Json, dtype: np.dtype, tokenizer_hash: str):
-        path = folder / (entry["name"] + ".json")
+    def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype, tokenizer_hash: str):
+        path = folder / (entry.name + ".json")
         try:
-            text = path.read_bytes()
+            content = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: restore the file, or prepare anew with overwrite") from None
-        if xxhash.xxh3_128_hexdigest(text) != entry["xxh3"]:
-            raise UserError(
-                f"{path}: is not the one written for {folder}: changed or swapped; restore it, or prepare anew with overwrite"
-            )
-        manifest = json.loads(text)
-        assert manifest["dtype"] == dtype.name
-        assert manifest["tokenizer"] == tokenizer_hash
+            raise UserError(f"{path}: {error.strerror}: {RESTORE_HINT}") from None
+        if xxhash.xxh3_128_hexdigest(content) != entry.xxh3:
+            raise UserError(f"{path}: is not the one written for {folder}: changed or swapped; {RESTORE_HINT}")
+        manifest = _parse_shard_manifest(content, path)
+        assert manifest.dtype == dtype.name
+        assert manifest.tokenizer == tokenizer_hash
         self._dtype = dtype
-        self._block_first_ends = manifest["document_block_firsts"]
-        self._documents_bytes = 8 * entry["documents"]
-        self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest["bytes"], manifest["token_blocks"])
-        self._ends = _ShardFile(path.with_suffix(".documents"), self._documents_bytes, manifest["document_blocks"])
+        self._block_first_ends = manifest.document_block_firsts
+        self._documents_bytes = 8 * entry.documents
+        self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest.bytes, manifest.token_blocks)
+        self._ends = _ShardFile(path.with_suffix(".documents"), self._documents_bytes, manifest.document_blocks)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         size = self._dtype.itemsize
         return np.frombuffer(self._tokens.read(start * size, (stop - start) * size), self._dtype)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Where documents end, strictly between two tokens of this shard."""
+        """Where documents end strictly between tokens `start` and `stop` of this shard, int64."""
         first = max(0, bisect_right(self._block_first_ends, start) - 1)
         last = max(first + 1, bisect_left(self._block_first_ends, stop))
         offset = first * BLOCK_BYTES
@@ -175,20 +215,20 @@ class _ShardReader:
 class TokenSplit:
     """The shards of one split as one sequence of tokens. Safe to read from several threads."""
 
-    def __init__(self, folder: Path, shard_entries: list[Json], dtype: np.dtype, tokenizer_hash: str):
+    def __init__(self, folder: Path, shard_entries: list[ShardEntry], dtype: np.dtype, tokenizer_hash: str):
         self._folder = folder
         self._shard_entries = shard_entries
         self._dtype = dtype
         self._tokenizer_hash = tokenizer_hash
-        self._shard_stops = np.cumsum([line["tokens"] for line in shard_entries])
+        self._shard_stops = np.cumsum([entry.tokens for entry in shard_entries])
         self.num_tokens = int(self._shard_stops[-1])
-        self.num_documents = sum(line["documents"] for line in shard_entries)
-        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([line["xxh3"] for line in shard_entries]).encode())
+        self.num_documents = sum(entry.documents for entry in shard_entries)
+        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([entry.xxh3 for entry in shard_entries]).encode())
         self._open_shards: OrderedDict[int, _ShardReader] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start … stop − 1, uint16 or uint32. UserError naming shard and offset if they cannot be trusted."""
+        """Tokens start … stop − 1, uint16 or uint32. Raises UserError naming shard and offset if a checksum does not match."""
         pieces = [self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -197,7 +237,7 @@ class TokenSplit:
         pieces = []
         for i, a, b, base in self._spans(start, stop):
             pieces.append(self._shard(i).document_ends(a, b) + base)
-            if base + b < stop:  # the span goes on in the next shard, which begins with a document
+            if base + b < stop:  # the span continues in the next shard, which begins with a document
                 pieces.append(np.array([base + b]))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -207,7 +247,7 @@ class TokenSplit:
             raise ValueError(f"tokens {start} to {stop} of {self.num_tokens}")
         i = int(np.searchsorted(self._shard_stops, start, "right"))
         while start < stop:
-            base = int(self._shard_stops[i]) - self._shard_entries[i]["tokens"]
+            base = int(self._shard_stops[i]) - self._shard_entries[i].tokens
             end = min(stop, int(self._shard_stops[i]))
             yield i, start - base, end - base, base
             start, i = end, i + 1
@@ -227,80 +267,66 @@ class TokenFolder:
     """A finished preparation."""
 
     path: Path
-    manifest: Json
+    manifest: TokenFolderManifest
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a folder that `prepare` finished; every shard's presence and size is checked, its content when read.
+        """Open a folder that `prepare` finished. Checks presence and size of every shard; contents are checked when read.
 
-        UserError if it is not there, not finished, of another format, or a shard is missing or of another size.
+        Raises UserError if the folder is not finished or of another format, or a shard is missing or of another size.
         """
         path = Path(path)
         try:
-            manifest = json.loads((path / SHARDS_MANIFEST).read_bytes())
-            version, _ = manifest["format"], manifest["splits"]
+            manifest = read_token_folder_manifest(path)
         except FileNotFoundError:
             if (path / UNFINISHED).is_dir():
                 raise UserError(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
             raise UserError(f"{path}: no token folder ({SHARDS_MANIFEST} is missing): make one with prepare") from None
-        except (OSError, ValueError, TypeError, KeyError):
-            raise UserError(
-                f"{path / SHARDS_MANIFEST}: cannot be read as a manifest: restore it, or prepare anew with overwrite"
-            ) from None
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format {version}, but this lmforge reads format {FORMAT_VERSION}: prepare again")
+        except OSError as error:
+            raise UserError(f"{path / SHARDS_MANIFEST}: {error.strerror}: {RESTORE_HINT}") from None
+        if manifest.format != FORMAT_VERSION:
+            raise UserError(f"{path}: format {manifest.format}, but this lmforge reads format {FORMAT_VERSION}: prepare again")
         folder = cls(path, manifest)
         folder._check_sizes()
         return folder
 
     def _check_sizes(self) -> None:
-        for lines in self.manifest["splits"].values():
-            for line in lines:
-                sizes = {".tokens": self.dtype.itemsize * line["tokens"], ".documents": 8 * line["documents"]}
-                for suffix, expected in sizes.items():
-                    file = self.path / (line["name"] + suffix)
-                    try:
-                        size = file.stat().st_size
-                    except FileNotFoundError:
-                        raise UserError(f"{file}: missing: restore the file, or prepare anew with overwrite") from None
-                    if size != expected:
-                        kind = "truncated" if size < expected else "too long"
-                        raise UserError(
-                            f"{file}: {kind}: {size} bytes of {expected}: restore it, or prepare anew with overwrite"
-                        )
+        for entry in chain.from_iterable(self.manifest.splits.values()):
+            sizes = {".tokens": self.dtype.itemsize * entry.tokens, ".documents": 8 * entry.documents}
+            for suffix, expected in sizes.items():
+                file = self.path / (entry.name + suffix)
+                try:
+                    size = file.stat().st_size
+                except FileNotFoundError:
+                    raise UserError(f"{file}: missing: {RESTORE_HINT}") from None
+                if size != expected:
+                    problem = "truncated" if size < expected else "too long"
+                    raise UserError(f"{file}: {problem}: {size} bytes of {expected}: {RESTORE_HINT}")
 
     @property
     def splits(self) -> tuple[str, ...]:
-        return tuple(self.manifest["splits"])
+        return tuple(self.manifest.splits)
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(self.manifest["dtype"]).newbyteorder("<")
+        return np.dtype(self.manifest.dtype).newbyteorder("<")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made these tokens. UserError if the one beside them is another."""
+        """The tokenizer of these tokens. Raises UserError if the one in the folder is another."""
         tokenizer = Tokenizer.open(self.path / "tokenizer")
-        if tokenizer.hash != self.manifest["tokenizer"]:
-            raise UserError(
-                f"{self.path}: its tokenizer is not the one that made its tokens: restore it, or prepare anew with overwrite"
-            )
+        if tokenizer.hash != self.manifest.tokenizer:
+            raise UserError(f"{self.path}: its tokenizer is not the one that made its tokens: {RESTORE_HINT}")
         return tokenizer
 
     def split(self, name: str) -> TokenSplit:
-        """One split by name. UserError naming those there are."""
+        """One split by name. Raises UserError naming those there are."""
         if name not in self.splits:
             raise UserError(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
-        return TokenSplit(self.path, self.manifest["splits"][name], self.dtype, self.manifest["tokenizer"])
+        return TokenSplit(self.path, self.manifest.splits[name], self.dtype, self.manifest.tokenizer)
 
 
-def remove_preparation(folder: Path) -> None:
-    """Take away what a preparation wrote, the manifest first, and nothing else."""
-    # Stopped half-way, this leaves an unfinished preparation, which the next one takes away.
-    (folder / UNFINISHED).mkdir(exist_ok=True)
-    (folder / SHARDS_MANIFEST).unlink(missing_ok=True)
-    for suffix in (".tokens", ".documents", ".json", ".partial"):
-        for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]*{suffix}"):
-            file.unlink()
-    for name in ("tokenizer", UNFINISHED):
-        shutil.rmtree(folder / name, ignore_errors=True)
+def read_token_folder_manifest(folder: Path) -> TokenFolderManifest:
+    """The manifest of a finished folder. Raises UserError if it is damaged; OSError passes."""
+    path = folder / SHARDS_MANIFEST
+    return read_json(path, TokenFolderManifest, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)

@@ -1,7 +1,7 @@
-"""Where the randomness within a batch comes from: a key for each token, computed from integers and remembered nowhere.
+"""The source of randomness within a batch: a key for each token, computed from integers; there is no state.
 
-What is drawn for a token is a function of (seed, sample number, column), so that it does not depend on ranks, micro-batches,
-recomputation or restarts, and a row that comes again in another epoch, as another sample, is drawn for anew.
+What is drawn for a token is a function of (seed, sample number, column). It does not depend on ranks, micro-batches, activation
+checkpointing or restarts. A sequence that comes again in another epoch is another sample, with other draws.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ from lmforge.data.order import derive_key, splitmix64
 
 
 def token_rng_keys(seed: int, start: int, stop: int, sequence_length: int) -> np.ndarray:
-    """Keys of the tokens of samples `first` … `last` − 1, rows of `length`: int64 [samples, length], all bits random."""
+    """Keys of the tokens of samples `start` … `stop` − 1: int64 [samples, sequence_length], all bits random."""
     samples = np.arange(start, stop, dtype=np.uint64)
     columns = np.arange(sequence_length, dtype=np.uint64)
-    rows = splitmix64(splitmix64(np.full(1, derive_key(seed, "noise"), np.uint64)) + samples)
-    return splitmix64(rows[:, None] + columns).view(np.int64)
+    samples = splitmix64(splitmix64(np.full(1, derive_key(seed, "noise"), np.uint64)) + samples)
+    return splitmix64(samples[:, None] + columns).view(np.int64)

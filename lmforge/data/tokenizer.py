@@ -1,8 +1,8 @@
-"""Text ↔ token ids: train a byte-level BPE, or open any tokenizer.json, and treat every one of them alike.
+"""Text ↔ token ids: train a byte-level BPE, or open any tokenizer.json, and treat all of them alike.
 
-Alike means: a text becomes its own tokens and no others. Tokenizers come with post-processors that add a token before
-or after, with truncation and padding set by whoever saved them, and with special tokens that text may happen to spell;
-all of that is switched off, and what stands between documents is put there by `prepare` alone.
+A text becomes its own tokens and no others. Tokenizers come with post-processors that add a token before or after, with
+truncation and padding as they were saved, and with special tokens that a text may spell. All of that is switched off; only
+`prepare` puts a token between documents.
 """
 
 import codecs
@@ -20,18 +20,18 @@ import tokenizers
 import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lmforge.atomic_files import atomic_write
+from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError
+from lmforge.untrusted import parse_json
 
 EOS_TOKEN = "<|endoftext|>"
-# Reserved from the start, so that a pretrained model can be taught to chat without growing its vocabulary.
+# Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing it.
 CHAT_SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 MIN_VOCAB_SIZE = 256 + 1 + len(CHAT_SPECIAL_TOKENS)
 
-# What a token may not straddle. A mark takes the end of its line and the next line's indentation along, which in code
-# is a statement's end in one token: 6 % fewer tokens than GPT-4's pattern on standard library files that it was not
-# trained on, at 4,096 ids, and as many on Shakespeare. The last two let a run of blanks go by in one stride: of a long
-# one, a blank at a time is quadratic.
+# No token goes across two matches. Punctuation takes the end of its line and the next line's indentation along, so the end
+# of a statement is one token in code: 6 % fewer tokens than GPT-4's pattern on standard library files that it was not trained
+# on, at 4,096 ids, and as many on Shakespeare. The last two match a run of blanks at once: one blank at a time is quadratic.
 PRE_TOKENIZE_PATTERN = "|".join(
     (
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
@@ -43,20 +43,22 @@ PRE_TOKENIZE_PATTERN = "|".join(
     )
 )
 
-# Where a long text may be cut, how much of it around a cut is compared, and how many places are tried.
+# Where a long text may be cut, how much around a cut is compared, and how many places are tried.
 PIECE_CHARACTERS = 1 << 20
 LINE_END = re.compile(r"\S\r?\n(?=\S)")
 CUT_CONTEXT_CHARACTERS = 200
 MAX_CUT_ATTEMPTS = 20
 
-# Files that say of a tokenizer.json what it does not say itself; kept with it wherever it goes.
-COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# Files beside a tokenizer.json with what it does not hold itself; copied with it.
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
+MAX_TOKENIZER_BYTES = 2**28
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     """Learn a byte-level BPE (Sennrich et al. 2016, over bytes as in Radford et al. 2019) of at most `vocab_size` ids.
 
-    The ids count the specials and the 256 bytes. A text too small to fill the vocabulary gives a smaller one.
+    The ids include the special tokens and the 256 bytes. Texts too small to fill the vocabulary give a smaller one.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"vocab_size {vocab_size}: the bytes and the special tokens alone are {MIN_VOCAB_SIZE}")
@@ -80,33 +82,43 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 class Tokenizer:
-    """An opened tokenizer. Ids are ints below `vocab_size`; `separator_id` ends a document; `bos_id` may be None."""
+    """An opened tokenizer. Ids are ints below `vocab_size`; `eos_token_id` ends a document; `bos_token_id` may be None.
+
+    configs       the contents of CONFIG_FILES by name, empty for a file that is not there
+    added_tokens  the tokens that tokenizer.json adds to its vocabulary, special ones among them, as it lists them
+    """
 
     def __init__(self, text: str, companions: dict[str, str], location: str = "tokenizer.json"):
-        """`text` is the tokenizer.json, `companions` the files beside it by name. UserError if they make no sense."""
+        """`text` is the tokenizer.json, `companions` the files beside it by name. Raises UserError if one is invalid."""
         self._text = text
         self._companions = companions
         self._location = location
+        hint = "not a tokenizer.json this can open"
+        self._json = parse_json(text.encode(), dict[str, Any], location, max_bytes=MAX_TOKENIZER_BYTES, hint=hint)
+        self.configs = {
+            name: parse_json(companions.get(name, "{}").encode(), dict[str, Any], str(Path(location).parent / name))
+            for name in CONFIG_FILES
+        }
         try:
-            self._json: dict[str, Any] = json.loads(text)
             self._backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{location}: not a tokenizer.json this can open: {error}") from None
+            raise UserError(f"{location}: {hint}: {error}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
+        self.added_tokens: list[dict[str, Any]] = self._json.get("added_tokens") or []
         self._vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(self._vocab.values())
         self.eos_token_id = self._find_eos_token_id()
         self.bos_token_id = self._named_token_id("bos_token")
-        # Some files do not mark these as special, and text that spells them would then become them.
-        ends = [self._backend.id_to_token(id) for id in (self.eos_token_id, self.bos_token_id) if id is not None]
-        self._backend.add_special_tokens(ends)
+        # Some files do not mark these as special: text that spells them would be encoded as them.
+        named = [self._backend.id_to_token(id) for id in (self.eos_token_id, self.bos_token_id) if id is not None]
+        self._backend.add_special_tokens(named)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a tokenizer.json, or a folder holding one, with the files beside it that name its special tokens."""
-        file = Path(path) if isinstance(path, str) else path
+        """Open a tokenizer.json, or a folder with one, and the files beside it. Raises UserError if that is impossible."""
+        file = Path(path)
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
@@ -122,37 +134,35 @@ class Tokenizer:
 
     @property
     def files(self) -> dict[str, str]:
-        """What it is saved as, by file name; tokenizer.json last."""
+        """The texts of the files that it is saved as, by name; tokenizer.json last."""
         return {**self._companions, "tokenizer.json": self._text}
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and its companions, as they were, into a folder; tokenizer.json last."""
+        """Write tokenizer.json and its companions, unchanged, into a folder; tokenizer.json last."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
-            with atomic_write(folder / name) as file:
-                file.write(text.encode())
+            atomic_write_text(folder / name, text)
 
     @cached_property
     def hash(self) -> str:
-        """xxh3 of the tokenizer.json, whatever its spacing and key order, and of which token separates."""
+        """xxh3 of the tokenizer.json, regardless of its spacing and key order, and of the end-of-text token's id."""
         canonical = json.dumps([self._json, self.eos_token_id], sort_keys=True, separators=(",", ":"))
         return xxhash.xxh3_128_hexdigest(canonical.encode())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text and nothing else: what spells a special token is text too."""
+        """The ids of a text and no others: a special token's spelling is encoded as text."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """What its own post-processor puts before a text, most often the token that begins one; empty for many."""
-        text = "a"
-        plain, dressed = self.encode(text), self._backend.encode(text, add_special_tokens=True).ids
-        starts = [at for at in range(len(dressed)) if dressed[at : at + len(plain)] == plain]
-        return dressed[: starts[0]] if starts else []
+        """What its own post-processor puts before a text, usually the beginning-of-text token; empty for many."""
+        plain, processed = self.encode("a"), self._backend.encode("a", add_special_tokens=True).ids
+        starts = [at for at in range(len(processed)) if processed[at : at + len(plain)] == plain]
+        return processed[: starts[0]] if starts else []
 
     def encode_batch(self, texts: Sequence[str], *, is_continuation: bool = False) -> list[list[int]]:
-        """`encode` of each. `inside`: as it reads after other tokens, where some tokenizers put no blank before a word."""
+        """`encode` of each. `is_continuation`: as after other tokens, where some tokenizers put no blank before a word."""
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
             return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         tokens, before = self._continuation_tokenizer
@@ -160,10 +170,10 @@ class Tokenizer:
         return [encoding.ids[1:] for encoding in tokens.encode_batch_fast(after, add_special_tokens=False)]
 
     def split_long_text(self, text: str, piece_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
-        """A long text in pieces of about `length` characters whose ids, joined, are those of the whole.
+        """A long text in pieces of about `piece_characters` whose ids, joined, are those of the whole text.
 
-        The library needs a hundred bytes of memory for each byte that it encodes at once. Pieces end with a line, where
-        the text on both sides shows that no token goes across; a tokenizer that lets none end there gets the text whole.
+        The library needs a hundred bytes of memory for each byte that it encodes at once. Pieces end at line ends that no
+        token goes across, as encoding both sides shows. If there is no such line end, the text stays whole.
         """
         start = 0
         while len(text) - start > 2 * piece_characters and (
@@ -182,15 +192,15 @@ class Tokenizer:
         return None
 
     def decode(self, ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
-        """The text of ids, with the special tokens spelled out or left out."""
+        """The text of ids, without special tokens unless `include_special_tokens`."""
         return self._backend.decode(list(ids), skip_special_tokens=not include_special_tokens)
 
     def stream_decoder(self) -> "StreamDecoder":
-        """Text as ids come, one at a time."""
+        """A decoder that takes one id at a time."""
         return StreamDecoder(self._bytes_of_id, self.all_special_ids, self._drops_leading_space)
 
     def token_byte_lengths(self) -> np.ndarray:
-        """How many UTF-8 bytes of text each id stands for, int32 [vocab_size]; 0 for special tokens."""
+        """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
         sizes = np.array([len(piece) for piece in self._bytes_of_id], np.int32)
         sizes[list(self.all_special_ids)] = 0
         return sizes
@@ -207,8 +217,8 @@ class Tokenizer:
         named = self._named_token_id("eos_token")
         if named is not None:
             return named
-        specials = [token["content"] for token in self._json.get("added_tokens", []) if token["special"]]
-        # A lone tokenizer.json does not say which token ends a text; these have never meant anything else.
+        specials = [token["content"] for token in self.added_tokens if token["special"]]
+        # A tokenizer.json alone does not say which token ends a text; these never mean anything else.
         known = [token for token in (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>") if token in specials]
         if len(known) == 1:
             return self._vocab[known[0]]
@@ -218,32 +228,29 @@ class Tokenizer:
         )
 
     def _named_token_id(self, role: str) -> int | None:
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            try:
-                token = json.loads(self._companions.get(name, "{}")).get(role)
-            except (ValueError, AttributeError):
-                raise UserError(f"{Path(self._location).parent / name}: not a JSON object") from None
+        for name, config in self.configs.items():
+            token = config.get(role)
             if isinstance(token, dict):
                 token = token.get("content")
             if token is not None:
-                if token not in self._vocab:
+                if not isinstance(token, str) or token not in self._vocab:
                     raise UserError(f"{self._location}: has no token {token!r}, which {name} says is its {role}")
                 return self._vocab[token]
         return None
 
     def id_to_bytes(self, token_id: int) -> bytes:
-        """The bytes that an id stands for within a text; of a special token, its spelling."""
+        """The bytes that an id stands for within a text; the spelling of a special token."""
         return self._bytes_of_id[token_id]
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
-        """What is no text: the tokens that its file calls special, and those that begin and end a text."""
+        """The ids that are no text: tokens that the file marks as special, and those that begin and end a text."""
         named = {id for id in (self.eos_token_id, self.bos_token_id) if id is not None}
-        return frozenset(named | {t["id"] for t in self._json.get("added_tokens", []) if t["special"]})
+        return frozenset(named | {token["id"] for token in self.added_tokens if token["special"]})
 
     @cached_property
     def _continuation_tokenizer(self) -> tuple[tokenizers.Tokenizer, str]:
-        """The same with one token more, for a text to stand after, and its spelling, which no text can guess."""
+        """The tokenizer with one more token, which a text can be put after, and its spelling, which no text can guess."""
         tokens, before = tokenizers.Tokenizer.from_str(self._backend.to_str()), secrets.token_hex(16)
         tokens.encode_special_tokens = True
         tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
@@ -256,7 +263,7 @@ class Tokenizer:
 
     @cached_property
     def _drops_leading_space(self) -> bool:
-        # Without a decoder the library puts a blank between tokens, as it does before words for WordPiece.
+        # Without a decoder the library puts a blank between tokens, and for WordPiece before words.
         return any(
             step.get("type") in ("WordPiece", None)
             or (step.get("type") == "Strip" and step["content"] == " " and step["start"])
@@ -268,7 +275,7 @@ class Tokenizer:
     def _bytes_of_id(self) -> list[bytes]:
         """The bytes each id stands for within a text."""
         kinds = {step.get("type"): step for step in self._decoders}
-        added = {token["id"] for token in self._json.get("added_tokens", [])}
+        added = {token["id"] for token in self.added_tokens}
         pieces = [b""] * self.vocab_size
         for token, id in self._vocab.items():
             if id in added:
@@ -289,7 +296,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns ids into text as they come, keeping back the bytes of a character that is not whole yet."""
+    """Decodes one id at a time, and keeps back the bytes of a character that is not complete yet."""
 
     def __init__(self, bytes_of_id: list[bytes], special_ids: frozenset[int], drops_leading_space: bool):
         self._bytes_of_id = bytes_of_id
@@ -298,7 +305,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain once `id` has come; special tokens have none."""
+        """The text that is complete with `token_id`; special tokens have none."""
         if token_id in self._special_ids:
             return ""
         piece = self._bytes_of_id[token_id]
@@ -308,7 +315,7 @@ class StreamDecoder:
         return self._utf8.decode(piece)
 
     def finish(self) -> str:
-        """What was kept back, with U+FFFD for a character that never became whole."""
+        """What was kept back, with U+FFFD for a character that was never completed."""
         return self._utf8.decode(b"", final=True)
 
 

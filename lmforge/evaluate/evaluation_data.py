@@ -8,11 +8,11 @@ import numpy as np
 
 from lmforge.data.chat.conversations import detect_format, read_conversations
 from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
+from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.packing import ConcatPacking
 from lmforge.data.shards import SHARDS_MANIFEST, TokenFolder
-from lmforge.data.sources.documents import JSON_SUFFIXES, content_suffix, open_text_source
-from lmforge.data.sources.records import read_records
-from lmforge.data.stream import PackedDataset, TokenDataset
+from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_records
+from lmforge.data.sources.text_sources import open_text_source
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
@@ -109,6 +109,6 @@ class _TokenizedTexts:
 def _pack_texts(loaded: LoadedModel, data: Path, sequence_length: int) -> ConcatPacking:
     def texts() -> Iterator[str]:
         for unit in open_text_source(str(data)).units():
-            yield from (document.text for document in unit.read() if document.text.strip())
+            yield from (text for text in unit.read() if text.strip())
 
     return ConcatPacking(_TokenizedTexts(texts(), loaded), sequence_length)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
+
+ScoreFn = Callable[[Batch], Tensor]
 
 
 def evaluate_loss(

@@ -11,7 +11,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ParallelOptions
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel

@@ -12,7 +12,7 @@ import xxhash
 from lmforge.config.align import AlignDataOptions
 from lmforge.config.sft import ConversationOptions
 from lmforge.config.tuning import ExampleOptions, TunedConfig
-from lmforge.data.chat.conversations import TokenizedExample, read_conversations
+from lmforge.data.chat.conversations import read_conversations
 from lmforge.data.chat.examples import (
     EXAMPLES_VERSION,
     ExampleFolder,
@@ -22,7 +22,8 @@ from lmforge.data.chat.examples import (
     write_examples,
 )
 from lmforge.data.chat.preferences import read_preference_pairs, read_unpaired_preferences
-from lmforge.data.spill_buffer import ExampleGroup
+from lmforge.data.chat.spill_buffer import ExampleGroup
+from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.parallel.dims import plan_batches

@@ -17,7 +17,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.data.chat.examples import hash_files, select_validation
 from lmforge.data.chat.preferences import PromptCounts, TokenizedPrompt, encode_completions, read_prompt_columns, read_prompts
 from lmforge.data.chat.templates import ChatTemplate
-from lmforge.data.stream import PackedDataset
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import check_reward_head

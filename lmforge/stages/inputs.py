@@ -11,8 +11,8 @@ from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
+from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import PackedDataset, TokenDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask

@@ -17,9 +17,9 @@ from torch import Tensor
 from lmforge.atomic_files import atomic_write
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Extras
+from lmforge.data.dataset import PackedDataset, Packing
 from lmforge.data.loader import BatchLoader
 from lmforge.data.packing import PackedSequence
-from lmforge.data.stream import PackedDataset, Packing
 from lmforge.objectives.logprobs import token_logprobs
 from lmforge.parallel.parallel_model import ParallelModel
 

@@ -19,9 +19,9 @@ from lmforge.config.align import RolloutOptions
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.chat.preferences import TokenizedPrompt
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.order import derive_key
 from lmforge.data.packing import PackedSequence
-from lmforge.data.stream import PackedDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams

@@ -90,9 +90,7 @@ def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> li
     return [f"sharding   {dims}: {copies} over {ranks} of {world_size} ranks; each holds {where}"]
 
 
-def describe_cost(
-    model: ModelConfig, sequence_length: int, optimizer: OptimizerOptions = OptimizerOptions(), master_dtype: str = "fp32"
-) -> str:
+def describe_cost(model: ModelConfig, sequence_length: int, optimizer: OptimizerOptions, master_dtype: str) -> str:
     """Parameters, FLOPs per token and memory at rest of a model that `optimizer` trains."""
     count = parameter_count(model)
     return (

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lmforge.config.verbs import PrepareOptions
-from lmforge.data.chat.functions import write_function_conversations
+from lmforge.data.chat.library_functions import write_function_conversations
 from lmforge.data.prepare.prepare import prepare
 from lmforge.hub import resolve_model_folder
 

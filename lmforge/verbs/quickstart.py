@@ -18,7 +18,7 @@ from lmforge.cluster.launch import launch_local
 from lmforge.config.load import load_config
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
-from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE
+from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare

@@ -6,6 +6,7 @@ from typing import Any
 
 from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
+from lmforge.config.sections import OptimizerOptions
 from lmforge.config.verbs import ShowOptions
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
@@ -78,7 +79,7 @@ def _describe_model(model: ModelConfig, title: str, sequence_length: int | None 
         f" feed-forward {model.intermediate_size}, {heads}\n"
         f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
         f" positions {model.max_position_embeddings:,}\n"
-        f"{describe_cost(model, length)}\n"
+        f"{describe_cost(model, length, OptimizerOptions(), 'fp32')}\n"
         f"{FLOPS_CONVENTION}"
     )
 

@@ -14,15 +14,15 @@ from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import ExampleFormat
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig, renamed_fields
-from lmforge.data.chat.colour import format_example
-from lmforge.data.chat.conversations import FORMAT_FIELDS, TokenizedExample, read_conversations, read_renamed_records
+from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
+from lmforge.data.chat.example_display import format_example
 from lmforge.data.chat.examples import EXAMPLES_MANIFEST as EXAMPLES
 from lmforge.data.chat.examples import ExampleFolder, example_dataset
 from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
 from lmforge.data.chat.templates import LossMaskMode
-from lmforge.data.packing import PackedSequence
+from lmforge.data.dataset import PackedDataset, TokenDataset
+from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import PackedDataset, TokenDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.runs import Run

@@ -1,11 +1,12 @@
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lmforge.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolder, write_shard
+from lmforge.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolder, TokenFolderManifest, write_shard
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 
 # By shard, the length of each document in it, separator included.
@@ -25,15 +26,17 @@ def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
     def write(path: Path, shards: Shards, seed: int = 0, split: str = "train") -> TokenFolder:
         generator = np.random.default_rng(seed)
         path.mkdir(parents=True)
-        lines = []
+        entries = []
         for number, lengths in enumerate(shards):
             tokens = generator.integers(5, 261, sum(lengths)).astype("<u2")
             tokens[np.cumsum(lengths) - 1] = byte_tokenizer.eos_token_id
             name = f"{split}-{number:05d}"
-            lines.append(write_shard(path, name, tokens, np.array(lengths), byte_tokenizer.hash))
+            entries.append(write_shard(path, name, tokens, np.array(lengths), byte_tokenizer.hash))
         byte_tokenizer.save(path / "tokenizer")
-        manifest = {"format": FORMAT_VERSION, "tokenizer": byte_tokenizer.hash, "dtype": "uint16", "splits": {split: lines}}
-        (path / SHARDS_MANIFEST).write_text(json.dumps(manifest))
+        manifest = TokenFolderManifest(
+            FORMAT_VERSION, "test", {}, byte_tokenizer.hash, byte_tokenizer.vocab_size, "uint16", 0, 0, {}, {split: entries}
+        )
+        (path / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest)))
         return TokenFolder.open(path)
 
     return write
@@ -42,4 +45,4 @@ def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries as many as always, without the waiting."""
-    monkeypatch.setattr("lmforge.data.shards.PAUSES_SECONDS", (0.01, 0.02, 0.05))
+    monkeypatch.setattr("lmforge.data.shards.RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05))

@@ -20,7 +20,7 @@ def test_extras_are_cut_joined_and_changed_with_the_rows_they_belong_to() -> Non
     assert torch.equal(turned.extra("reference"), whole.extra("reference").flip(1))
     assert whole.to("meta").extra("label").is_meta
     # A model is not fed with them.
-    assert whole.tensors.keys() == {"tokens", "targets", "positions", "documents"}
+    assert whole.tensors.keys() == {"tokens", "labels", "positions", "document_ids"}
 
 
 def test_a_batch_without_extras_stays_without() -> None:

@@ -12,9 +12,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.chat.colour import format_example
-from lmforge.data.chat.conversations import Format, TokenizedExample, read_conversations
+from lmforge.data.chat.conversations import Format, read_conversations
+from lmforge.data.chat.example_display import format_example
+from lmforge.data.chat.layout import encode_layouts
 from lmforge.data.chat.templates import ChatTemplate
+from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -148,8 +150,8 @@ def test_examples_come_in_order_however_many_there_are(tmp_path: Path, byte_toke
         ({"messages": [{"role": "bot", "content": "A"}]}, "auto", "message 1: role 'bot'"),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "auto", "message 1: tool_calls are not a list but int"),
         ({"text": "a"}, "auto", "expected a record of format messages, with 'messages': there are text"),
-        ({"messages": TURNS, "tools": "{"}, "auto", "the field 'tools' is not JSON"),
-        ([1], "auto", "expected an object with named fields, not list"),
+        ({"messages": TURNS, "tools": "{"}, "auto", "the field 'tools': not valid JSON"),
+        ([1], "auto", "a.jsonl:2: expected an object, got [1]"),
         ({"messages": [{"from": "me", "value": "A"}]}, "auto", "\"from\" is 'me': expected one of system, human"),
         ({"messages": TURNS}, "alpaca", "record 1: expected a record of format alpaca, with 'instruction'"),
     ],
@@ -158,7 +160,7 @@ def test_a_record_that_makes_no_sense_is_named(
     second: Any, form: Format, complaint: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": TURNS}, second)
-    place = "" if "record" in complaint and "record 1" in complaint else r"a\.jsonl, record 2: "
+    place = "" if "record 1" in complaint or "a.jsonl" in complaint else r"a\.jsonl, record 2: "
     with pytest.raises(UserError, match=place + re.escape(complaint)):
         shown(file, byte_tokenizer, format=form)
 
@@ -170,8 +172,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff"}\n')
     (tmp_path / "e.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     for name, complaint in {
-        "a.jsonl": "record 2: not JSON, one object a line",
-        "b.json": "begins as a JSON list and is none",
+        "a.jsonl": ":3: not valid JSON: EOF",
+        "b.json": "a file that begins with [ must be one JSON list of objects",
         "c.parquet": "cannot be read as parquet",
         "d.jsonl": "not UTF-8 at byte 10",
         "e.jsonl": "record 1: the fields answer, question are of no format known",
@@ -179,13 +181,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
     }.items():
         with pytest.raises(UserError, match=f"{re.escape(name)}.*{re.escape(complaint)}"):
             shown(tmp_path / name, byte_tokenizer)
-
-
-def test_a_template_of_ones_own_is_used_instead_of_the_tokenizers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    source = "{% for m in messages %}{{ '<|user|>' + m.role + ' ' + m.content + '<|end|>' }}{% endfor %}"
-    template = ChatTemplate(byte_tokenizer, source + "{% if add_generation_prompt %}<|user|>assistant {% endif %}")
-    [text] = shown(write(tmp_path / "a.jsonl", {"messages": TURNS[1:3]}), byte_tokenizer, template=template)
-    assert text.replace("||", "").endswith("|<|user|>|a|s|s|i|s|t|a|n|t| [A|<|end|>]")
 
 
 # --- as a person reads it --------------------------------------------------------------------------------------------
@@ -235,5 +230,6 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
     from lmforge.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([""], 261)
-    rendered = ChatTemplate.from_tokenizer(tokenizer).encode([{"role": role, "content": content} for role, content in messages])
-    assert tokenizer.decode(rendered.tokens, include_special_tokens=True) == template
+    layout = ChatTemplate.from_tokenizer(tokenizer).build_layout([{"role": role, "content": text} for role, text in messages])
+    [example] = encode_layouts(tokenizer, [layout])
+    assert tokenizer.decode(example.tokens.tolist(), include_special_tokens=True) == template

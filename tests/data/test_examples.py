@@ -15,10 +15,9 @@ import xxhash
 
 from lmforge.data.batch import Batch
 from lmforge.data.best_fit import best_fit
-from lmforge.data.chat.conversations import TokenizedExample
 from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
-from lmforge.data.packing import IGNORE_INDEX
-from lmforge.data.spill_buffer import ExampleGroup
+from lmforge.data.chat.spill_buffer import ExampleGroup
+from lmforge.data.packing import IGNORE_INDEX, TokenizedExample
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random
@@ -109,13 +108,13 @@ def test_judged_answers_are_followed_by_the_next_ones_answer_to_the_same_prompt(
     several = 0
     for index in range(rows.sequences_per_epoch):
         row = rows.sequence(index)
-        members = [items[n].sequences[0] for n in rows.packing.members(index)]  # type: ignore[attr-defined]
+        members = [items[n].sequences[0] for n in rows.packing.example_indices(index)]  # type: ignore[attr-defined]
         several += len(members) > 1
         for place, member in enumerate(members):
             other = members[(place + 1) % len(members)]
             own, mismatched = (row.tokens[row.document_ids == 2 * place + side] for side in (0, 1))
             assert own.tolist() == member.tokens[:-1].tolist()
-            expected = [*member.tokens[~member.scored], *other.tokens[other.scored]][:-1] if len(members) > 1 else []
+            expected = [*member.tokens[~member.loss_mask], *other.tokens[other.loss_mask]][:-1] if len(members) > 1 else []
             assert mismatched.tolist() == expected
     assert several
     batch = Batch.from_sequences(rows.sequences(0, rows.sequences_per_epoch))
@@ -131,7 +130,10 @@ def test_what_is_too_long_or_teaches_nothing_is_counted(make: Make) -> None:
     # Cut at 20 nothing scored is left of the long one; at 35 something is.
     assert make(items, 20, overlong="truncate").manifest["counts"] == {"overlong": 0, "truncated": 1, "nothing_to_learn": 2}
     assert make(items, 35, overlong="truncate").manifest["splits"]["train"]["examples"] == 2
-    with pytest.raises(UserError, match=r"no example is left of the train files: 1 are longer than data\.length = 20, of 1 "):
+    with pytest.raises(
+        UserError,
+        match=r"no example is left of the train files: 1 are longer than data\.sequence_length = 20, 1 have nothing to learn",
+    ):
         make([items[0], items[2]], 20)
 
 
@@ -153,7 +155,7 @@ def test_a_flipped_bit_in_a_folder_is_found(file: str, chance: random.Random, ma
     content = bytearray(path.read_bytes())
     content[chance.randrange(128, len(content))] ^= 1 << chance.randrange(8)
     path.write_bytes(content)
-    with pytest.raises(UserError, match="does not hold what was written; delete"):
+    with pytest.raises(UserError, match="does not match its checksum; delete"):
         folder.split("train")
 
 
@@ -161,7 +163,7 @@ def test_a_folder_that_was_not_finished_is_made_anew(tmp_path: Path, tokenizer: 
     def broken(split: str) -> list[ExampleGroup]:
         raise UserError("a.jsonl, record 3: no answer")
 
-    about = {"plan": {}, "length": 8, "bound": "8", "overlong": "drop", "validation_ratio": 0.0}
+    about = {"plan": {}, "sequence_length": 8, "limit_description": "8", "overlong": "drop", "validation_ratio": 0.0}
     with pytest.raises(UserError, match="record 3"):
         write_examples(tmp_path / "a", broken, tokenizer, **about)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
@@ -225,9 +227,9 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from lmforge.data.chat.conversations import Example
+from lmforge.data.packing import TokenizedExample
 from lmforge.data.chat.examples import write_examples
-from lmforge.data.spill_buffer import Item
+from lmforge.data.chat.spill_buffer import ExampleGroup
 from lmforge.data.tokenizer import Tokenizer
 
 def peak():
@@ -236,11 +238,11 @@ def peak():
 def read(split):
     for number in range(20_000 if split == "train" else 0):
         tokens = np.full(1000, number, np.int32)
-        yield Item((Example(tokens, np.ones(1000, bool)),))
+        yield ExampleGroup((TokenizedExample(tokens, np.ones(1000, bool)),))
 
 tokenizer = Tokenizer.open(sys.argv[1])
 before = peak()
-about = {"plan": {}, "length": 1000, "bound": "1000", "overlong": "drop", "validation_ratio": 0.02}
+about = {"plan": {}, "sequence_length": 1000, "limit_description": "1000", "overlong": "drop", "validation_ratio": 0.02}
 write_examples(Path(sys.argv[2]), read, tokenizer, **about)
 print((peak() - before) // (1 << 20 if sys.platform == "darwin" else 1 << 10))
 """

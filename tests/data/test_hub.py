@@ -1,31 +1,37 @@
-"""Models by name: what a download fetches, goes on with, checks and refuses, against a hub that this machine serves."""
+"""Models by name: what a download fetches, resumes, verifies and refuses, against a hub that this machine serves."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import snapshot_download
-from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE
+from huggingface_hub import constants, snapshot_download
 
-from tests.conftest import Command, only_line
+from lmforge import hub as hub_module
+from lmforge.cli import run
+from lmforge.hub import BLOCK_BYTES
+from tests.conftest import Command, Refusal
 from tests.data.hub_server import COMMIT, Hub, serving, variables
 from tests.seeds import fresh_random
 
 FILES = ("config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-# The hub's library keeps whole blocks of this size of a file that breaks off after 12,000,000 bytes.
-KEPT = DOWNLOAD_CHUNK_SIZE
+# Of a file that breaks off here, whole blocks are kept.
+CUT = 2 * BLOCK_BYTES + 400_000
+KEPT = 2 * BLOCK_BYTES
+
+# download(*words): carries out `lmforge download` in this process and returns what it printed.
+Download = Callable[..., str]
 
 
 @pytest.fixture
 def weights() -> bytes:
-    return fresh_random().randbytes(15_000_000)
+    return fresh_random().randbytes(3_500_000)
 
 
 @pytest.fixture
 def hub(weights: bytes) -> Iterator[Hub]:
-    """A hub with one model, which has what is wanted, the same again in other forms, and what must not be fetched."""
+    """A hub with one model: the files that are wanted, the same again in other formats, and what must not be downloaded."""
     wanted = {name: f'{{"of": "{name}"}}'.encode() for name in FILES if name != "model.safetensors"}
     others = dict.fromkeys(
         ("pytorch_model.bin", "modeling_ours.py", "consolidated.safetensors", "onnx/config.json"), b"x" * 2000
@@ -34,85 +40,115 @@ def hub(weights: bytes) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """`use(address)`: from now on this process asks that hub, with a cache of its own, and does not pause between attempts."""
+
+    def settle(address: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub_module, "RETRY_SECONDS", 0.0)
+
+    return settle
+
+
+@pytest.fixture
+def download(hub: Hub, use: Callable[[str], None], capfd: pytest.CaptureFixture[str]) -> Download:
+    use(hub.address)
+
+    def carry_out(*words: object) -> str:
+        capfd.readouterr()
+        status = run(["download", *map(str, words)])
+        printed = capfd.readouterr()
+        assert status == 0, printed.err
+        return printed.out
+
+    return carry_out
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 def test_a_download_is_weights_configuration_and_tokenizer_and_a_second_one_fetches_nothing(
-    hub: Hub, lmforge: Command, tmp_path: Path
+    hub: Hub, download: Download, tmp_path: Path
 ) -> None:
-    env = variables(hub, tmp_path / "home")
-    done = lmforge("download", "org/model", tmp_path / "model", **env)
-    assert done.returncode == 0, done.stderr
+    printed = download("org/model", tmp_path / "model")
     assert contents(tmp_path / "model") == {name: hub.models["org/model"][name] for name in FILES}
-    assert f"org/model at {COMMIT}; fetched 6 files, " in done.stdout
+    assert f"org/model at {COMMIT}; fetched 6 files, " in printed
     hub.requests.clear()
-    again = lmforge("download", "org/model", tmp_path / "model", **env)
-    assert again.returncode == 0
-    assert "fetched 0 files, 0 bytes; 6 were there" in again.stdout
+    assert "fetched 0 files, 0 bytes; 6 were there" in download("org/model", tmp_path / "model")
     assert [path for _, path, _ in hub.requests] == ["/api/models/org/model/revision/main"]
     # What changed on the hub since is fetched, and nothing else; a revision may be named in either way.
     hub.models["org/model"]["config.json"] = b'{"new": 1}'
-    assert lmforge("download", f"org/model@{COMMIT}", tmp_path / "model", **env).returncode == 0
+    download(f"org/model@{COMMIT}", tmp_path / "model")
     assert contents(tmp_path / "model")["config.json"] == b'{"new": 1}'
     assert hub.sent("model.safetensors") == []
 
 
 def test_without_a_folder_it_comes_to_the_cache_where_the_hubs_own_library_finds_it(
-    hub: Hub, lmforge: Command, tmp_path: Path
+    hub: Hub, download: Download, refused: Refusal, tmp_path: Path
 ) -> None:
-    env = variables(hub, tmp_path / "home")
-    assert lmforge("download", "org/model", **env).returncode == 0
+    download("org/model")
     found = Path(snapshot_download("org/model", cache_dir=tmp_path / "home" / "hub", local_files_only=True))
     assert contents(found) == {name: hub.models["org/model"][name] for name in FILES}
     assert found.name == COMMIT
-    again = lmforge("download", "org/model", **env)
-    assert "fetched 0 files" in again.stdout
+    assert hub_module.find_cached("org/model", "main") == found
+    (found / "config.json").unlink()
+    assert hub_module.find_cached("org/model", "main") is None
+    assert "fetched 0 files" in download("org/model")
     hub.down = True
-    assert "answered with 503" in only_line(lmforge("download", "org/model", **env).stderr)
+    assert "answered with 503" in refused("download", "org/model")
 
 
-def test_a_model_in_several_files_is_fetched_by_its_index(lmforge: Command, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_fetched_by_its_index(use: Callable[[str], None], refused: Refusal, tmp_path: Path) -> None:
     parts = {"model-00001-of-00002.safetensors": b"a" * 1500, "model-00002-of-00002.safetensors": b"b" * 10}
     index = json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}).encode()
     model = {"config.json": b"{}", "model.safetensors.index.json": index, **parts, "consolidated.safetensors": b"c" * 99}
     with serving({"org/model": model}) as hub:
-        env = variables(hub, tmp_path / "home")
-        assert lmforge("download", "org/model", tmp_path / "model", **env).returncode == 0
+        use(hub.address)
+        assert run(["download", "org/model", str(tmp_path / "model")]) == 0
         del model["consolidated.safetensors"]
         assert contents(tmp_path / "model") == model
+        assert run(["download", "org/model"]) == 0
+        folder = hub_module.find_cached("org/model", "main")
+        assert folder is not None
+        (folder / "model-00002-of-00002.safetensors").unlink()
+        assert hub_module.find_cached("org/model", "main") is None
         del model["model-00002-of-00002.safetensors"]
-        told = lmforge("download", "org/model", tmp_path / "other", **env)
-        assert told.returncode == 2
-        assert "its index names model-00002-of-00002.safetensors, which is not on the hub" in only_line(told.stderr)
+        message = refused("download", "org/model", tmp_path / "other")
+        assert "its index names model-00002-of-00002.safetensors, which is not on the hub" in message
+        model["model.safetensors.index.json"] = b'{"weight_map": [1, 2]}'
+        message = refused("download", "org/model", tmp_path / "third")
+        assert message == (
+            f"{tmp_path / 'third' / 'model.safetensors.index.json'}: weight_map: expected an object, got [1, 2]; copy the file"
+            " again"
+        )
 
 
 def test_a_server_that_dies_in_a_file_is_asked_again_for_the_rest_of_it(
-    hub: Hub, weights: bytes, lmforge: Command, tmp_path: Path
+    hub: Hub, weights: bytes, download: Download, tmp_path: Path
 ) -> None:
-    hub.cut, hub.cuts_left = {"model.safetensors": 12_000_000}, 1
-    done = lmforge("download", "org/model", tmp_path / "model", **variables(hub, tmp_path / "home"))
-    assert done.returncode == 0, done.stderr
+    hub.cut, hub.cuts_left = {"model.safetensors": CUT}, 1
+    download("org/model", tmp_path / "model")
     assert hub.sent("model.safetensors") == [None, f"bytes={KEPT}-"]
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.parametrize("where", ["folder", "cache"])
 def test_another_process_goes_on_where_one_was_cut_off(
-    where: str, hub: Hub, weights: bytes, lmforge: Command, tmp_path: Path
+    where: str, hub: Hub, weights: bytes, download: Download, refused: Refusal, lmforge: Command, tmp_path: Path
 ) -> None:
-    env = variables(hub, tmp_path / "home")
     words = ["download", "org/model", *([tmp_path / "model"] if where == "folder" else [])]
-    hub.cut, hub.cuts_left = {"model.safetensors": 12_000_000}, 100
+    hub.cut, hub.cuts_left = {"model.safetensors": CUT}, 100
     # The first gives up on a server that dies at the same place each time.
-    hub.requests.clear()
-    died = lmforge(*words, **env)
-    assert died.returncode == 2
-    assert "run it again to go on from there" in died.stderr.splitlines()[-1]
-    assert "Traceback" not in died.stderr
+    assert "run it again to resume" in refused(*words)
+    assert len(hub.sent("model.safetensors")) > hub_module.MAX_ATTEMPTS
     hub.cut = {}
     hub.requests.clear()
-    done = lmforge(*words, **env)
+    done = lmforge(*words, **variables(hub, tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     assert hub.sent("model.safetensors") == [f"bytes={KEPT}-"]
     assert hub.sent("tokenizer.json") == []
@@ -122,56 +158,55 @@ def test_another_process_goes_on_where_one_was_cut_off(
 
 
 def test_what_arrives_spoilt_is_thrown_away_and_never_takes_its_name(
-    hub: Hub, weights: bytes, lmforge: Command, tmp_path: Path
+    hub: Hub, weights: bytes, download: Download, refused: Refusal, tmp_path: Path
 ) -> None:
-    env = variables(hub, tmp_path / "home")
-    for name in ("model.safetensors", "config.json"):  # told by SHA-256, and by git's SHA-1
+    for name in ("model.safetensors", "config.json"):  # one is verified by SHA-256, the other by git's SHA-1
         hub.spoilt = {name}
-        done = lmforge("download", "org/model", tmp_path / "model", **env)
-        assert done.returncode == 2
-        assert f"{name} did not arrive as the hub describes it" in only_line(done.stderr)
+        assert f"{name} did not arrive as the hub describes it" in refused("download", "org/model", tmp_path / "model")
         assert not (tmp_path / "model" / name).exists()
         assert not list((tmp_path / "model").glob(".*.partial"))
         if name == "model.safetensors":
             (tmp_path / "model" / "config.json").unlink()
     hub.spoilt = set()
-    assert lmforge("download", "org/model", tmp_path / "model", **env).returncode == 0
+    download("org/model", tmp_path / "model")
     # What was left of an earlier attempt may be spoilt too: then it is fetched from the start.
     (tmp_path / "model" / "model.safetensors").unlink()
     digest = hashlib.sha256(weights).hexdigest()
     (tmp_path / "model" / f".{digest}.partial").write_bytes(b"spoilt")
     hub.requests.clear()
-    assert lmforge("download", "org/model", tmp_path / "model", **env).returncode == 0
+    download("org/model", tmp_path / "model")
     assert hub.sent("model.safetensors") == ["bytes=6-", None]
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
 
 
-def test_what_cannot_be_had_is_refused_in_one_line(hub: Hub, lmforge: Command, tmp_path: Path) -> None:
+def test_what_cannot_be_had_is_refused_in_one_line(
+    hub: Hub, use: Callable[[str], None], refused: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hub.models["org/gated"] = hub.models["org/model"]
     hub.models["org/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
     hub.gated = {"org/gated"}
-    env = variables(hub, tmp_path / "home")
-    for words, told in (
+    use(hub.address)
+    for words, message in (
         (["org/nothing"], f"org/nothing: neither a folder here nor a model on {hub.address}"),
+        (["org/a--b"], "org/a--b: not a name that the hub accepts"),
         (["org/gated"], f"org/gated: gated: accept its terms at {hub.address}/org/gated"),
         (["org/model", "--revision", "v9"], "org/model: has no revision v9 on the hub"),
         (["org/pickled"], "org/pickled: has no safetensors weights on the hub; pickled ones"),
         (["nano"], "nano: not the name of a model on the hub"),
         (["org/model@v1", "--revision", "v2"], "org/model@v1: names one revision and --revision v2 another"),
     ):
-        done = lmforge("download", *words, **env)
-        assert done.returncode == 2
-        assert told in only_line(done.stderr)
-    for change, told in (
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
-    ):
-        done = lmforge("show", "org/model", **{**env, **change})
-        assert done.returncode == 2
-        assert told in only_line(done.stderr)
-        assert done.stderr.startswith("lmforge: org/model: no such folder")
+        assert message in refused("download", *words)
+    use("http://127.0.0.1:9")
+    assert refused("show", "org/model").startswith(
+        "org/model: no such folder, not in the cache, and http://127.0.0.1:9 cannot be reached"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = refused("show", "org/model")
+    assert message.startswith("org/model: no such folder")
+    assert "HF_HUB_OFFLINE is set" in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    use(hub.address)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").write_bytes(b"years of work")
-    done = lmforge("download", "org/model", tmp_path / "mine", **env)
-    assert done.returncode == 2
-    assert "holds a model that was not downloaded by lmforge" in only_line(done.stderr)
+    message = refused("download", "org/model", tmp_path / "mine")
+    assert "holds a model that was not downloaded by lmforge" in message

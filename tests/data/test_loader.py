@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
-FIELDS = ("tokens", "targets", "positions", "documents")
+FIELDS = ("tokens", "labels", "positions", "document_ids")
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -81,12 +81,12 @@ def test_steps_may_be_asked_for_out_of_order(stream: TokenDataset) -> None:
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({"global_batch_size": 10, "micro_batch_size": 1, "ranks": 4}, "10 rows does not divide among 4 ranks"),
-        ({"global_batch_size": 2, "micro_batch_size": 1, "ranks": 4}, "2 rows does not divide among 4 ranks"),
-        ({"global_batch_size": 0, "micro_batch_size": 1, "ranks": 1}, "0 rows"),
-        ({"global_batch_size": 8, "micro_batch_size": 3, "ranks": 2}, "4 rows a rank do not divide"),
-        ({"global_batch_size": 8, "micro_batch_size": 0, "ranks": 1}, "micro-batches of 0"),
-        ({"global_batch_size": 8, "micro_batch_size": 8, "ranks": 1, "rank": 1}, "rank 1 of 1"),
+        ({"global_batch_size": 10, "micro_batch_size": 1, "data_parallel_size": 4}, "10 sequences does not divide by 4 ranks"),
+        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 sequences does not divide by 4 ranks"),
+        ({"global_batch_size": 0, "micro_batch_size": 1, "data_parallel_size": 1}, "0 sequences"),
+        ({"global_batch_size": 8, "micro_batch_size": 3, "data_parallel_size": 2}, "4 sequences a rank do not divide"),
+        ({"global_batch_size": 8, "micro_batch_size": 0, "data_parallel_size": 1}, "micro-batches of 0"),
+        ({"global_batch_size": 8, "micro_batch_size": 8, "data_parallel_size": 1, "data_parallel_rank": 1}, "rank 1 of 1"),
     ],
 )
 def test_what_does_not_divide_is_refused(stream: TokenDataset, sizes: dict[str, int], complaint: str) -> None:
@@ -127,7 +127,7 @@ def test_waiting_is_counted_and_a_stall_is_said(
     stream: TokenDataset, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real stall: the rows are behind a lock that someone else holds."""
-    monkeypatch.setattr("lmforge.data.loader.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("lmforge.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.1)
     with BatchLoader(stream, global_batch_size=2, micro_batch_size=1) as loader:
         lock = stream.packing.split._lock
         lock.acquire()
@@ -136,7 +136,7 @@ def test_waiting_is_counted_and_a_stall_is_said(
         loader.batches(3)
         waited = time.perf_counter() - began
         assert 0.3 < loader.data_wait_seconds <= waited
-    assert "step 3: its rows have not come for" in caplog.text
+    assert "step 3: no data for" in caplog.text
     assert "folder: train" in caplog.text
 
 
@@ -165,7 +165,12 @@ def test_keys_are_of_samples_and_columns_whoever_reads_them(stream: TokenDataset
     def keys(step: int, ranks: int, micro_batch_size: int, seed: int = seed) -> torch.Tensor:
         parts = []
         for rank in range(ranks):
-            about = {"rank": rank, "ranks": ranks, "micro_batch_size": micro_batch_size, "noise_seed": seed}
+            about = {
+                "data_parallel_rank": rank,
+                "data_parallel_size": ranks,
+                "micro_batch_size": micro_batch_size,
+                "rng_seed": seed,
+            }
             with BatchLoader(stream, global_batch_size=rows, **about) as loader:  # type: ignore[arg-type]
                 parts += loader.batches(step)
         found = Batch.cat(parts).rng_keys

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.colour import format_example
+from lmforge.data.chat.example_display import format_example
 from lmforge.data.chat.preferences import PromptCounts, read_preference_pairs, read_prompts, read_unpaired_preferences
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
@@ -29,7 +29,7 @@ def sides(file: Path, tokenizer: Tokenizer, **choices: Any) -> list[list[str]]:
     ("record", "choices", "expected"),
     [
         ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {}, AS_TEXT),
-        ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {"as_chat": True}, AS_TURNS),
+        ({"prompt": "Q", "chosen": "G", "rejected": "B"}, {"apply_chat_template": True}, AS_TURNS),
         ({"prompt": [USER], "chosen": "G", "rejected": "B"}, {}, AS_TURNS),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}, AS_TURNS),
         ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, {}, AS_TURNS),

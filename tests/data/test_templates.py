@@ -1,7 +1,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tokenizers
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lmforge.data.chat.templates import LMFORGE_TEMPLATE, ChatTemplate
+from lmforge.data.chat.layout import encode_layouts
+from lmforge.data.chat.templates import LMFORGE_TEMPLATE, ChatTemplate, LossMaskMode
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random
@@ -113,6 +114,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+class Encoded(NamedTuple):
+    tokens: list[int]
+    loss_mask: list[bool]
+
+
+def encode(
+    template: ChatTemplate, messages: list[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None
+) -> Encoded:
+    [example] = encode_layouts(template.tokenizer, [template.build_layout(messages, mask, tools)])
+    return Encoded(example.tokens.tolist(), example.loss_mask.tolist())
+
+
 STYLES = ["own", "ChatML", "headers", "speakers", "speakers, old", "ended"]
 
 
@@ -140,7 +153,7 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(
         messages = conversation(draw)
         if style != "speakers" and style != "speakers, old":
             messages.insert(0, {"role": "system", "content": "Be kind. "})
-        assert template.encode(messages).tokens == ids(theirs.apply_chat_template(messages)), messages
+        assert encode(template, messages).tokens == ids(theirs.apply_chat_template(messages)), messages
         asked = ids(theirs.apply_chat_template(messages[:-1], add_generation_prompt=True))
         assert template.encode_prompt(messages[:-1]) == asked, messages
 
@@ -157,7 +170,7 @@ def test_what_is_scored_is_what_the_model_would_write_and_the_end_of_its_turn(
     template = ChatTemplate.from_tokenizer(tokenizer)
     for _ in range(30):
         messages = conversation(draw, WORDS)
-        every, last = template.encode(messages), template.encode(messages, "last")
+        every, last = encode(template, messages), encode(template, messages, "last")
         assert every.tokens == last.tokens
         expected = [False] * len(every.tokens)
         for at in range(1, len(messages), 2):
@@ -168,7 +181,7 @@ def test_what_is_scored_is_what_the_model_would_write_and_the_end_of_its_turn(
             expected[start:stop] = [True] * (stop - start)
         assert every.loss_mask == expected
         assert last.loss_mask == [False] * start + expected[start:]
-        assert template.encode(messages, "all").loss_mask == [False] + [True] * (len(every.tokens) - 1)
+        assert encode(template, messages, "all").loss_mask == [False] + [True] * (len(every.tokens) - 1)
 
 
 @settings(max_examples=150, deadline=None)
@@ -179,7 +192,7 @@ def test_a_prompt_has_the_same_ids_with_any_answer(folders: dict[str, Path], tex
         messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
         messages = messages[: len(messages) // 2 * 2]
         prompt = template.encode_prompt(messages[:-1])
-        rendered = template.encode(messages, "last")
+        rendered = encode(template, messages, "last")
         assert rendered.tokens[: len(prompt)] == prompt
         assert not any(rendered.loss_mask[: len(prompt)])
         assert rendered.loss_mask[len(prompt)]
@@ -206,9 +219,9 @@ def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, P
         for message in messages:
             message["content"] = "".join(f"I{part}" for part in draw.choices(spelled, k=3)) + "I"
         plain = [{**message, "content": "I"} for message in messages]
-        special = [id for id in template.encode(messages).tokens if id in tokenizer.all_special_ids]
-        assert special == [id for id in template.encode(plain).tokens if id in tokenizer.all_special_ids]
-        said = tokenizer.decode(template.encode(messages).tokens)
+        special = [id for id in encode(template, messages).tokens if id in tokenizer.all_special_ids]
+        assert special == [id for id in encode(template, plain).tokens if id in tokenizer.all_special_ids]
+        said = tokenizer.decode(encode(template, messages).tokens)
         assert all(message["content"] in said for message in messages)
 
 
@@ -220,7 +233,7 @@ def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, P
         "{% if add_generation_prompt %}<|im_start|>!\n{% endif %}"
     )
     template = ChatTemplate(tokenizer, source)
-    rendered = template.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
+    rendered = encode(template, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
     scored = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
     assert tokenizer.decode(scored, include_special_tokens=True) == "bc<|im_end|>"
     theirs = AutoTokenizer.from_pretrained(folders["tagged"])
@@ -240,7 +253,7 @@ def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_th
         "'\n'}}", "'\n'}}{% endgeneration %}", 1
     )
     for source in (TAGGED, whole):
-        rendered = ChatTemplate(tokenizer, source).encode(TWICE)
+        rendered = encode(ChatTemplate(tokenizer, source), TWICE)
         scored = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
         assert tokenizer.decode(scored, include_special_tokens=True) == "hello<|im_end|>hello<|im_end|>"
 
@@ -250,14 +263,14 @@ def test_a_template_that_cannot_be_trained_on_can_be_asked_with(folders: dict[st
     thinks = ChatTemplate(tokenizer, CHATML.replace("assistant\n", "assistant\n<think>"))
     assert tokenizer.decode(thinks.encode_prompt(HELLO[:1])).endswith("assistant\n<think>")
     assert thinks.stop_ids == {tokenizer.token_to_id("<|im_end|>")}
-    with pytest.raises(UserError, match="asks for message 2 with other words"):
-        thinks.encode(HELLO)
+    with pytest.raises(UserError, match="its prompt for message 2 differs"):
+        encode(thinks, HELLO)
 
 
 def test_a_call_that_a_template_leaves_out_is_a_mistake_and_no_empty_answer(folders: dict[str, Path]) -> None:
     called = [*HELLO[:1], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]
     with pytest.raises(UserError, match="leaves out the tool calls of message 2"):
-        known(folders["ChatML"]).encode(called)
+        encode(known(folders["ChatML"]), called)
 
 
 def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folders: dict[str, Path]) -> None:
@@ -271,7 +284,7 @@ def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folder
     ]
     as_object = [{**messages[0]}, {**messages[1], "content": ""}, *messages[2:]]
     as_object[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": "é"}}}]
-    rendered = template.encode(messages, tools=tools)
+    rendered = encode(template, messages, tools=tools)
     assert rendered.tokens == ids(theirs.apply_chat_template(as_object, tools=tools))
     text = theirs.decode(rendered.tokens)
     assert '<|assistant|><tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|end|>' in text
@@ -286,7 +299,7 @@ def test_the_specials_take_along_the_blanks_that_the_tokenizer_says(tmp_path: Pa
     folder = saved(tmp_path / "strips", tokenizer, CHATML.replace("'<|im_start|>", "'  <|im_start|>"), EOS_TOKEN, "<|im_end|>")
     messages = [{"role": "user", "content": "hello "}, {"role": "assistant", "content": "world  "}]
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert known(folder).encode(messages).tokens == ids(theirs.apply_chat_template(messages))
+    assert encode(known(folder), messages).tokens == ids(theirs.apply_chat_template(messages))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -304,13 +317,13 @@ TWICE = [*HELLO, *HELLO]
         (
             CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')"),
             TWICE,
-            "read otherwise when more",
+            "change when more follow",
         ),
-        (CHATML.replace("assistant\n", "assistant\n<think>"), HELLO, "asks for message 2 with other words"),
+        (CHATML.replace("assistant\n", "assistant\n<think>"), HELLO, "its prompt for message 2 differs"),
         (TAGGED_SHORT, HELLO, "never scores the end of turn"),
         ("{{ raise_exception('no system') }}", HELLO, "refuses the conversation: no system"),
         ("{% for m in messages %}", HELLO, "not Jinja: line 1"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", HELLO, "loops went round"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", HELLO, "loops ran"),
         ("{% for a in range(99999) %}{{ 'a'.ljust(10000) }}{% endfor %}", HELLO, "wrote more than"),
         ("{{ 'a' * 1000000000 }}", HELLO, "beyond what a template needs"),
         ("{{ ''.__class__.__mro__ }}", HELLO, "unsafe"),
@@ -322,15 +335,15 @@ def test_a_template_that_teaches_what_is_not_asked_or_never_ends_is_refused(
 ) -> None:
     tokenizer = Tokenizer.open(folders["ChatML"])
     with pytest.raises(UserError, match=complaint):
-        ChatTemplate(tokenizer, source).check_trainable(messages)
+        encode(ChatTemplate(tokenizer, source), messages)
 
 
 def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(folders: dict[str, Path]) -> None:
     source = CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')")
     template = ChatTemplate(Tokenizer.open(folders["ChatML"]), source)
     with pytest.raises(UserError, match="score the last turn alone"):
-        template.encode(TWICE)
-    assert sum(template.encode(TWICE, "last").loss_mask) > 1
+        encode(template, TWICE)
+    assert sum(encode(template, TWICE, "last").loss_mask) > 1
 
 
 @pytest.mark.parametrize(
@@ -351,7 +364,7 @@ def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(fold
 def test_messages_that_are_none_are_refused_with_their_number(messages: Any, complaint: str) -> None:
     template = ChatTemplate.from_tokenizer(train_tokenizer([""], 261))
     with pytest.raises(UserError, match=complaint):
-        template.encode(messages)
+        encode(template, messages)
 
 
 def test_a_prompt_does_not_end_with_an_answer_and_a_tokenizer_needs_a_way_to_chat(folders: dict[str, Path]) -> None:

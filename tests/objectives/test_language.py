@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights

@@ -15,8 +15,8 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import validate_options
 from lmforge.config.sections import OptimizerOptions
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model

@@ -14,9 +14,9 @@ from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.sections import CheckpointOptions, OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -108,7 +108,7 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ("sft", [], "data.files: name the files to learn from, such as --data.files chats.jsonl"),
         ("sft", ["--data.files", "gone.jsonl"], "gone.jsonl: no such file or folder"),
         ("sft", ["--data.files", "empty"], "empty: holds no records: looked for .jsonl"),
-        ("sft", ["--data.files", "broken.jsonl"], "broken.jsonl, record 1: "),
+        ("sft", ["--data.files", "broken.jsonl"], "broken.jsonl:1: "),
         ("sft", ["--data.files", "silent.jsonl"], "silent.jsonl, record 2: no assistant turn: there is nothing to learn from"),
         (
             "sft",

@@ -1,26 +1,26 @@
-"""Files of conversations, in the forms people keep them in, as tokens and what is scored of them.
+"""Files of conversations, in the formats in use, as tokens and a mask of what is scored.
 
-What a template makes of a conversation is templates.py's; pairs and prompts are preferences.py's. Nothing here packs or stores.
+Templates are applied in `templates.py`; pairs and prompts are read in `preferences.py`. Nothing here packs or stores.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from lmforge.config.sections import ConversationFormat as Format
-from lmforge.data.chat.encoding import EncodedConversation, Layout, encode_layouts
-from lmforge.data.chat.messages import check_encodable
+from lmforge.data.chat.layout import Layout, encode_layouts
+from lmforge.data.chat.messages import check_encodable, parse_embedded_json
 from lmforge.data.chat.templates import ChatTemplate, LossMaskMode
-from lmforge.data.sources.records import read_records
+from lmforge.data.packing import TokenizedExample
+from lmforge.data.sources.records import Record, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
-# By the fields that a record of it has, in the order they are looked for.
+# The fields of a record of each format, in the order in which they are looked for.
 FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -45,31 +45,16 @@ ENCODE_BATCH_SIZE = 1000
 PayloadT = TypeVar("PayloadT")
 
 
-@dataclass(frozen=True)
-class TokenizedExample:
-    """Something to train on: `tokens` int32 [length] and `scored` bool [length], which of them are to be predicted."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-
-    @classmethod
-    def from_encoded(cls, encoded: EncodedConversation) -> Self:
-        return cls(np.array(encoded.tokens, np.int32), np.array(encoded.loss_mask, bool))
-
-
 @dataclass
 class RecordEncoder:
-    """How records become examples, the same for every kind of file. `template` is looked for when a record needs one."""
+    """How records become examples, the same for every type of file. `field_names` gives the file's name of a format's field."""
 
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
 
-    def get_chat_template(self) -> ChatTemplate:
-        """The template given, or the tokenizer's."""
-        if self.chat_template is None:
-            self.chat_template = ChatTemplate.from_tokenizer(self.tokenizer)
-        return self.chat_template
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def plain_text_layout(self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True) -> Layout:
         """Texts as they are, one after another, begun and ended as the tokenizer begins and ends a text."""
@@ -77,26 +62,37 @@ class RecordEncoder:
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
         return [*opening, *([texts] if texts else []), *([(self.tokenizer.eos_token_id, True)] if add_eos else [])]
 
-    def iter_records(self, path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Records with their places, their fields under the names that formats go by."""
-        yield from read_renamed_records(path, self.field_names)
+    def encode_file(
+        self, path: str | Path, lay_out: Callable[[Record], tuple[PayloadT, list[Layout]]]
+    ) -> Iterator[tuple[PayloadT, list[TokenizedExample]]]:
+        """What `lay_out` makes of each record of a file or folder, with the layouts encoded, many at a time.
 
-    def encode(self, items: Iterable[tuple[PayloadT, list[Layout]]]) -> Iterator[tuple[PayloadT, list[EncodedConversation]]]:
-        """Many layouts at a time, as the tokenizer likes them, each with what came with it."""
-        remaining = iter(items)
-        while some := list(islice(remaining, ENCODE_BATCH_SIZE)):
-            rendered = iter(encode_layouts(self.tokenizer, [layout for _, layouts in some for layout in layouts]))
-            for item, layouts in some:
-                yield item, list(islice(rendered, len(layouts)))
+        A UserError of `lay_out` is raised again with the place of the record.
+        """
+
+        def laid_out() -> Iterator[tuple[PayloadT, list[Layout]]]:
+            for place, record in read_renamed_records(path, self.field_names):
+                try:
+                    item = lay_out(record)
+                except UserError as error:
+                    raise UserError(f"{place}: {error}") from None
+                yield item
+
+        remaining = laid_out()
+        while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
+            examples = iter(encode_layouts(self.tokenizer, [layout for _, layouts in batch for layout in layouts]))
+            for payload, layouts in batch:
+                yield payload, list(islice(examples, len(layouts)))
 
 
-def read_renamed_records(path: str | Path, fields: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """read_records, with fields under our names for theirs. UserError naming the record that lacks one of them."""
+def read_renamed_records(path: str | Path, fields: Mapping[str, str]) -> Iterator[tuple[str, Record]]:
+    """`read_records`, with {our name: theirs} fields under our names. Raises UserError naming the record that lacks one."""
     renamed = {theirs: ours for ours, theirs in fields.items()}
     for place, record in read_records(path):
-        for name in renamed:
-            if name not in record:
-                raise UserError(f"{place}: no field {name!r}: there are {', '.join(sorted(record))}")
+        try:
+            require_fields(record, *renamed)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
         others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
         yield place, {**others, **{ours: record[theirs] for theirs, ours in renamed.items()}}
 
@@ -105,63 +101,55 @@ def read_conversations(
     path: str | Path,
     tokenizer: Tokenizer,
     *,
-    template: ChatTemplate | None = None,
     format: Format = "auto",
     mask: LossMaskMode = "assistant",
     fields: Mapping[str, str] | None = None,
 ) -> Iterator[TokenizedExample]:
     """The conversations of a file or folder, in order, as they are read.
 
-    `format` is found by the fields of the first record unless named; `fields` says which of the file's stands for one of
-    a format's, {"messages": "chat"}. Prompts and completions that are strings, and plain text, are no turns: they go as
-    they are, without a template, and end with the separator. UserError naming the record where one makes no sense.
+    `format` "auto" goes by the fields of the first record; `fields` gives the file's names of a format's fields, such as
+    {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a template,
+    and end with the end-of-text token. Raises UserError naming a record that is not of the format.
     """
-    reading = RecordEncoder(tokenizer, template, fields or {})
+    encoder = RecordEncoder(tokenizer, fields or {})
 
-    def laid_out() -> Iterator[tuple[None, list[Layout]]]:
-        form = format
-        for place, record in reading.iter_records(path):
-            try:
-                form = detect_format(record) if form == "auto" else form
-                yield None, [_record_layout(record, form, mask, reading)]
-            except UserError as error:
-                raise UserError(f"{place}: {error}") from None
+    def lay_out(record: Record) -> tuple[None, list[Layout]]:
+        nonlocal format
+        format = detect_format(record) if format == "auto" else format
+        return None, [_record_layout(record, format, mask, encoder)]
 
-    for _, [rendered] in reading.encode(laid_out()):
-        yield TokenizedExample.from_encoded(rendered)
+    for _, [example] in encoder.encode_file(path, lay_out):
+        yield example
 
 
-def detect_format(record: dict[str, Any]) -> Format:
-    """What a record is, by its fields. Raises UserError where it is nothing known."""
-    for form, names in FORMAT_FIELDS.items():
+def detect_format(record: Record) -> Format:
+    """The format of a record, by its fields. Raises UserError if it is none of FORMAT_FIELDS."""
+    for format, names in FORMAT_FIELDS.items():
         if all(name in record for name in names):
-            return form
-    known = "; ".join(f"{form}: {', '.join(names)}" for form, names in FORMAT_FIELDS.items())
+            return format
+    known = "; ".join(f"{format}: {', '.join(names)}" for format, names in FORMAT_FIELDS.items())
     raise UserError(f"the fields {', '.join(sorted(record))} are of no format known ({known}): name them with fields")
 
 
-def _record_layout(record: dict[str, Any], format_name: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout:
-    missing = [name for name in FORMAT_FIELDS[format_name] if name not in record]
+def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout:
+    missing = [name for name in FORMAT_FIELDS[format] if name not in record]
     if missing:
-        raise UserError(
-            f"expected a record of format {format_name}, with {missing[0]!r}: there are {', '.join(sorted(record))}"
-        )
-    if format_name == "text":
-        return encoder.plain_text_layout([(text_field(record, "text"), True)])
-    if format_name == "prompt-completion":
+        raise UserError(f"expected a record of format {format}, with {missing[0]!r}: there are {', '.join(sorted(record))}")
+    if format == "text":
+        return encoder.plain_text_layout([(record_text(record, "text"), True)])
+    if format == "prompt-completion":
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return encoder.plain_text_layout([(prompt, mask == "all"), (completion, True)])
         before, after = to_messages(prompt, "user"), to_messages(completion, "assistant")
-        return encoder.get_chat_template().build_layout(
-            [*before, *after], mask, record_tools(record), first_scored_message=len(before)
-        )
-    messages = {"messages": _from_messages, "sharegpt": _from_sharegpt, "alpaca": _from_alpaca}[format_name](record)
-    return encoder.get_chat_template().build_layout(messages, mask, record_tools(record))
+        messages, first_scored = [*before, *after], len(before)
+    else:
+        messages, first_scored = MESSAGES_OF[format](record), 0
+    return encoder.chat_template.build_layout(messages, mask, record_tools(record), first_scored)
 
 
 def to_messages(value: Any, role: str) -> list[Any]:
-    """Messages as they are; a string as one of `role`."""
+    """Messages as they are; a string as one message of `role`."""
     return [{"role": role, "content": value}] if isinstance(value, str) else _message_list(value)
 
 
@@ -171,34 +159,14 @@ def _message_list(value: Any) -> list[Any]:
     return [_sharegpt_message(entry) if isinstance(entry, dict) and "from" in entry else entry for entry in value]
 
 
-def text_field(record: dict[str, Any], name: str) -> str:
-    """A field that holds text, or nothing."""
-    text = record.get(name)
-    if not isinstance(text, str | None):
-        raise UserError(f"the field {name!r} is not text but {type(text).__name__}")
-    return text or ""
-
-
-def record_tools(record: dict[str, Any]) -> list[Any] | None:
-    """The tools that a record offers the assistant: a list of JSON schemas, or its JSON."""
+def record_tools(record: Record) -> list[Any] | None:
+    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one."""
     tools = record.get("tools")
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except ValueError:
-            raise UserError("the field 'tools' is not JSON") from None
+        tools = parse_embedded_json(tools or "null", "the field 'tools'")
     if not isinstance(tools, list | None):
         raise UserError(f"the field 'tools' is not a list but {type(tools).__name__}")
     return tools or None
-
-
-def _from_messages(record: dict[str, Any]) -> list[Any]:
-    return _message_list(record["messages"])
-
-
-def _from_sharegpt(record: dict[str, Any]) -> list[Any]:
-    system = text_field(record, "system")
-    return [*([{"role": "system", "content": system}] if system else []), *_message_list(record["conversations"])]
 
 
 def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
@@ -207,21 +175,28 @@ def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f'"from" is {speaker!r}: expected one of {", ".join(SHAREGPT_ROLES)}')
     if speaker != "function_call":
         return {"role": SHAREGPT_ROLES[speaker], "content": value}
-    try:
-        call = json.loads(value or "")
-    except (TypeError, ValueError):
-        raise UserError('the value of a "function_call" is not JSON') from None
+    call = parse_embedded_json(value, 'the value of a "function_call"')
     return {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
 
 
-def _from_alpaca(record: dict[str, Any]) -> list[Any]:
-    asked = [text_field(record, "instruction"), text_field(record, "input")]
+def _system_message(record: Record) -> list[Any]:
+    system = record_text(record, "system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _alpaca_messages(record: Record) -> list[Any]:
+    request = [record_text(record, "instruction"), record_text(record, "input")]
     history = record.get("history") or []
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise UserError("the field 'history' is not a list of [question, answer]")
-    exchanges = [*history, ["\n\n".join(text for text in asked if text), text_field(record, "output")]]
-    system = text_field(record, "system")
-    messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    for question, answer in exchanges:
+    messages = _system_message(record)
+    for question, answer in [*history, ["\n\n".join(filter(None, request)), record_text(record, "output")]]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return messages
+
+
+MESSAGES_OF: dict[Format, Callable[[Record], list[Any]]] = {
+    "messages": lambda record: _message_list(record["messages"]),
+    "sharegpt": lambda record: [*_system_message(record), *_message_list(record["conversations"])],
+    "alpaca": _alpaca_messages,
+}

@@ -1,41 +1,60 @@
-"""Examples as they are kept and read: conversations or pairs as tokens, in a folder of their own, and rows made of them.
+"""Examples on the disk: conversations or pairs as tokens, in a folder of their own, and packed sequences made of them.
 
-An example is one sequence of tokens, or several that belong together, such as both sides of a pair; of each token it is
-known whether it is to be learnt. A folder is written once for each set of files and options, and is checked when it is
-opened. What the tokens stand for is not known here.
+An example is one sequence of tokens, or several that belong together, such as both of a pair, with a loss mask. A folder is
+written once for each set of files and options, and verified when it is opened. What the tokens mean is not known here.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
-from uuid import uuid4
 
 import numpy as np
 import xxhash
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write, fsync_folder
+from lmforge.atomic_files import atomic_folder, atomic_write_json
 from lmforge.data.best_fit import best_fit
-from lmforge.data.chat.conversations import TokenizedExample
-from lmforge.data.packing import IGNORE_INDEX, PADDING_DOCUMENT_ID, PackedSequence
+from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
+from lmforge.data.dataset import PackedDataset
+from lmforge.data.labels import IGNORE_INDEX
+from lmforge.data.packing import PADDING_DOCUMENT_ID, PackedSequence, TokenizedExample
 from lmforge.data.sources.records import find_record_files
-from lmforge.data.spill_buffer import ExampleGroup, SpillBuffer
-from lmforge.data.stream import PackedDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
 EXAMPLES_MANIFEST = "examples.json"
 SPLITS = ("train", "validation")
-# Raised whenever the same files and options would give other rows.
+# Raised whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 1
 READ_BLOCK_BYTES = 16 << 20
 
 
+@dataclass(frozen=True)
+class ExampleSplit:
+    """The manifest of a split: `group` sequences an example, and the xxh3 of each array by name."""
+
+    examples: int
+    group: int
+    tokens: int
+    scored: int
+    xxh3: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ExampleManifest:
+    """EXAMPLES_MANIFEST: what was requested, and what became of the examples."""
+
+    plan: dict[str, Any]
+    sequence_length: int
+    counts: dict[str, int]
+    splits: dict[str, ExampleSplit]
+
+
 def hash_files(files: Sequence[Path]) -> str:
-    """A hash of what the files, or all of a folder's, hold, whatever they are called. UserError where one cannot be read."""
+    """A hash of the contents of files, or of all in a folder, whatever their names. Raises UserError if one cannot be read."""
     digest = xxhash.xxh3_128()
     for path in (file for each in files for file in find_record_files(each)):
         try:
@@ -59,91 +78,68 @@ def write_examples(
     overlong: str,
     validation_ratio: float | None,
 ) -> None:
-    """Write the examples that `read(split)` gives into `folder`, whole or not at all; one that is there stays as it is.
+    """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing folder stays as it is.
 
-    Examples that take more than `length` places (`bound` in words) are dropped or cut at their end (`overlong`), and so are
-    those of which nothing is left to learn; both are counted. With `validation_ratio` that share of the examples (one at least)
-    is held out, those of least hash. Memory holds a few numbers of each. UserError where nothing is left, or there is no room.
+    Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated (`overlong`); those without
+    a scored token are dropped; both are counted. With `validation_ratio` that fraction of the examples (at least one) is for
+    validation, those of least hash. Memory holds a few numbers for each. Raises UserError if no example is left, or the disk
+    is full.
     """
     if (folder / EXAMPLES_MANIFEST).exists():
         return
-    beside = folder.with_name(f".{folder.name}.{uuid4().hex}")
-    beside.mkdir(parents=True)
-    try:
-        counts = {"overlong": 0, "truncated": 0, "nothing_to_learn": 0}
-        with SpillBuffer(beside) as spool:
-            ends = [
-                _add_all(spool, _drop_or_truncate(read_split(split), sequence_length, overlong, counts)) for split in SPLITS
-            ]
-            held = (
-                np.arange(ends[-1]) >= ends[0]
-                if validation_ratio is None
-                else select_validation(spool.hashes, validation_ratio)
-            )
-            sides = {"train": ~held, "validation": held}
-            for split, chosen in sides.items():
-                if not chosen.any() and (split == "train" or validation_ratio is None):
+    counts = {"overlong": 0, "truncated": 0, "nothing_to_learn": 0}
+    with atomic_folder(folder, replace=False) as partial:
+        with SpillBuffer(partial) as buffer:
+            for split in SPLITS:
+                num_train = len(buffer)
+                for group in _drop_or_truncate(read_split(split), sequence_length, overlong, counts):
+                    buffer.add(group)
+            if validation_ratio is None:
+                validation = np.arange(len(buffer)) >= num_train
+            else:
+                validation = select_validation(buffer.hashes, validation_ratio)
+            members = {"train": ~validation, "validation": validation}
+            for split, selected in members.items():
+                if not selected.any() and (split == "train" or validation_ratio is None):
                     raise UserError(
-                        f"no example is left of the {split.replace('_', '-')} files: {counts['overlong']} are longer than"
-                        f" {limit_description}, of {counts['nothing_to_learn']} nothing is to be learnt"
+                        f"no example is left of the {split} files: {counts['overlong']} are longer than {limit_description},"
+                        f" {counts['nothing_to_learn']} have nothing to learn"
                     )
-            tokenizer.save(beside / "tokenizer")
-            described = {split: spool.write(beside, split, chosen) for split, chosen in sides.items()}
-        manifest = {"plan": plan, "length": sequence_length, "counts": counts, "splits": described}
-        with atomic_write(beside / EXAMPLES_MANIFEST) as file:
-            file.write(json.dumps(manifest, indent=1).encode())
-        try:
-            beside.rename(folder)
-        except OSError:
-            if not (folder / EXAMPLES_MANIFEST).exists():  # else another process was quicker
-                raise
-        fsync_folder(folder.parent)
-    except OSError as problem:
-        if problem.errno not in DISK_FULL_ERRNOS:
-            raise
-        raise UserError(f"{folder.parent}: no room to write examples ({problem.strerror}): free some and run again") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            tokenizer.save(partial / "tokenizer")
+            splits = {split: buffer.write(partial, split, selected) for split, selected in members.items()}
+        manifest = {"plan": plan, "sequence_length": sequence_length, "counts": counts, "splits": splits}
+        atomic_write_json(partial / EXAMPLES_MANIFEST, manifest)
 
 
 def _drop_or_truncate(
-    items: Iterable[ExampleGroup], sequence_length: int, overlong: str, counts: dict[str, int]
+    groups: Iterable[ExampleGroup], sequence_length: int, overlong: str, counts: dict[str, int]
 ) -> Iterator[ExampleGroup]:
-    for item in items:
-        if item.packed_length > sequence_length:
-            if overlong == "drop" or len(item.sequences) > 1:
+    for group in groups:
+        if group.packed_length > sequence_length:
+            if overlong == "drop" or len(group.sequences) > 1:
                 counts["overlong"] += 1
                 continue
             counts["truncated"] += 1
-            (whole,) = item.sequences
-            item = ExampleGroup(
-                (TokenizedExample(whole.tokens[: sequence_length + 1], whole.loss_mask[: sequence_length + 1]),), item.scalars
-            )
-        if all(sequence.loss_mask[1:].any() for sequence in item.sequences):
-            yield item
+            [full], size = group.sequences, sequence_length + 1
+            group = ExampleGroup((TokenizedExample(full.tokens[:size], full.loss_mask[:size]),), group.scalars)
+        if all(sequence.loss_mask[1:].any() for sequence in group.sequences):
+            yield group
         else:
             counts["nothing_to_learn"] += 1
 
 
-def _add_all(buffer: SpillBuffer, items: Iterable[ExampleGroup]) -> int:
-    """How many there are once these are added."""
-    for item in items:
-        buffer.add(item)
-    return len(buffer)
-
-
 def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
-    """Which examples are held out, bool, by their hashes, uint64: that share of them, those of least hash; one at least."""
+    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: that fraction, of least hash; at least one."""
     if not ratio or not len(hashes):
         return np.zeros(len(hashes), bool)
     least = np.sort(hashes)[: max(1, round(ratio * len(hashes)))]
-    # Of examples that are there several times all, or what is held out would be trained on; and never all there are.
+    # Copies of an example are on one side, or validation examples would be trained on; and never all examples.
     return np.isin(hashes, least) & (hashes != hashes.max())
 
 
 @dataclass(frozen=True)
 class TokenizedExamples:
-    """The examples of one split, as arrays that lie in files."""
+    """The examples of one split, as memory-mapped arrays."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -157,7 +153,7 @@ class TokenizedExamples:
 
     @cached_property
     def packed_lengths(self) -> np.ndarray:
-        """Places that each takes in a row, int64 [examples]."""
+        """Tokens that each takes in a packed sequence, int64 [examples]."""
         return (np.diff(self.starts) - 1).reshape(-1, self.sequences_per_example).sum(1)
 
     def sequences(self, example: int) -> Iterator[TokenizedExample]:
@@ -167,7 +163,7 @@ class TokenizedExamples:
 
 
 class ExampleFolder:
-    """A folder of examples that was written whole."""
+    """A complete folder of examples. `manifest` has the fields of ExampleManifest."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
@@ -175,40 +171,43 @@ class ExampleFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises UserError where there is none."""
+        """Raises UserError if it is not a folder of examples."""
+        hint = "delete the folder, and it is made anew"
         try:
-            return cls(path, json.loads((path / EXAMPLES_MANIFEST).read_text("utf-8")))
-        except (OSError, ValueError):
-            raise UserError(f"{path}: not a folder of examples; delete it, and it is made anew") from None
+            manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
+        except OSError:
+            raise UserError(f"{path}: not a folder of examples; {hint}") from None
+        return cls(path, asdict(manifest))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What the examples were made tokens by."""
+        """The tokenizer that the examples were encoded with."""
         return Tokenizer.open(self.path / "tokenizer")
 
     def split(self, name: str) -> TokenizedExamples:
-        """The examples of a split. Raises UserError where a file does not hold what was written."""
+        """The examples of a split. Raises UserError if a file does not match its checksum."""
         described = self.manifest["splits"][name]
         arrays = {}
-        for kind, digest in described["xxh3"].items():
-            file = self.path / f"{name}-{kind}.npy"
+        for array_name, digest in described["xxh3"].items():
+            file = self.path / f"{name}-{array_name}.npy"
             try:
-                arrays[kind] = np.load(file, mmap_mode="r" if described["examples"] else None, allow_pickle=False)
+                array = np.load(file, mmap_mode="r" if described["examples"] else None, allow_pickle=False)
             except (OSError, ValueError) as problem:
                 raise UserError(f"{file}: cannot be read ({problem}); delete {self.path}, and it is made anew") from None
-            if xxhash.xxh3_64_hexdigest(arrays[kind].view(np.uint8).data) != digest:
-                raise UserError(f"{file}: does not hold what was written; delete {self.path}, and it is made anew")
-        labels = {kind.removeprefix("label-"): array for kind, array in arrays.items() if kind.startswith("label-")}
+            if xxhash.xxh3_64_hexdigest(array.view(np.uint8).data) != digest:
+                raise UserError(f"{file}: does not match its checksum; delete {self.path}, and it is made anew")
+            arrays[array_name] = array
+        scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
         digest = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
-        return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], labels, described["group"], digest)
+        return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
 
 
 class ExamplePacking:
-    """Rows of `length` that hold one example each (`fit` false) or as many as fit, which do not see each other.
+    """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each other.
 
-    The documents of a row are its sequences, in the order of its examples: of pairs 2i is the first side and 2i + 1 the
-    second. Labels come as extras, each number over all tokens of its example. With `mismatched` each example, of one
-    sequence, is followed by one of its prompt with the answer of the row's next example, as KTO wants them.
+    The documents of a packed sequence are those of its examples, in their order: of pairs, document 2i is the first and 2i + 1
+    the second. Scalars become extras, with the same value at all tokens of an example. With `with_mismatched` each example,
+    of one document, is followed by its prompt with the completion of the next example in the sequence, as KTO needs it.
     """
 
     def __init__(self, examples: TokenizedExamples, sequence_length: int, pack: bool, with_mismatched: bool = False) -> None:
@@ -217,7 +216,7 @@ class ExamplePacking:
         self._with_mismatched = with_mismatched
         if pack:
             sizes = examples.packed_lengths
-            # Over a row, prompts with their own answers and with each other's take the same number of tokens.
+            # In a sequence, prompts with their own completions and with each other's take the same number of tokens.
             self._packing_order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
         else:
             self._packing_order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
@@ -228,19 +227,18 @@ class ExamplePacking:
 
     @property
     def num_single_example_sequences(self) -> int:
-        """Rows of one example."""
+        """How many packed sequences hold one example."""
         return int((np.diff(self._starts) == 1).sum())
 
     def example_indices(self, index: int) -> np.ndarray:
-        """The numbers of the examples in row `index`, int64; none beyond the last row."""
-        return (
-            self._packing_order[self._starts[index] : self._starts[index + 1]]
-            if index < self.num_sequences
-            else self._packing_order[:0]
-        )
+        """The examples in sequence `index`, int64; none at or beyond `num_sequences`."""
+        if index >= self.num_sequences:
+            return self._packing_order[:0]
+        return self._packing_order[self._starts[index] : self._starts[index + 1]]
 
     def sequence(self, index: int) -> PackedSequence:
-        row = PackedSequence.all_padding(self._sequence_length, extras=sorted(self._examples.scalars))
+        """Sequence `index`; all padding at or beyond `num_sequences`."""
+        packed = PackedSequence.all_padding(self._sequence_length, extras=sorted(self._examples.scalars))
         at, document = 0, 0
         members = self.example_indices(index).tolist()
         for number, example in enumerate(members):
@@ -252,19 +250,19 @@ class ExamplePacking:
                 sequences.append(TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1]))
             for sequence in sequences:
                 end = at + len(sequence.tokens) - 1
-                row.tokens[at:end] = sequence.tokens[:-1]
-                row.labels[at:end] = np.where(sequence.loss_mask[1:], sequence.tokens[1:], IGNORE_INDEX)
-                row.positions[at:end] = np.arange(end - at)
-                row.document_ids[at:end] = document
+                packed.tokens[at:end] = sequence.tokens[:-1]
+                packed.labels[at:end] = np.where(sequence.loss_mask[1:], sequence.tokens[1:], IGNORE_INDEX)
+                packed.positions[at:end] = np.arange(end - at)
+                packed.document_ids[at:end] = document
                 for name, values in self._examples.scalars.items():
-                    row.extras[name][at:end] = values[example]
+                    packed.extras[name][at:end] = values[example]
                 at, document = end, document + 1
-        assert document or (row.document_ids == PADDING_DOCUMENT_ID).all()
-        return row
+        assert document or (packed.document_ids == PADDING_DOCUMENT_ID).all()
+        return packed
 
 
 def _with_completion_of(prompt_example: TokenizedExample, completion_example: TokenizedExample) -> TokenizedExample:
-    """The prompt of one with the answer of the other; an answer begins with the first token that is scored."""
+    """The prompt of one with the completion of the other; a completion begins with the first scored token."""
     first, second = int(prompt_example.loss_mask.argmax()), int(completion_example.loss_mask.argmax())
     tokens = np.concatenate([prompt_example.tokens[:first], completion_example.tokens[second:]])
     return TokenizedExample(tokens, np.concatenate([prompt_example.loss_mask[:first], completion_example.loss_mask[second:]]))
@@ -273,7 +271,7 @@ def _with_completion_of(prompt_example: TokenizedExample, completion_example: To
 def example_dataset(
     folder: ExampleFolder, split: str, *, sequence_length: int, pack: bool, seed: int = 0, shuffle: bool = True
 ) -> PackedDataset:
-    """The rows of a split of a folder. UserError where it cannot be read."""
+    """The packed sequences of a split of a folder. Raises UserError if it cannot be read."""
     examples = folder.split(split)
     return PackedDataset(
         ExamplePacking(examples, sequence_length, pack, with_mismatched="label" in examples.scalars),

@@ -1,19 +1,19 @@
-"""The messages of a conversation, as everything after this room may rely on them.
+"""The messages of a conversation, checked once: everything that comes after may rely on their types.
 
-How they are read from files is conversations.py's; how they become tokens, templates.py's.
+Reading them from files is in `conversations.py`, making tokens of them in `templates.py`.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from lmforge.errors import UserError
+from lmforge.untrusted import parse_json
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Message(TypedDict):
-    """One turn, as transformers has it. A call's `arguments` are an object, not its JSON."""
+    """One turn, as in transformers. The `arguments` of a tool call are an object, not its JSON."""
 
     role: Role
     content: str
@@ -24,19 +24,26 @@ class Message(TypedDict):
 
 
 def validate_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages with what templates rely on: a known role, content that is text, arguments that are objects. Else UserError."""
+    """The messages with a known role, text as content and objects as arguments of calls. Raises UserError for others."""
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("expected a list of messages, each with role and content")
     return [_validate_message(message, number) for number, message in enumerate(messages, start=1)]
 
 
 def check_encodable(text: str) -> str:
-    """The text itself, if UTF-8 can hold it; UserError where it has half of a surrogate pair."""
+    """The text itself. Raises UserError if it has half of a surrogate pair, which UTF-8 cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise UserError("the text has half of a surrogate pair, which no encoding holds") from None
     return text
+
+
+def parse_embedded_json(text: Any, source: str) -> Any:
+    """JSON that is kept as a string within a record or message; `source` names it. Raises UserError if it is not JSON."""
+    if not isinstance(text, str):
+        raise UserError(f"{source}: expected JSON in a string, got {type(text).__name__}")
+    return parse_json(check_encodable(text).encode(), object, source)
 
 
 def _validate_message(message: Any, number: int) -> Message:
@@ -67,9 +74,6 @@ def _validate_tool_call(call: Any, number: int) -> dict[str, Any]:
         )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise UserError(f"message {number}: the arguments of the call of {function['name']} are not JSON") from None
+        arguments = parse_embedded_json(arguments, f"message {number}: the arguments of the call of {function['name']}")
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {**function, "arguments": arguments}}

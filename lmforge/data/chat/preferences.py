@@ -1,32 +1,35 @@
-"""Files of preferences and of prompts: pairs of answers, answers with a label, and questions to be answered.
+"""Files of preferences and of prompts: pairs of completions, completions with a label, and prompts to be answered.
 
-What an objective makes of them is not said here. An answer is everything after the prompt, and its prompt is never scored.
+What an objective makes of them is in `objectives/`. A completion is everything after the prompt; a prompt is never scored.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lmforge.data.chat.conversations import RecordEncoder, TokenizedExample, read_renamed_records, record_tools, to_messages
-from lmforge.data.chat.encoding import Layout, encode_layouts
+from lmforge.data.chat.conversations import RecordEncoder, read_renamed_records, record_tools, to_messages
+from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
-from lmforge.data.chat.templates import ChatTemplate
+from lmforge.data.packing import TokenizedExample
+from lmforge.data.sources.records import Record, require_fields
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
-# Where the last answer begins in a conversation that is written as one text (Anthropic's hh-rlhf).
+# What the last answer follows in a conversation that is written as one text (Anthropic's hh-rlhf).
 HH_RLHF_ANSWER_MARKER = "\n\nAssistant:"
-# Where a prompt may be in its record; whatever else is there is a column.
+# The fields that may hold a prompt; all other fields of its record are columns.
 PROMPT_FIELDS = ("prompt", "messages")
+RENAMING_HINT = ": name it with fields"
 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to one prompt, each with the prompt before it. margin: by how much the chosen one is better, if known."""
+    """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen one is better, or 0."""
 
     chosen: TokenizedExample
     rejected: TokenizedExample
@@ -35,7 +38,7 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class UnpairedPreference:
-    """An answer with its prompt, and whether it is a good one."""
+    """A completion with its prompt, and whether it is desirable."""
 
     example: TokenizedExample
     desirable: bool
@@ -43,7 +46,7 @@ class UnpairedPreference:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """What is to be answered: int32 `tokens` after which the answer begins, what they were, and the record's other columns."""
+    """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or messages, and its columns."""
 
     tokens: np.ndarray
     prompt: str | list[Message]
@@ -52,7 +55,7 @@ class TokenizedPrompt:
 
 @dataclass
 class PromptCounts:
-    """What became of the records of files of prompts, counted while they are read."""
+    """How many records of prompts were read, kept and dropped, counted while they are read."""
 
     records: int = 0
     kept: int = 0
@@ -67,28 +70,23 @@ def read_preference_pairs(
     path: str | Path,
     tokenizer: Tokenizer,
     *,
-    template: ChatTemplate | None = None,
     apply_chat_template: bool = False,
     with_margins: bool = False,
     fields: Mapping[str, str] | None = None,
 ) -> Iterator[PreferencePair]:
-    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations that begin alike.
+    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the same beginning.
 
-    Strings go as they are and end with the separator, unless `as_chat` makes turns of them. With `margins` the
-    number that a record has as its `margin` is kept with it. UserError naming the record where there is no prompt, no answer, or
-    no difference. The rest as in read_conversations.
+    Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template` makes messages of them.
+    `with_margins` keeps the number in a record's `margin`. Raises UserError naming the record without a prompt, an answer or a
+    difference. The rest as in `read_conversations`.
     """
-    reading = RecordEncoder(tokenizer, template, fields or {})
+    encoder = RecordEncoder(tokenizer, fields or {})
 
-    def laid_out() -> Iterator[tuple[float, list[Layout]]]:
-        for place, record in reading.iter_records(path):
-            try:
-                yield _parse_margin(record) if with_margins else 0.0, _pair_layouts(record, reading, apply_chat_template)
-            except UserError as error:
-                raise UserError(f"{place}: {error}") from None
+    def lay_out(record: Record) -> tuple[float, list[Layout]]:
+        margin = _parse_margin(record) if with_margins else 0.0
+        return margin, _pair_layouts(record, encoder, apply_chat_template)
 
-    for margin, sides in reading.encode(laid_out()):
-        chosen, rejected = map(TokenizedExample.from_encoded, sides)
+    for margin, [chosen, rejected] in encoder.encode_file(path, lay_out):
         yield PreferencePair(chosen, rejected, margin)
 
 
@@ -96,90 +94,83 @@ def read_unpaired_preferences(
     path: str | Path,
     tokenizer: Tokenizer,
     *,
-    template: ChatTemplate | None = None,
     apply_chat_template: bool = False,
     fields: Mapping[str, str] | None = None,
 ) -> Iterator[UnpairedPreference]:
-    """Records {prompt, completion, label} of true or false labels, as KTO wants them; the rest as in read_pairs."""
-    reading = RecordEncoder(tokenizer, template, fields or {})
+    """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
+    encoder = RecordEncoder(tokenizer, fields or {})
 
-    def laid_out() -> Iterator[tuple[bool, list[Layout]]]:
-        for place, record in reading.iter_records(path):
-            try:
-                _require_fields(record, "prompt", "completion", "label")
-                if record["label"] not in (True, False):
-                    raise UserError(f"the label is {record['label']!r}: expected true or false")
-                yield (
-                    bool(record["label"]),
-                    [_completion_layout(record["prompt"], record["completion"], record, reading, apply_chat_template)],
-                )
-            except UserError as error:
-                raise UserError(f"{place}: {error}") from None
+    def lay_out(record: Record) -> tuple[bool, list[Layout]]:
+        require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
+        if record["label"] not in (True, False):
+            raise UserError(f"the label is {record['label']!r}: expected true or false")
+        layout = _completion_layout(record["prompt"], record["completion"], record, encoder, apply_chat_template)
+        return bool(record["label"]), [layout]
 
-    for good, [rendered] in reading.encode(laid_out()):
-        yield UnpairedPreference(TokenizedExample.from_encoded(rendered), good)
+    for desirable, [example] in encoder.encode_file(path, lay_out):
+        yield UnpairedPreference(example, desirable)
 
 
 def read_prompts(
     path: str | Path,
     tokenizer: Tokenizer,
     *,
-    template: ChatTemplate | None = None,
     apply_chat_template: bool = False,
     fields: Mapping[str, str] | None = None,
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
 ) -> Iterator[TokenizedPrompt]:
-    """Records {prompt, ...columns}: a string as it is, or `as_chat` as a user's turn; or messages, of which a last answer
-    is left off. Prompts of more than `length` tokens are dropped, and counted in `tally`.
+    """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's message; or messages, of which
+    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`.
+
+    Raises UserError naming the record without a prompt.
     """
-    reading, counts = RecordEncoder(tokenizer, template, fields or {}), counts or PromptCounts()
-    for place, record in reading.iter_records(path):
+    encoder, counts = RecordEncoder(tokenizer, fields or {}), counts or PromptCounts()
+    for place, record in read_renamed_records(path, encoder.field_names):
         counts.records += 1
         try:
             prompt = _parse_prompt(record, apply_chat_template)
             if isinstance(prompt, str):
-                [(_, [rendered])] = reading.encode([(None, [reading.plain_text_layout([(prompt, False)], add_eos=False)])])
-                tokens = rendered.tokens
+                [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
+                tokens = example.tokens
             else:
-                tokens = reading.get_chat_template().encode_prompt(prompt, record_tools(record))
+                tokens = np.array(encoder.chat_template.encode_prompt(prompt, record_tools(record)), np.int32)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
             counts.overlong += 1
             continue
         counts.kept += 1
-        yield TokenizedPrompt(np.array(tokens, np.int32), prompt, _columns(record))
+        yield TokenizedPrompt(tokens, prompt, _columns(record))
 
 
 def encode_completions(
     tokenizer: Tokenizer, prompts: Sequence[Any], completions: Sequence[str], tools: Sequence[Any] | None = None
 ) -> list[list[int]]:
-    """Ids of each prompt, a text or messages, with its completion, to the end of that turn or text; `tools` are those that the
-    prompt was asked with. Raises UserError."""
-    reading = RecordEncoder(tokenizer)
+    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or text; `tools` are those that
+    each prompt offered. Raises UserError."""
+    encoder = RecordEncoder(tokenizer)
     records = [{"tools": each} if each else {} for each in tools or [None] * len(prompts)]
-    asked = zip(prompts, completions, records, strict=True)
     layouts = [
-        _completion_layout(prompt, completion, record, reading, apply_chat_template=False)
-        for prompt, completion, record in asked
+        _completion_layout(prompt, completion, record, encoder, apply_chat_template=False)
+        for prompt, completion, record in zip(prompts, completions, records, strict=True)
     ]
-    return [rendered.tokens for rendered in encode_layouts(tokenizer, layouts)]
+    return [example.tokens.tolist() for example in encode_layouts(tokenizer, layouts)]
 
 
 def read_prompt_columns(path: str | Path, fields: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The columns of each record of prompts, with its place."""
+    """(place, columns) of each record of prompts."""
     for place, record in read_renamed_records(path, fields):
         yield place, _columns(record)
 
 
-def _columns(record: dict[str, Any]) -> dict[str, Any]:
+def _columns(record: Record) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in PROMPT_FIELDS}
 
 
-def _parse_prompt(record: dict[str, Any], apply_chat_template: bool) -> str | list[Message]:
+def _parse_prompt(record: Record, apply_chat_template: bool) -> str | list[Message]:
     if "prompt" in record or "messages" not in record:
-        _require_fields(record, "prompt")
+        require_fields(record, "prompt", hint=RENAMING_HINT)
         if isinstance(record["prompt"], str) and not apply_chat_template:
             if not record["prompt"]:
                 raise UserError("the prompt is empty")
@@ -189,8 +180,8 @@ def _parse_prompt(record: dict[str, Any], apply_chat_template: bool) -> str | li
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-def _pair_layouts(record: dict[str, Any], encoder: RecordEncoder, apply_chat_template: bool) -> list[Layout]:
-    _require_fields(record, "chosen", "rejected")
+def _pair_layouts(record: Record, encoder: RecordEncoder, apply_chat_template: bool) -> list[Layout]:
+    require_fields(record, "chosen", "rejected", hint=RENAMING_HINT)
     sides = [record["chosen"], record["rejected"]]
     if sides[0] == sides[1]:
         raise UserError("chosen and rejected are equal: there is nothing to prefer")
@@ -198,27 +189,22 @@ def _pair_layouts(record: dict[str, Any], encoder: RecordEncoder, apply_chat_tem
     if all(isinstance(side, list) and side for side in sides):
         sides = [to_messages(side, "assistant") for side in sides]
         if any(validate_messages(side)[0]["role"] != "assistant" for side in sides):
-            # The whole conversation on either side, whether or not its prompt is told beside.
+            # Both sides are whole conversations, whether or not the prompt has a field of its own.
             shared = _num_common_messages(*sides)
             prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
             if not shared or any(not side or validate_messages(side)[0]["role"] != "assistant" for side in sides):
                 raise UserError("chosen and rejected differ before the answer: expected the same turns, then other answers")
     elif prompt is None and all(isinstance(side, str) for side in sides):
-        starts = {
-            side[: side.rfind(HH_RLHF_ANSWER_MARKER) + len(HH_RLHF_ANSWER_MARKER)]
-            for side in sides
-            if HH_RLHF_ANSWER_MARKER in side
-        }
+        marker = HH_RLHF_ANSWER_MARKER
+        starts = {side[: side.rfind(marker) + len(marker)] for side in sides if marker in side}
         if len(starts) != 1:
-            raise UserError(
-                f"no prompt: expected a field 'prompt', or texts that are alike up to the last {HH_RLHF_ANSWER_MARKER!r}"
-            )
+            raise UserError(f"no prompt: expected a field 'prompt', or texts that are alike up to the last {marker!r}")
         [prompt] = starts
         sides = [side[len(prompt) :] for side in sides]
     return [_completion_layout(prompt, side, record, encoder, apply_chat_template) for side in sides]
 
 
-def _parse_margin(record: dict[str, Any]) -> float:
+def _parse_margin(record: Record) -> float:
     margin = record.get("margin")
     if margin is None:
         return 0.0
@@ -228,9 +214,9 @@ def _parse_margin(record: dict[str, Any]) -> float:
 
 
 def _completion_layout(
-    prompt: Any, completion: Any, record: dict[str, Any], encoder: RecordEncoder, apply_chat_template: bool
+    prompt: Any, completion: Any, record: Record, encoder: RecordEncoder, apply_chat_template: bool
 ) -> Layout:
-    """A prompt and what was answered, the answer scored."""
+    """A prompt and its completion, which is scored."""
     if isinstance(prompt, str | None) and isinstance(completion, str) and not apply_chat_template:
         if not prompt:
             raise UserError("the prompt is empty")
@@ -238,19 +224,11 @@ def _completion_layout(
     if prompt is None:
         raise UserError("no field 'prompt', and no conversation that both sides share")
     before = to_messages(prompt, "user")
-    return encoder.get_chat_template().build_layout(
-        [*before, *to_messages(completion, "assistant")], "assistant", record_tools(record), first_scored_message=len(before)
-    )
+    messages = [*before, *to_messages(completion, "assistant")]
+    return encoder.chat_template.build_layout(messages, "assistant", record_tools(record), len(before))
 
 
 def _num_common_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """How many messages two conversations have in common at their beginning."""
-    return next(
-        (at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
-    )
-
-
-def _require_fields(record: dict[str, Any], *names: str) -> None:
-    for name in names:
-        if name not in record:
-            raise UserError(f"no field {name!r}: there are {', '.join(sorted(record))}: name it with fields")
+    """How many messages at their beginning two conversations have in common."""
+    equal = (a == b for a, b in zip(chosen, rejected, strict=False))
+    return sum(takewhile(bool, equal))

@@ -1,1 +1,6 @@
-"""prepare."""
+"""Text → tokenizer → shards, once. Reading shards is `data/shards.py`; reading text is `data/sources/`.
+
+Begin with `prepare.py`; `shard_jobs.py` is what its processes do, `worker_pool.py` the processes.
+
+For other packages: `prepare`, `WorkerPool`.
+"""

@@ -1,27 +1,27 @@
-"""Documents → shards, once: in parallel, restartable, and the same bytes however often it was stopped.
+"""Documents → shards, once: in parallel, restartable, and with the same bytes however often it was stopped.
 
-    1. plan       what is asked, written down; a folder holds one plan
-    2. tokenizer  trained on a sample of what will be trained on, or copied
-    3. parts      each unit of the source tokenised by whichever process is free, sealed as one part
+    1. plan       what is requested, written down; a folder holds one plan
+    2. tokenizer  trained on a sample of the training documents, or copied
+    3. parts      each unit of the source tokenized by whichever process is free, written atomically as one part
     4. shards     the documents of each split in the order of a keyed permutation
     5. manifest   written last
 
-A step finds what an earlier run sealed and leaves it. No step depends on which process did what, or how many there were.
+A step leaves what an earlier run finished. No result depends on which process did what, or on how many there were.
 """
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lmforge.atomic_files import atomic_write
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.prepare.shard_jobs import (
     DocumentIndex,
@@ -34,13 +34,23 @@ from lmforge.data.prepare.shard_jobs import (
     write_part,
 )
 from lmforge.data.prepare.worker_pool import WorkerPool
-from lmforge.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, UNFINISHED, Json, TokenFolder, remove_preparation
-from lmforge.data.sources.documents import SourceUnit, open_text_source
+from lmforge.data.shards import (
+    FORMAT_VERSION,
+    RESTORE_HINT,
+    SHARDS_MANIFEST,
+    UNFINISHED,
+    ShardEntry,
+    TokenFolder,
+    TokenFolderManifest,
+    read_token_folder_manifest,
+)
+from lmforge.data.sources.text_sources import SourceUnit, TextSource, open_text_source
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from lmforge.untrusted import read_json
 
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
-TOKENIZER_SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it stays a matter of seconds
+TOKENIZER_SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
 TOKENIZER_SAMPLE_UNITS = 64
 MIN_BYTES_PER_WORKER = 2 << 20
 
@@ -48,8 +58,21 @@ ProgressCallback = Callable[[str, int, int, int], None]
 
 
 @dataclass(frozen=True)
+class PreparationPlan:
+    """What the bytes of a preparation depend on. `tokenizer` is the hash of a given one, or `vocab_size` is trained."""
+
+    files: str
+    text_field: str
+    tokenizer: str | None
+    vocab_size: int | None
+    validation_ratio: float
+    shard_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class PreparationSummary:
-    """What a preparation came to; tokens, documents and bytes of text by split."""
+    """The result of a preparation; tokens, documents and bytes of text by split."""
 
     folder: Path
     tokens: dict[str, int]
@@ -75,83 +98,84 @@ def prepare(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> PreparationSummary:
-    """Turn the corpus that `source` names (see `open_source`) into a folder of token shards.
+    """Turn the corpus that `source` names (see `open_text_source`) into a folder of token shards.
 
-    tokenizer     a tokenizer.json or a folder holding one; without it one of `vocab_size` ids is trained
-    held_out      the fraction of documents set aside, chosen by their content alone, so that copies of a text are on
-                  one side and another seed changes nothing; at least one document on each side, and of an only
-                  document its tail; 0 sets nothing aside
-    shard_tokens  the document that reaches this closes a shard
-    workers       processes; by default as many as there are processors and work for them
-    progress      called as progress(step, done, total, bytes of the source done); the steps are "tokenizer", "tokens"
-                  and "shards"
+    tokenizer         a tokenizer.json or a folder with one; by default one of `vocab_size` ids is trained
+    validation_ratio  the fraction of documents for validation, from 0 to below 1. Documents are chosen by their content
+                      alone, so copies of a text are on one side and another seed changes nothing. Each side has at least
+                      one document; of a single document the tail is for validation; 0 sets nothing aside
+    shard_tokens      a shard is complete with the document that reaches this, at least 1
+    workers           processes, at least 1; by default as many as there are processors and work for them
+    progress          called as progress(step, done, total, bytes of the source done); the steps are "tokenizer", "tokens"
+                      and "shards"
 
-    Stopped in any way and called again, it continues; done already, it says so in the summary and does nothing.
-    UserError for what is wrong with the input, for a folder that holds another plan (unless `overwrite`), for a full disk;
-    RunFailed when one of its processes was killed.
+    Called again after it was stopped in any way, it continues; called again when done, it does nothing but say so.
+    Raises UserError for invalid input, for a folder that holds another plan (unless `overwrite`), and for a full disk;
+    RunFailed when one of its processes was killed. Bounds of its options are checked by `PrepareOptions`.
     """
-    if not 0 <= validation_ratio < 1:
-        raise UserError(f"held_out {validation_ratio}: expected a fraction from 0 to below 1")
-    if shard_tokens < 1:
-        raise UserError(f"shard_tokens {shard_tokens}: expected at least 1")
-    if workers is not None and workers < 1:
-        raise UserError(f"workers {workers}: expected at least 1")
     corpus = open_text_source(source, text_field)
     given = Tokenizer.open(tokenizer) if tokenizer is not None else None
-    plan: Json = {
-        "files": corpus.fingerprint(),
-        "text_field": text_field,
-        "tokenizer": given.hash if given else None,
-        "vocab_size": None if given else vocab_size,
-        "validation_ratio": validation_ratio,
-        "shard_tokens": shard_tokens,
-        "seed": seed,
-    }
+    plan = PreparationPlan(
+        corpus.fingerprint(),
+        text_field,
+        given.hash if given else None,
+        None if given else vocab_size,
+        validation_ratio,
+        shard_tokens,
+        seed,
+    )
     out = Path(out)
-    report = progress or (lambda step, done, total, size: None)
-    with _lock_output_folder(out, plan, overwrite) as finished:
+    with _lock_output_folder(out, asdict(plan), overwrite) as finished:
         if not finished:
-            units = corpus.units()
-            tail = validation_ratio if validation_ratio and _is_one_document(source, units) else None
-            readings = [UnitReader(unit, tail) for unit in units]
-            size = workers or min(_num_available_cpus(), len(units), 1 + corpus.size // MIN_BYTES_PER_WORKER)
-            with WorkerPool(size) as crew:
-                opened = _write_tokenizer(out, given, vocab_size, _tokenizer_sample(readings, validation_ratio, seed), report)
-                _write_parts(out, readings, opened.hash, crew, report)
-                documents = DocumentIndex.load(out, len(units))
-                members = _split_documents(
-                    documents.hashes, documents.text_bytes, validation_ratio, one_document=tail is not None
-                )
-                splits = _write_shards(out, documents, members, opened, shard_tokens, seed, crew, report)
-            manifest = {
-                "format": FORMAT_VERSION,
-                "source": source,
-                "plan": plan,
-                "tokenizer": opened.hash,
-                "vocab_size": opened.vocab_size,
-                "dtype": token_dtype(opened.vocab_size).name,
-                "left_out_files": corpus.skipped_files,
-                "empty_documents": documents.num_empty,
-                "text_bytes": {split: int(documents.text_bytes[members[split]].sum()) for split in members},
-                "splits": splits,
-            }
-            with atomic_write(out / SHARDS_MANIFEST) as file:
-                file.write(json.dumps(manifest, indent=1).encode())
+            manifest = _write_folder(out, corpus, given, plan, workers, progress or (lambda *step: None))
+            atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest))
         shutil.rmtree(out / UNFINISHED, ignore_errors=True)
         return _summary(out, finished)
 
 
+def _write_folder(
+    out: Path,
+    corpus: TextSource,
+    given: Tokenizer | None,
+    plan: PreparationPlan,
+    workers: int | None,
+    progress: ProgressCallback,
+) -> TokenFolderManifest:
+    """Write tokenizer, parts and shards, and return the manifest to write."""
+    units = corpus.units()
+    one_document = bool(plan.validation_ratio) and _is_one_document(corpus.spec, units)
+    readers = [UnitReader(unit, plan.validation_ratio if one_document else None) for unit in units]
+    num_cpus = len(os.sched_getaffinity(0))
+    with WorkerPool(workers or min(num_cpus, len(units), 1 + corpus.size // MIN_BYTES_PER_WORKER)) as pool:
+        tokenizer = _write_tokenizer(out, given, plan, readers, progress)
+        _write_parts(out, readers, tokenizer.hash, pool, progress)
+        index = DocumentIndex.load(out, len(units))
+        members = _split_documents(index.hashes, index.text_bytes, plan.validation_ratio, one_document)
+        splits = _write_shards(out, index, members, tokenizer, plan, pool, progress)
+    return TokenFolderManifest(
+        format=FORMAT_VERSION,
+        source=corpus.spec,
+        plan=asdict(plan),
+        tokenizer=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
+        skipped_files=corpus.skipped_files,
+        empty_documents=index.num_empty,
+        text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
+        splits=splits,
+    )
+
+
 def _summary(out: Path, already_done: bool) -> PreparationSummary:
     manifest = TokenFolder.open(out).manifest
-    lines = manifest["splits"]
     return PreparationSummary(
         folder=out,
-        tokens={split: sum(line["tokens"] for line in lines[split]) for split in lines},
-        documents={split: sum(line["documents"] for line in lines[split]) for split in lines},
-        text_bytes=manifest["text_bytes"],
-        empty_documents=manifest["empty_documents"],
-        skipped_files=manifest["left_out_files"],
-        vocab_size=manifest["vocab_size"],
+        tokens={split: sum(entry.tokens for entry in entries) for split, entries in manifest.splits.items()},
+        documents={split: sum(entry.documents for entry in entries) for split, entries in manifest.splits.items()},
+        text_bytes=manifest.text_bytes,
+        empty_documents=manifest.empty_documents,
+        skipped_files=manifest.skipped_files,
+        vocab_size=manifest.vocab_size,
         already_done=already_done,
     )
 
@@ -160,8 +184,8 @@ def _summary(out: Path, already_done: bool) -> PreparationSummary:
 
 
 @contextmanager
-def _lock_output_folder(out: Path, plan: Json, overwrite: bool) -> Iterator[bool]:
-    """Hold a folder for one plan, and tell whether it is finished already."""
+def _lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
+    """Hold a folder for one plan. Yields whether it is finished already."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
@@ -172,57 +196,80 @@ def _lock_output_folder(out: Path, plan: Json, overwrite: bool) -> Iterator[bool
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{out}: another preparation is writing here: wait for it, or name another folder") from None
-        written = out / UNFINISHED / "plan.json"
-        finished = _is_preparation(out)
-        begun = finished or written.exists()
-        if not begun:
-            # Killed before its plan was sealed, or while it was taken away, a preparation leaves nothing of worth.
-            if _is_interrupted_preparation(out / UNFINISHED):
-                remove_preparation(out)
-            if os.listdir(out):
-                raise UserError(f"{out}: not empty, and no preparation: name another folder")
-        if begun and overwrite:
-            remove_preparation(out)
-            finished = begun = False
-        if begun:
-            found = TokenFolder.open(out).manifest["plan"] if finished else json.loads(written.read_bytes())
-            changed = [name for name in plan if found.get(name) != plan[name]]
-            if changed:
-                names = ", ".join(changed)
-                raise UserError(f"{out}: holds a preparation with other {names}: name another folder, or overwrite it")
-        else:
-            written.parent.mkdir()
-            with atomic_write(written) as file:
-                file.write(json.dumps(plan).encode())
-        yield finished
+        yield _open_plan(out, plan, overwrite)
     finally:
         os.close(descriptor)
 
 
+def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
+    """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
+    path = out / UNFINISHED / "plan.json"
+    finished = _is_preparation(out)
+    begun = finished or path.exists()
+    if begun and overwrite:
+        _remove_preparation(out)
+        finished = begun = False
+    elif not begun:
+        # Killed before its plan was written, or while it was removed, a preparation leaves nothing that could be used.
+        if _is_interrupted_preparation(out / UNFINISHED):
+            _remove_preparation(out)
+        if os.listdir(out):
+            raise UserError(f"{out}: not empty, and no preparation: name another folder")
+    if begun:
+        written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
+        changed = [name for name in plan if written.get(name) != plan[name]]
+        if changed:
+            names = ", ".join(changed)
+            raise UserError(f"{out}: holds a preparation with other {names}: name another folder, or overwrite it")
+        _remove_partial_files(out)
+    else:
+        path.parent.mkdir()
+        atomic_write_json(path, plan)
+    return finished
+
+
 def _is_preparation(out: Path) -> bool:
-    """Whether a folder has the manifest of a preparation; a damaged one counts where shards lie beside it."""
+    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards beside it."""
     try:
-        return "splits" in json.loads((out / SHARDS_MANIFEST).read_bytes())
+        read_token_folder_manifest(out)
     except FileNotFoundError:
         return False
-    except (ValueError, TypeError):
+    except UserError:
         return any(out.glob("*-00000.tokens"))
+    return True
 
 
 def _is_interrupted_preparation(unfinished: Path) -> bool:
-    return unfinished.is_dir() and all(entry.name.startswith(("part-", "plan.json")) for entry in unfinished.iterdir())
+    expected = ("part-", "plan.json", ".part-", ".plan.json")
+    return unfinished.is_dir() and all(entry.name.startswith(expected) for entry in unfinished.iterdir())
+
+
+def _remove_preparation(folder: Path) -> None:
+    """Delete what a preparation wrote, the manifest first, and nothing else."""
+    # Interrupted, this leaves an unfinished preparation, which the next one removes.
+    (folder / UNFINISHED).mkdir(exist_ok=True)
+    (folder / SHARDS_MANIFEST).unlink(missing_ok=True)
+    for suffix in (".tokens", ".documents", ".json"):
+        for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]{suffix}"):
+            file.unlink()
+    _remove_partial_files(folder)
+    for name in ("tokenizer", UNFINISHED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _remove_partial_files(folder: Path) -> None:
+    """Delete what atomic writes left that were cut off: nobody else writes to a folder that is locked."""
+    for pattern in (f".*{PARTIAL_SUFFIX}", f"{UNFINISHED}/.*{PARTIAL_SUFFIX}"):
+        for file in folder.glob(pattern):
+            file.unlink()
 
 
 def _is_one_document(source: str, units: list[SourceUnit]) -> bool:
-    texts = (document for unit in units for document in unit.read() if document.text.strip())
+    texts = (text for unit in units for text in unit.read() if text.strip())
     first = list(islice(texts, 2))
     if not first:
         raise UserError(f"{source}: empty: there is no text in it")
     return len(first) == 1
-
-
-def _num_available_cpus() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 # --- splits ----------------------------------------------------------------------------------------------------------
@@ -237,31 +284,31 @@ def _split_documents(
 ) -> dict[str, np.ndarray]:
     """The documents of each split, by the hashes and sizes of all.
 
-    Where the hashes hold out nothing, or more than half of the text though less was asked for, it is the document of the
-    lowest hash among those that leave half of it to train on. Of an only document the tail is held out, whatever its size.
+    Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
+    less was requested, it is the document of the least hash among those that leave half of the text to train on. Of a single
+    document the tail is for validation, whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
     """
-    held = hashes < _hash_threshold(validation_ratio)
-    too_much = not one_document and validation_ratio < 0.5 and text_bytes[held].sum() > text_bytes.sum() / 2
-    if validation_ratio and (not held.any() or too_much):
+    validation = hashes < _hash_threshold(validation_ratio)
+    too_much = not one_document and validation_ratio < 0.5 and text_bytes[validation].sum() > text_bytes.sum() / 2
+    if validation_ratio and (not validation.any() or too_much):
         _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
         small = np.bincount(texts, weights=text_bytes)[texts] <= text_bytes.sum() / 2
-        held = hashes == (hashes[small] if small.any() else hashes).min()
-    if held.all():
-        held = hashes != hashes.max()
+        validation = hashes == (hashes[small] if small.any() else hashes).min()
+    if validation.all():
+        validation = hashes != hashes.max()
     if not validation_ratio:
-        return {TRAIN_SPLIT: np.flatnonzero(~held)}
-    if not held.any():
-        raise UserError("too few different texts to hold any out: give held_out = 0, or more text")
-    return {TRAIN_SPLIT: np.flatnonzero(~held), VALIDATION_SPLIT: np.flatnonzero(held)}
+        return {TRAIN_SPLIT: np.flatnonzero(~validation)}
+    if not validation.any():
+        raise UserError("too few different texts to set any aside for validation: give validation_ratio = 0, or more text")
+    return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}
 
 
 def _tokenizer_sample(readers: list[UnitReader], validation_ratio: float, seed: int) -> Iterator[str]:
-    """Texts to learn merges from: from units in an order drawn by the seed, and none whose hash holds them out, unless
-    all are."""
+    """Texts to learn merges from, without those for validation unless there are no others. The seed orders the units."""
     left = TOKENIZER_SAMPLE_CHARACTERS
-    share = TOKENIZER_SAMPLE_CHARACTERS // min(TOKENIZER_SAMPLE_UNITS, len(readers))
+    per_unit = TOKENIZER_SAMPLE_CHARACTERS // min(TOKENIZER_SAMPLE_UNITS, len(readers))
     for number in permutation(len(readers), derive_key(seed, "sample"))(np.arange(len(readers))):
-        of_unit = min(share, left)
+        of_unit = min(per_unit, left)
         left -= of_unit
         for text, digest in readers[number].hashed_texts():
             if digest >= _hash_threshold(validation_ratio):
@@ -280,52 +327,54 @@ def _tokenizer_sample(readers: list[UnitReader], validation_ratio: float, seed: 
 
 
 def _write_tokenizer(
-    out: Path, given: Tokenizer | None, vocab_size: int, sample: Iterator[str], report: ProgressCallback
+    out: Path, given: Tokenizer | None, plan: PreparationPlan, readers: list[UnitReader], progress: ProgressCallback
 ) -> Tokenizer:
     folder = out / "tokenizer"
     if not (folder / "tokenizer.json").exists():
-        report("tokenizer", 0, 1, 0)
-        (given or train_tokenizer(sample, vocab_size)).save(folder)
-        report("tokenizer", 1, 1, 0)
+        progress("tokenizer", 0, 1, 0)
+        if given is None:
+            assert plan.vocab_size is not None
+            given = train_tokenizer(_tokenizer_sample(readers, plan.validation_ratio, plan.seed), plan.vocab_size)
+        given.save(folder)
+        progress("tokenizer", 1, 1, 0)
     return Tokenizer.open(folder)
 
 
 def _write_parts(
-    out: Path, readers: list[UnitReader], tokenizer_hash: str, workers: WorkerPool, report: ProgressCallback
+    out: Path, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool, progress: ProgressCallback
 ) -> None:
-    sizes = [reading.unit.size for reading in readers]
+    sizes = [reader.unit.size for reader in readers]
     missing = [number for number in range(len(sizes)) if not part_path(out, number, ".npz").exists()]
     done, size = len(sizes) - len(missing), sum(sizes) - sum(sizes[number] for number in missing)
-    report("tokens", done, len(sizes), size)
+    progress("tokens", done, len(sizes), size)
     jobs = [PartJob(out, number, readers[number], tokenizer_hash) for number in missing]
-    for index, _ in workers.map_unordered(write_part, jobs):
+    for index, _ in pool.map_unordered(write_part, jobs):
         done, size = done + 1, size + sizes[missing[index]]
-        report("tokens", done, len(sizes), size)
+        progress("tokens", done, len(sizes), size)
 
 
 def _write_shards(
     out: Path,
-    documents: DocumentIndex,
-    documents_of_split: dict[str, np.ndarray],
+    index: DocumentIndex,
+    members: dict[str, np.ndarray],
     tokenizer: Tokenizer,
-    shard_tokens: int,
-    seed: int,
-    workers: WorkerPool,
-    report: ProgressCallback,
-) -> dict[str, list[Json]]:
-    """The manifest's lines of every shard, by split."""
+    plan: PreparationPlan,
+    pool: WorkerPool,
+    progress: ProgressCallback,
+) -> dict[str, list[ShardEntry]]:
+    """Write the documents of each split (`members`), and return the shards' entries in the manifest by split."""
     jobs: list[ShardJob] = []
     splits: list[str] = []
-    for split, of_split in documents_of_split.items():
-        shuffled = of_split[permutation(len(of_split), derive_key(seed, "documents", split))(np.arange(len(of_split)))]
-        for number, chosen in enumerate(documents.split_into_shards(shuffled, shard_tokens)):
-            where = documents.part_numbers[chosen], documents.starts[chosen], documents.lengths[chosen]
+    for split, documents in members.items():
+        order = permutation(len(documents), derive_key(plan.seed, "documents", split))(np.arange(len(documents)))
+        for number, chosen in enumerate(index.split_into_shards(documents[order], plan.shard_tokens)):
+            where = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
             dtype = token_dtype(tokenizer.vocab_size)
             jobs.append(ShardJob(out, f"{split}-{number:05d}", *where, dtype, tokenizer.hash))
             splits.append(split)
-    lines: dict[int, Json] = {}
-    report("shards", 0, len(jobs), 0)
-    for index, line in workers.map_unordered(assemble_shard, jobs):
-        lines[index] = line
-        report("shards", len(lines), len(jobs), 0)
-    return {split: [lines[index] for index in range(len(jobs)) if splits[index] == split] for split in documents_of_split}
+    entries: dict[int, ShardEntry] = {}
+    progress("shards", 0, len(jobs), 0)
+    for job, entry in pool.map_unordered(assemble_shard, jobs):
+        entries[job] = entry
+        progress("shards", len(entries), len(jobs), 0)
+    return {split: [entries[job] for job in range(len(jobs)) if splits[job] == split] for split in members}

@@ -1,7 +1,7 @@
 """What the processes of a preparation do: a unit of text into a part, parts into a shard.
 
-A part is the tokens of one unit, in its own order, with a list of its documents. It lives in the unfinished folder
-until the shards are written, so that a preparation that was stopped repeats at most the units it was in.
+A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the unfinished folder until the
+shards are written, so a preparation that was stopped repeats at most the units that were being read.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 
 from lmforge.atomic_files import atomic_write
-from lmforge.data.shards import UNFINISHED, Json, finished_shard_entry, write_shard
-from lmforge.data.sources.documents import SourceUnit
+from lmforge.data.shards import RESTORE_HINT, UNFINISHED, ShardEntry, finished_shard_entry, write_shard
+from lmforge.data.sources.text_sources import SourceUnit
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -24,15 +24,14 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class UnitReader:
-    """How a unit is read. `tail` is the fraction cut off as a document of its own when the corpus has only one."""
+    """How a unit is read. `tail_fraction` is cut off as a document of its own when the corpus has only one document."""
 
     unit: SourceUnit
     tail_fraction: float | None
 
     def hashed_texts(self) -> Iterator[tuple[str, int]]:
-        """(text, hash of it) of each document, empty ones too; the documents of least hash are held out."""
-        for document in self.unit.read():
-            text = document.text
+        """(text, hash of it) of each document, empty ones too. Documents with the least hashes are for validation."""
+        for text in self.unit.read():
             if self.tail_fraction is None or not text.strip():
                 yield text, xxhash.xxh3_64_intdigest(text.encode())
             else:
@@ -42,7 +41,7 @@ class UnitReader:
 
 
 def _split_position(text: str, target: int) -> int:
-    """Where to cut a text in two, at a line if there is one, with more than blanks on either side."""
+    """Where to cut a text in two, at the end of a line if possible, with more than blanks on either side."""
     first = len(text) - len(text.lstrip()) + 1
     target = max(first, min(target, len(text.rstrip()) - 1))
     line = text.rfind("\n", first, target) + 1
@@ -66,14 +65,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @lru_cache(maxsize=1)
 def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
-    """Once a process, and once more when another has taken its place in the folder."""
+    """Opened once in a process, and again if another tokenizer replaced it in the folder."""
     tokenizer = Tokenizer.open(folder)
     assert tokenizer.hash == tokenizer_hash
     return tokenizer
 
 
 def write_part(job: PartJob) -> None:
-    """Tokenise one unit. The list of its documents is sealed last: it says that the part is there."""
+    """Tokenize one unit. The list of its documents is written last: its presence marks the part as complete."""
     tokenizer = _open_tokenizer_cached(job.out / "tokenizer", job.tokenizer_hash)
     dtype = token_dtype(tokenizer.vocab_size)
     lengths: list[int] = []
@@ -82,8 +81,8 @@ def write_part(job: PartJob) -> None:
     empty = 0
     with atomic_write(part_path(job.out, job.number, ".tokens")) as file:
         tokens = 0
-        for handful in _batch_pieces(_split_long_texts(job.reader.hashed_texts(), tokenizer)):
-            for piece, ids in zip(handful, tokenizer.encode_batch([piece.text for piece in handful]), strict=True):
+        for batch in _batch_pieces(_split_long_texts(job.reader.hashed_texts(), tokenizer)):
+            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
                 if piece.document is None:
                     file.write(np.array(ids, dtype).data)
                     tokens += len(ids)
@@ -109,7 +108,7 @@ def write_part(job: PartJob) -> None:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Part of a document; the last one says of which: its text and digest."""
+    """A piece of a document; the last piece of each has the document's (text, hash), the others None."""
 
     text: str
     document: tuple[str, int] | None
@@ -123,16 +122,16 @@ def _split_long_texts(texts: Iterator[tuple[str, int]], tokenizer: Tokenizer) ->
 
 
 def _batch_pieces(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Pieces by the megabyte, so that memory does not grow with the unit."""
-    handful: list[TextPiece] = []
+    """Pieces in batches of a megabyte, so that memory does not grow with the unit."""
+    batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
-        handful.append(piece)
+        batch.append(piece)
         size += len(piece.text)
         if size >= ENCODE_BATCH_CHARACTERS:
-            yield handful
-            handful, size = [], 0
-    yield handful
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,14 @@ class DocumentIndex:
 
     part_numbers: np.ndarray
     starts: np.ndarray  # in tokens of the part
-    lengths: np.ndarray  # tokens, separator included
+    lengths: np.ndarray  # tokens, the end-of-text token included
     hashes: np.ndarray
     text_bytes: np.ndarray
     num_empty: int
 
     @classmethod
     def load(cls, out: Path, num_parts: int) -> "DocumentIndex":
-        """The lists of all `count` parts, which must be sealed."""
+        """The lists of all parts, which must be complete."""
         lengths, hashes, sizes, empty = [], [], [], 0
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
@@ -166,7 +165,7 @@ class DocumentIndex:
         )
 
     def split_into_shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
-        """Documents in an order, cut after each that brings a shard to `shard_tokens`."""
+        """Documents in an order, cut after each document that fills a shard to `shard_tokens`."""
         stops = np.cumsum(self.lengths[order])
         first, tokens = 0, 0
         while first < len(order):
@@ -176,7 +175,7 @@ class DocumentIndex:
 
 
 class ShardJob(NamedTuple):
-    """One shard: where each of its documents lies, in the order they take."""
+    """One shard: where each of its documents is in the parts, in their order in the shard."""
 
     out: Path
     name: str
@@ -187,14 +186,14 @@ class ShardJob(NamedTuple):
     tokenizer_hash: str
 
 
-def assemble_shard(job: ShardJob) -> Json:
-    """Gather the documents of one shard and return its line of the manifest."""
-    sealed = finished_shard_entry(job.out, job.name)
-    if sealed is not None:
-        return sealed
+def assemble_shard(job: ShardJob) -> ShardEntry:
+    """Gather the documents of one shard, unless an earlier run did, and return its entry in the manifest."""
+    finished = finished_shard_entry(job.out, job.name)
+    if finished is not None:
+        return finished
     stops = np.cumsum(job.lengths)
     tokens = np.empty(int(stops[-1]), job.dtype)
-    # Part by part rather than document by document: each is opened once and read in the order it lies on the disk.
+    # Part by part rather than document by document: each is opened once and read in the order on the disk.
     by_part = np.lexsort((job.starts, job.part_numbers))
     for of_part in np.split(by_part, np.flatnonzero(np.diff(job.part_numbers[by_part])) + 1):
         with open(part_path(job.out, int(job.part_numbers[of_part[0]]), ".tokens"), "rb") as file:
@@ -202,5 +201,5 @@ def assemble_shard(job: ShardJob) -> Json:
                 file.seek(int(job.starts[document]) * job.dtype.itemsize)
                 into = tokens[stops[document] - job.lengths[document] : stops[document]]
                 if file.readinto(into.view(np.uint8).data) != into.nbytes:
-                    raise UserError(f"{file.name}: truncated since it was written: prepare anew with overwrite")
+                    raise UserError(f"{file.name}: truncated since it was written: {RESTORE_HINT}")
     return write_shard(job.out, job.name, tokens, job.lengths, job.tokenizer_hash)

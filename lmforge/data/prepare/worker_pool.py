@@ -1,4 +1,4 @@
-"""Processes for tokenising: work spread over them, and none left behind when the one that asked is stopped or killed."""
+"""Worker processes for tokenizing; none is left behind when the process that started them is stopped or killed."""
 
 import multiprocessing
 import os
@@ -18,9 +18,9 @@ Result = TypeVar("Result")
 
 
 class WorkerPool:
-    """`size` processes, started when there is work for them; of one, the work is done in this process.
+    """`num_workers` processes, started when there is work for them; with one, the work is done in this process.
 
-    They are spawned, as a fork would copy the locks of whatever threads the caller has. Use it in a `with`.
+    They are spawned, since a fork would copy the locks of the caller's threads. Use it in a `with`.
     """
 
     def __init__(self, num_workers: int):
@@ -28,17 +28,17 @@ class WorkerPool:
         self._pool: ProcessPoolExecutor | None = None
 
     def map_unordered(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-        """(index of the job, its result) as they are done. What a job raises is raised here.
+        """(index of the job, its result) as jobs finish. An exception of a job is raised here.
 
-        RunFailed when a process was killed from outside.
+        Raises RunFailed when a process was killed from outside.
         """
         if self._num_workers == 1 or len(jobs) <= 1:
             for index, job in enumerate(jobs):
                 yield index, function(job)
             return
-        # Ctrl-C reaches every process of a terminal; here it is for the caller alone, which then ends the others. A
-        # blocked signal stays blocked across spawning, so there is no moment at which a starting process can print.
-        # Python's tracker of shared resources, which the pool starts, unblocks it: that one has to be up before.
+        # Ctrl-C reaches every process of a terminal; only the caller may act on it, and then ends the others. A blocked signal
+        # stays blocked across spawning, so a starting process cannot print a traceback. Python's resource tracker, which the
+        # pool starts, unblocks it: that one has to run before.
         ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -63,14 +63,14 @@ class WorkerPool:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._pool is not None:
-            # Closing the lifeline ends the processes at once, in the middle of whatever they do: on the way out of an
-            # interruption nobody waits for a large file, and on the way out of success they do nothing.
+            # Closing the lifeline ends the processes at once: after an interruption nobody waits for a large file, and after
+            # success they have nothing to do.
             self._lifeline.close()
             self._pool.shutdown(cancel_futures=True)
 
 
 def _init_worker(lifeline: Connection) -> None:
-    """In a new process: live no longer than the other end of the lifeline, which the kernel closes with its owner."""
+    """In a new process: end when the other end of the lifeline is closed, which the kernel does when its owner ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one of many processes needs no thread pool of its own
 
     def watch() -> None:

@@ -1,30 +1,45 @@
-"""Records of a file: objects with named fields, one after another, with a place that a message can point at.
+"""Records of files: JSON lines, one JSON list, or parquet, compressed or not. Everyone reads these formats here.
 
-Lines of JSON, one JSON list, or parquet, compressed or not. What the fields mean is the caller's business.
+What the fields mean is the caller's business: `text_sources.py` takes one text of each record, `chat/` whole conversations.
 """
 
-import json
+import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmforge.data.sources.documents import COMPRESSION_SUFFIXES, JSON_SUFFIXES, content_suffix, decode_utf8, open_decompressed
 from lmforge.errors import UserError
+from lmforge.untrusted import parse_json
 
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
+COMPRESSION_SUFFIXES = frozenset({".gz", ".zst"})
+MAX_RECORD_BYTES = 2**30  # of a line, or of a file that is one JSON list
 PARQUET_BATCH_ROWS = 1000
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Record = dict[str, Any]
+
+
+def content_suffix(name: str) -> str:
+    """The suffix of a file's name without that of the compression, in lower case."""
+    path = Path(name)
+    return Path(path.stem if path.suffix in COMPRESSION_SUFFIXES else name).suffix.lower()
 
 
 def find_record_files(path: str | Path) -> list[Path]:
-    """The file itself, or all files of records in a folder, by name; `~` is a home. UserError where there are none."""
+    """The file itself, or all files of records in a folder, sorted; `~` is expanded. Raises UserError if there are none."""
     root = Path(path).expanduser()
     try:
         if root.is_file():
             return [root]
         if not root.is_dir():
             raise UserError(f"{path}: no such file or folder")
-        files = sorted(
-            file for file in root.iterdir() if file.is_file() and content_suffix(file.name) in JSON_SUFFIXES | {".parquet"}
-        )
+        known = JSON_SUFFIXES | {".parquet"}
+        files = sorted(file for file in root.iterdir() if file.is_file() and content_suffix(file.name) in known)
     except OSError as problem:
         raise UserError(f"{path}: cannot be read: {problem.strerror}") from None
     if not files:
@@ -32,47 +47,121 @@ def find_record_files(path: str | Path) -> list[Path]:
     return files
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE, record N", record) of a file, or of all such files in a folder by name; N counts from 1 in each file.
+def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
+    """("FILE, record N", record) of a file, or of all such files of a folder, sorted; N counts from 1 in each file.
 
-    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. UserError naming file and record.
+    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises UserError naming the place.
     """
     for file in find_record_files(path):
-        records = _parquet_records(file) if content_suffix(file.name) == ".parquet" else _json_records(file)
+        records = parquet_rows(file) if content_suffix(file.name) == ".parquet" else _json_list_or_lines(file)
         for number, record in enumerate(records, start=1):
-            if not isinstance(record, dict):
-                raise UserError(f"{file}, record {number}: expected an object with named fields, not {type(record).__name__}")
             yield f"{file}, record {number}", record
 
 
-def _json_records(file: Path) -> Iterator[Any]:
-    with open_decompressed(str(file)) as lines:
-        at, number = 0, 0
-        for line in lines:
-            if not number and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                try:
-                    yield from json.loads(decode_utf8(line + lines.read(), str(file), at))
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{file}: begins as a JSON list and is none: {error}") from None
-                return
+def _json_list_or_lines(path: Path) -> Iterator[Record]:
+    with open_decompressed(path) as file:
+        if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            content = file.read(MAX_RECORD_BYTES + 1).removeprefix(BYTE_ORDER_MARK)
+            hint = "a file that begins with [ must be one JSON list of objects"
+            yield from parse_json(content, list[Record], str(path), max_bytes=MAX_RECORD_BYTES, hint=hint)
+            return
+    yield from (record for _, record in json_lines(path))
+
+
+def json_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Record]]:
+    """(byte offset, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are skipped.
+
+    Raises UserError naming file and line if one is not UTF-8 or not a JSON object.
+    """
+    with open_decompressed(path) as file:
+        offset = start
+        if start:
+            # A line belongs to the range it begins in; the rest of one that began before is read with the range before.
+            file.seek(start - 1)
+            offset += len(file.readline()) - 1
+        while (stop is None or offset < stop) and (line := file.readline()):
             if not line.isspace():
-                number += 1
-                try:
-                    record = json.loads(decode_utf8(line, str(file), at))
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{file}, record {number}: not JSON, one object a line: {error}") from None
-                yield record
-            at += len(line)
+                yield offset, _parse_line(line, path, offset)
+            offset += len(line)
 
 
-def _parquet_records(file: Path) -> Iterator[Any]:
-    import pyarrow
+def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
+    try:
+        return parse_json(line.removeprefix(BYTE_ORDER_MARK), Record, "", max_bytes=MAX_RECORD_BYTES)
+    except UserError as problem:
+        decode_utf8(line, path, offset)  # names the byte, where that is the reason
+        surrogate = ": half of a surrogate pair, which no encoding holds" if "of hex escape" in str(problem) else ""
+        raise UserError(f"{line_location(path, offset)}{problem}{surrogate}") from None
+
+
+def line_location(path: str | Path, offset: int) -> str:
+    """`FILE:LINE` of the line at a byte offset. Reads the file up to there: for messages only."""
+    with open_decompressed(path) as file:
+        seen, line = 0, 1
+        while seen < offset:
+            seen, line = seen + len(file.readline()), line + 1
+    return f"{path}:{line}"
+
+
+def parquet_rows(path: str | Path, columns: list[str] | None = None, row_group: int | None = None) -> Iterator[Record]:
+    """The rows of a parquet file, or of one of its row groups. Raises UserError if it cannot be read."""
+    with open_parquet(path) as parquet:
+        row_groups = None if row_group is None else [row_group]
+        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups, columns):
+            yield from batch.to_pylist()
+
+
+@contextmanager
+def open_parquet(path: str | Path) -> Iterator["pyarrow.parquet.ParquetFile"]:
+    """A parquet file; what pyarrow raises in the block becomes a UserError."""
     import pyarrow.parquet
 
-    if file.suffix in COMPRESSION_SUFFIXES:
-        raise UserError(f"{file}: parquet is compressed within: unpack it")
+    if Path(path).suffix in COMPRESSION_SUFFIXES:
+        raise UserError(f"{path}: parquet is compressed within: unpack it")
     try:
-        for rows in pyarrow.parquet.ParquetFile(file).iter_batches(PARQUET_BATCH_ROWS):
-            yield from rows.to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            yield parquet
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read as parquet: {error}") from None
+        raise UserError(f"{path}: cannot be read as parquet: {error}") from None
+
+
+def require_fields(record: Record, *names: str, hint: str = "") -> None:
+    """Raises UserError naming the first of these fields that a record lacks, and those it has."""
+    for name in names:
+        if name not in record:
+            raise UserError(f"no field {name!r}: there are {', '.join(sorted(record)) or 'none'}{hint}")
+
+
+def record_text(record: Record, name: str) -> str:
+    """The text in a field; empty if the field is null or missing. Raises UserError if it is not text."""
+    text = record.get(name)
+    if not isinstance(text, str | None):
+        raise UserError(f"the field {name!r} is not text but {type(text).__name__}")
+    return text or ""
+
+
+@contextmanager
+def open_decompressed(path: str | Path) -> Iterator[io.BufferedReader]:
+    """A file as its bytes, decompressed by its suffix. OSError in the block becomes a UserError."""
+    try:
+        with _open_by_suffix(path) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _open_by_suffix(path: str | Path) -> io.BufferedReader:
+    if Path(path).suffix not in COMPRESSION_SUFFIXES:
+        return open(path, "rb")
+    # Arrow's, because it notices a truncated .zst, which zstandard's own reader takes for the end.
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="detect"), 1 << 18)
+
+
+def decode_utf8(content: bytes, path: str | Path, offset: int = 0) -> str:
+    """Bytes of a file, from byte `offset` on, as text without a byte order mark. Raises UserError if they are not UTF-8."""
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {offset + error.start}: convert the file, or leave it out") from None

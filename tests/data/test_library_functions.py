@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
+from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
 from lmforge.errors import UserError
 from lmforge.rewards.sandbox import Sandbox
 from tests.seeds import fresh_random

@@ -13,14 +13,14 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.packing import PackedSequence
 from lmforge.data.shards import TokenFolder
-from lmforge.data.stream import TokenDataset
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
-FIELDS = ("tokens", "targets", "positions", "documents")
+FIELDS = ("tokens", "labels", "positions", "document_ids")
 MASK = 2**64 - 1
 
 shards_of_documents = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=8), min_size=1, max_size=4)
@@ -57,9 +57,9 @@ def slow_row(tokens: list[int], owners: list[int], index: int, length: int) -> d
             seen.append(owners[i])
             position = 0
         row["tokens"].append(tokens[i])
-        row["targets"].append(tokens[i + 1] if owners[i + 1] == owners[i] else -100)
+        row["labels"].append(tokens[i + 1] if owners[i + 1] == owners[i] else -100)
         row["positions"].append(position)
-        row["documents"].append(len(seen) - 1)
+        row["document_ids"].append(len(seen) - 1)
         position += 1
     return row
 
@@ -194,7 +194,7 @@ def test_the_plan_hash_changes_with_whatever_changes_the_rows(tmp_path: Path, fo
 
 
 def test_a_split_shorter_than_a_row_says_so(tmp_path: Path, folder_of: Writer) -> None:
-    with pytest.warns(UserWarning, match="less than one row of 64"):
+    with pytest.warns(UserWarning, match="less than one sequence of 64"):
         stream = TokenDataset(folder_of(tmp_path / "a", [[20]]), sequence_length=64)
     assert stream.sequences_per_epoch == 1
     assert (stream.sequence(0).labels != -100).sum() == 19

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.sources import documents
-from lmforge.data.sources.documents import TextSource, open_text_source
+from lmforge.data.sources import text_sources
+from lmforge.data.sources.text_sources import TextSource, open_text_source
 from lmforge.errors import UserError
 from tests.seeds import fresh_random, fresh_seed
 
@@ -20,7 +20,7 @@ from tests.seeds import fresh_random, fresh_seed
 def texts(source: TextSource) -> list[str]:
     """As another process would read them."""
     units = pickle.loads(pickle.dumps(source.units()))
-    return [document.text for unit in units for document in unit.read()]
+    return [text for unit in units for text in unit.read()]
 
 
 def lines(*records: object) -> bytes:
@@ -60,7 +60,7 @@ def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch:
     expected = ["é" * int(n) for n in generator.integers(0, 40, 60)]
     (tmp_path / "a.jsonl").write_bytes(lines(*({"text": text} for text in expected)))
     for size in (1, 2, 7, 13, 100, 5000, 10**9):
-        monkeypatch.setattr(documents, "LINES_UNIT_BYTES", size)
+        monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", size)
         assert texts(open_text_source(str(tmp_path / "a.jsonl"))) == expected
 
 
@@ -87,7 +87,7 @@ def test_a_folder_is_read_to_any_depth_sorted_and_without_what_is_hidden_or_unkn
 
 
 def test_small_files_share_units_and_units_never_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "UNIT_BYTES", 100)
+    monkeypatch.setattr(text_sources, "TEXT_UNIT_BYTES", 100)
     for i in range(30):
         (tmp_path / f"{i:02d}.txt").write_text("x" * (5 * i))
     source = open_text_source(str(tmp_path))
@@ -132,16 +132,15 @@ def test_the_standard_library_is_real_code_and_no_tables() -> None:
     folders = {folder for name in names for folder in Path(name).parent.parts}
     assert not folders & {"test", "tests", "site-packages", "encodings", "pydoc_data"}
     assert source.size > 5_000_000
-    first = next(iter(source.units()[0].read()))
-    assert Path(first.name).is_relative_to(sysconfig.get_path("stdlib"))
+    assert all(Path(file.path).is_relative_to(sysconfig.get_path("stdlib")) for file in source.files)
 
 
 def test_a_python_file_in_its_declared_encoding_is_decoded_and_one_that_belies_it_left_out(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
     bad.write_bytes(b"x = '\xe9'\n")
-    unit = documents.PythonUnit((str(bad), str(good)), 0)
-    assert [document.text for document in unit.read()] == ["# coding: latin-1\nx = 'é'\n"]
+    unit = text_sources.PythonUnit((str(bad), str(good)), 0)
+    assert list(unit.read()) == ["# coding: latin-1\nx = 'é'\n"]
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -177,8 +176,8 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b'{"text": "a"', "not JSON"),
-        (b"[1]", "expected an object with the field 'text'"),
+        (b'{"text": "a"', "not valid JSON"),
+        (b"[1]", "expected an object, got [1]"),
         (b'{"body": "a", "title": "b"}', "no field 'text': there are body, title"),
         (b"{}", "no field 'text': there are none"),
         (b'{"text": 5}', "the field 'text' is not text but int"),
@@ -190,7 +189,7 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(tmp_path: Path) -> None:
 def test_a_bad_line_is_named_with_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, complaint: str, packed: bool, unit_bytes: int
 ) -> None:
-    monkeypatch.setattr(documents, "LINES_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", unit_bytes)
     raw = lines({"text": "a"}) + b"\n" + lines({"text": "b"}) + line + b"\n"
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(raw) if packed else raw)

@@ -1,7 +1,7 @@
-"""Sample number → row: the only thing a trainer asks of its data.
+"""Sample number → packed sequence: all that a trainer needs of its data.
 
-There is no state. Sample n belongs to epoch n div rows_per_epoch, where a keyed permutation of that epoch says which
-row it is. Ranks, batches and threads are not known here.
+There is no state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation of that epoch gives the index of
+its sequence. Ranks, batches and threads are not known here.
 """
 
 import json
@@ -17,25 +17,25 @@ from lmforge.data.packing import ConcatPacking, PackedSequence
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 
-# Raised whenever the same plan would give other rows, so that a run is never resumed on other data unnoticed.
+# Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.
 PACKING_VERSION = 1
 
 
 class Packing(Protocol):
-    """How rows are made of what is stored: how many there are, and each of them by its number."""
+    """How stored tokens become packed sequences: how many there are, and each of them by its index."""
 
     @property
     def num_sequences(self) -> int: ...
 
     def sequence(self, index: int) -> PackedSequence:
-        """Row `index`. A row at or beyond `rows` is all padding."""
+        """Sequence `index`; all padding at or beyond `num_sequences`."""
 
 
 class PackedDataset:
-    """The rows of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
+    """The sequences of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
 
-    Unshuffled rows end in rows that are all padding, so that an evaluation may ask for whole batches and every row still
-    counts once.
+    Without shuffling, sequences beyond the last are all padding, so an evaluation can read full batches and still count every
+    sequence once.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class PackedDataset:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        """`length` in tokens; `plan` says all that rows depend on, but for the seed; `name` keys the order."""
+        """`plan` lists all that sequences depend on, except the seed; `name` keys the order."""
         if sequence_length < 1:
-            raise ValueError(f"rows of {sequence_length} tokens")
+            raise ValueError(f"sequences of {sequence_length} tokens")
         self.sequence_length = sequence_length
         self.location = location
         self._name = name
@@ -66,21 +66,21 @@ class PackedDataset:
         return self.packing.num_sequences
 
     def sequence(self, n: int) -> PackedSequence:
-        """Sample `n`: a pure function of (data, length, seed, n)."""
+        """Sample `n`: a pure function of (data, sequence_length, seed, n)."""
         return self.sequences(n, n + 1)[0]
 
     def sequences(self, start: int, stop: int) -> list[PackedSequence]:
-        """Samples start … stop − 1. UserError naming shard, offset and sample if one cannot be read."""
-        rows = []
+        """Samples start … stop − 1. Raises UserError naming shard, offset and sample if one cannot be read."""
+        sequences = []
         for n, index in zip(range(start, stop), self.indices(start, stop), strict=True):
             try:
-                rows.append(self.packing.sequence(int(index)))
-            except UserError as mistake:
-                raise UserError(f"sample {n}: {mistake}") from mistake
-        return rows
+                sequences.append(self.packing.sequence(int(index)))
+            except UserError as error:
+                raise UserError(f"sample {n}: {error}") from error
+        return sequences
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Which row of the split each of the samples start … stop − 1 is, int64."""
+        """The index in the packing of each of the samples start … stop − 1, int64."""
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
         samples = np.arange(start, stop)
@@ -88,8 +88,8 @@ class PackedDataset:
             return samples
         epochs, offsets = np.divmod(samples, self.sequences_per_epoch)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            samples[here] = self._permutation(int(epoch))(offsets[here])
+            of_epoch = epochs == epoch
+            samples[of_epoch] = self._permutation(int(epoch))(offsets[of_epoch])
         return samples
 
     def _permutation_of_epoch(self, epoch: int) -> Permutation:
@@ -97,10 +97,10 @@ class PackedDataset:
 
 
 class TokenDataset(PackedDataset):
-    """The rows of one split of a folder of token shards."""
+    """The packed sequences of one split of a folder of token shards."""
 
     def __init__(self, folder: TokenFolder, *, split: str = "train", sequence_length: int, seed: int = 0, shuffle: bool = True):
-        """`length` in tokens. UserError if the folder has no such split."""
+        """Raises UserError if the folder has no such split."""
         tokens = folder.split(split)
         super().__init__(
             ConcatPacking(tokens, sequence_length),
@@ -113,7 +113,7 @@ class TokenDataset(PackedDataset):
         )
         if shuffle and tokens.num_tokens <= sequence_length:
             warnings.warn(
-                f"{self.location} holds {tokens.num_tokens} tokens, less than one row of {sequence_length}: "
-                "every row is the same text and padding",
+                f"{self.location} holds {tokens.num_tokens} tokens, less than one sequence of {sequence_length}: "
+                "every sequence is the same text and padding",
                 stacklevel=2,
             )

@@ -1,7 +1,7 @@
-"""A chat template's Jinja source, run where it can do no harm, as transformers runs it.
+"""Runs a chat template's Jinja source as transformers does, in a sandbox with bounds on its size, loops and output.
 
-What comes out is text, with the stretches that the template itself says the model is to write. Which tokens that is, and
-whether the template is fit for training, is no business of this room.
+The result is text, with marks around the parts that the template tags as generated. `templates.py` makes tokens of it and
+decides whether the template can be trained on.
 """
 
 import json
@@ -17,21 +17,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lmforge.errors import UserError
 
-# What the model writes stands between these while a template runs; a text that holds one of them must be escaped first.
+# These surround what the template tags as the model's; texts that contain one must be escaped before.
 GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
 
-# Far above any template and any conversation that a model can read; what a template reaches without end.
+# Far above any template and conversation that a model can read: only a template that never ends reaches them.
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_RENDERED_CHARACTERS = 1 << 26
 MAX_LOOP_ITERATIONS = 10_000_000
 
 
 class _TemplateError(jinja2.TemplateError):
-    """A template's own `raise_exception`."""
+    """Raised by a template's `raise_exception`, and where it exceeds a bound."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: what it surrounds is the model's to write (transformers' `return_assistant_tokens_mask`)."""
+    """`{% generation %}` surrounds what the model generates (transformers' `return_assistant_tokens_mask`)."""
 
     tags = {"generation"}  # noqa: RUF012  (the library's own type)
 
@@ -43,7 +43,7 @@ class _GenerationTag(Extension):
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which loops and products end: the library's own bounds `range` alone."""
+    """A sandbox that bounds loops and products; the library's own bounds only `range`."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -71,21 +71,21 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         for item in items:
             self.iterations += 1
             if self.iterations > MAX_LOOP_ITERATIONS:
-                raise _TemplateError(f"its loops went round {MAX_LOOP_ITERATIONS:,} times")
+                raise _TemplateError(f"its loops ran {MAX_LOOP_ITERATIONS:,} times")
             yield item
 
 
 class JinjaTemplate:
-    """A compiled chat template. `tagged`: it says by `{% generation %}` which words are the model's."""
+    """A compiled chat template. `has_generation_tags`: it marks by `{% generation %}` what the model generates."""
 
     def __init__(self, source: str, variables: Mapping[str, str], location: str):
-        """`variables`, such as bos_token, are seen by the template; `where` names it in messages. UserError if it is no Jinja."""
+        """The template sees `variables`, such as bos_token; messages name its `location`. Raises UserError if not Jinja."""
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise UserError(f"{location}: {len(source):,} characters of chat template: more than {MAX_TEMPLATE_CHARACTERS:,}")
         self.source = source
         self._location = location
         self._sandbox = _BoundedSandbox()
-        # One time for all that is rendered: a conversation and its beginning must not differ by a second.
+        # The same function for all calls: a conversation and its beginning are rendered alike.
         self._sandbox.globals |= {**variables, "strftime_now": datetime.now().strftime}
         try:
             self._template = self._sandbox.from_string(source)
@@ -96,7 +96,10 @@ class JinjaTemplate:
         )
 
     def render(self, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool) -> str:
-        """The text of a conversation, with OPENS and CLOSES around what is tagged. UserError with the template's own words."""
+        """The text of a conversation, with GENERATION_START and GENERATION_END around what is tagged.
+
+        Raises UserError with the message of whatever the template raises.
+        """
         self._sandbox.iterations = 0
         pieces: list[str] = []
         size = 0
@@ -108,7 +111,7 @@ class JinjaTemplate:
                 size += len(piece)
                 if size > MAX_RENDERED_CHARACTERS:
                     raise _TemplateError(f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters")
-        except Exception as error:  # it is a program of another's: whatever it raises is about this conversation
+        except Exception as error:  # a template is a program that can raise anything
             raise UserError(f"{self._location}: refuses the conversation: {error or repr(error)}") from None
         return "".join(pieces)
 
@@ -116,7 +119,7 @@ class JinjaTemplate:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own escapes for HTML, which no model reads.
+    # Jinja's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

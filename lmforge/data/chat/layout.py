@@ -1,0 +1,63 @@
+"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once become token ids.
+
+Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids with its answer as without.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from lmforge.data.packing import TokenizedExample
+from lmforge.data.tokenizer import Tokenizer
+
+# A special token's id, or a text between two of them as one or more pieces; with each, whether it is scored.
+LayoutPart = tuple[int, bool] | list[tuple[str, bool]]
+Layout = list[LayoutPart]
+
+
+def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[TokenizedExample]:
+    """The ids and loss mask of each layout. All texts are encoded together: a thousand at once is ten times as fast."""
+    sections = [(part, at > 0) for layout in layouts for at, part in enumerate(layout) if isinstance(part, list)]
+    known = _encode_unique(tokenizer, ((text, inside) for section, inside in sections for text in _prefixes(section)))
+    piece_ids: dict[int, list[list[int]]] = {}
+    apart = []
+    for section, inside in sections:
+        prefixes = [known[text, inside] for text in _prefixes(section)]
+        if all(prefixes[-1][: len(prefix)] == prefix for prefix in prefixes):
+            bounds = pairwise([0, *map(len, prefixes)])
+            piece_ids[id(section)] = [prefixes[-1][start:stop] for start, stop in bounds]
+        else:  # a token would go across two pieces
+            apart.append((section, [(text, inside or at > 0) for at, (text, _) in enumerate(section)]))
+    known = _encode_unique(tokenizer, (piece for _, pieces in apart for piece in pieces))
+    piece_ids |= {id(section): [known[piece] for piece in pieces] for section, pieces in apart}
+    examples = []
+    for layout in layouts:
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for part in layout:
+            pieces = zip(piece_ids[id(part)], part, strict=True) if isinstance(part, list) else [([part[0]], part)]
+            for ids, (_, scored) in pieces:
+                tokens += ids
+                mask += [scored] * len(ids)
+        if mask:
+            mask[0] = False  # no token comes before it to predict it
+        examples.append(TokenizedExample(np.array(tokens, np.int32), np.array(mask, bool)))
+    return examples
+
+
+def _encode_unique(tokenizer: Tokenizer, texts: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], list[int]]:
+    """The ids of each (text, whether it continues another), every different one encoded once."""
+    unique = list(dict.fromkeys(texts))
+    known: dict[tuple[str, bool], list[int]] = {}
+    for inside in (False, True):
+        chosen = [text for text, is_inside in unique if is_inside == inside]
+        encoded = tokenizer.encode_batch(chosen, is_continuation=inside)
+        known |= {(text, inside): ids for text, ids in zip(chosen, encoded, strict=True)}
+    return known
+
+
+def _prefixes(section: list[tuple[str, bool]]) -> list[str]:
+    """The first piece, the first two together, and so on to the whole text."""
+    texts = [text for text, _ in section]
+    return ["".join(texts[: count + 1]) for count in range(len(texts))]
