@@ -11,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +30,21 @@ from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.stream import TokenDataset
 from lmforge.errors import RunFailed, UserError
-from lmforge.model.config import ModelConfig, model_config_from_options
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
 from lmforge.runs import MANIFEST
-from lmforge.stages.inputs import loads_pretrained_weights
-from lmforge.stages.pretrained import Pretrained, find_pretrained
-from lmforge.stages.setup import build_model_and_optimizer, device_peak_flops, token_rng_seed
+from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.dataset_batches import build_loader
+from lmforge.stages.inputs import loads_pretrained_weights, resolve_model_config
+from lmforge.stages.pretrained import find_pretrained
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
-from lmforge.train.metrics import peak_memory_gib
+from lmforge.train.metrics import device_peak_flops, peak_memory_gib
 
 PHASE_STEPS = 3
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -128,33 +132,23 @@ def measure(config: BenchConfig) -> dict[str, Any]:
     ranks = cluster.init_distributed(config.train.device, config.train.threads)
     try:
         plan = plan_batches(config, ranks.world_size)
-        place, places = data_parallel_rank_and_size(config.parallel, ranks.rank_info.rank, ranks.world_size)
+        place, _ = data_parallel_rank_and_size(config.parallel, ranks.rank_info.rank, ranks.world_size)
         there = (config.data.folder / MANIFEST).exists()
         tokens = TokenFolder.open(config.data.folder) if there else None
         vocabulary = tokens.tokenizer.vocab_size if tokens else None
         origin = find_pretrained(config.model.source) if config.model.source else None
-        shape = (
-            origin.resolve_model_config(config.model, vocabulary)
-            if origin
-            else model_config_from_options(config.model, vocabulary)
-        )
+        shape = resolve_model_config(config, origin, vocabulary)
         check_parallel(config.parallel, shape, plan)
         data: BatchLoader | RandomBatches
         if tokens:
             stream = TokenDataset(tokens, sequence_length=config.data.sequence_length, seed=config.train.seed)
-            data = BatchLoader(
-                stream,
-                global_batch_size=plan.rows,
-                micro_batch_size=plan.micro_batch_size,
-                data_parallel_rank=place,
-                data_parallel_size=places,
-                device=ranks.device,
-                rng_seed=token_rng_seed(config),
-            )
+            data = build_loader(config, stream, plan, ranks)
         else:
             data = RandomBatches(shape.vocab_size, plan, ranks.device, seed=place)
         try:
-            timed = _time_steps(config, shape, origin if loads_pretrained_weights(config) else None, plan, data, ranks)
+            load_weights = origin.load_weights if origin is not None and loads_pretrained_weights(config) else None
+            fill = partial(fill_weights, config, ranks, load_weights)
+            timed = _time_steps(config, shape, fill, plan, data, ranks)
         finally:
             data.close()
         return ranks.broadcast({**timed, "data": str(config.data.folder) if there else "random tokens"})
@@ -165,7 +159,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
 def _time_steps(
     config: BenchConfig,
     model_config: ModelConfig,
-    pretrained: Pretrained | None,
+    fill: Callable[[LanguageModel], None],
     plan: BatchPlan,
     data: Any,
     dist_ctx: DistributedContext,
@@ -173,9 +167,7 @@ def _time_steps(
     dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
     compiled, _ = choose_compile(config.train.compile, dist_ctx.device, config.train.steps)
     objective = NextTokenObjective()
-    trained, optimizer = build_model_and_optimizer(
-        config, model_config, objective, dist_ctx, dtype, compiled, init_weights=True, pretrained=pretrained
-    )
+    trained, optimizer = build_model_and_optimizer(config, model_config, objective, dist_ctx, dtype, compiled, fill)
     on_gpu = dist_ctx.device.type == "cuda"
     number = itertools.count()
 

@@ -28,7 +28,7 @@ PHASES = (
     "save",
     "evaluate",
     "sample",
-    "judge",
+    "reward",
     "barrier",
 )
 # What is left in the file when a rank has ended.

@@ -81,9 +81,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
-    def set_phase(self, phase: str, step: int) -> None:
-        """Say what this rank does from now on; phases are those of heartbeat.PHASES."""
-        self._heartbeat.set_phase(phase, step)
+    def set_phase(self, phase: str, step: int | None = None) -> None:
+        """Say what this rank does from now on, at the same step unless one is given. Phases are those of heartbeat.PHASES."""
+        self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
     def describe_progress(self) -> str:
         """Step and phase, in words."""

@@ -17,16 +17,17 @@ from pathlib import Path
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.post_training import AlignConfig
 from lmforge.config.run import BatchPlan, StageConfig
 from lmforge.errors import RunFailed
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 from lmforge.objectives.cross_entropy import CHUNK_TOKENS
+from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.plan.activations import activation_bytes, block_activation_bytes
-from lmforge.stages.grpo import has_frozen_reference
-from lmforge.stages.inputs import count_parameters
+from lmforge.plan.parameter_counts import count_parameters
 
 GIB = 2**30
 # What arithmetic leaves out: short-lived copies, and memory in pieces too small for what is asked. On a CPU, where the C
@@ -111,6 +112,13 @@ def _read_kib_table(path: Path) -> dict[str, int]:
         return {}
 
 
+def _has_frozen_reference(config: StageConfig) -> bool:
+    """Whether a run keeps a frozen copy of its first weights beside the policy."""
+    if not isinstance(config, AlignConfig) or config.reference != "copy":
+        return False
+    return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
+
+
 @dataclass(frozen=True)
 class MemoryOptions:
     """What the memory of a rank goes by, of all that can be chosen."""
@@ -140,7 +148,7 @@ class MemoryEstimator:
         master = 4 if self.config.train.master_dtype == "fp32" else 2
         states = (1 if self.config.optimizer.name == "sgd" else 2) * (4 if self.config.optimizer.state_dtype == "fp32" else 2)
         resting = total // options.fsdp_degree * master + trained // options.fsdp_degree * (master + states)
-        if has_frozen_reference(self.config):
+        if _has_frozen_reference(self.config):
             resting += parameter_count(shape).total // options.fsdp_degree * master
         bytes_now = 0 if options.cpu_offload and self.on_gpu else resting
         if options.engine in ("fsdp1", "fsdp2"):

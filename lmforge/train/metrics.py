@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.model.flops import peak_flops
 
 
 class MetricsAccumulator:
@@ -49,9 +50,15 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a rank: a GPU's from its data sheet (None if unknown), a CPU's measured now."""
+    if device.type == "cuda":
+        return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
+    return measured_peak_flops(dtype)
+
+
 def measured_peak_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product with this process's CPU threads: what MFU is measured against where no data
-    sheet applies. Takes a fraction of a second."""
+    """FLOP/s of a large matrix product with this process's CPU threads. Takes a quarter of a second."""
     size = 1024
     left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
     best = float("inf")

@@ -85,7 +85,10 @@ def _describe_batch_and_cost(config: StageConfig) -> str:
     lines.append(_describe_cost(shape, config.data.sequence_length))
     total, at_rest = float(flops_per_token(shape, config.data.sequence_length)), adamw_state_bytes(shape)
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
-        from lmforge.stages.inputs import count_parameters, training_flops_per_token  # with torch, which knows the layers
+        from lmforge.plan.parameter_counts import (
+            count_parameters,
+            training_flops_per_token,
+        )  # with torch, which knows the layers
 
         (held, trained), total = count_parameters(config, shape), training_flops_per_token(config, shape)
         at_rest = 4 * held + 8 * trained
