@@ -41,9 +41,9 @@ def has_compiler() -> bool:
     """Whether `torch.compile` has what it needs on a CPU."""
     import torch
 
-    from lmforge.parallel.precision import find_compiler
+    from lmforge.parallel.precision import missing_for_compile
 
-    return find_compiler(torch.device("cpu")) is None
+    return missing_for_compile(torch.device("cpu")) is None
 
 
 def has_landlock() -> bool:

@@ -55,5 +55,5 @@ def roll_back(trainer: Trainer, last_bad_step: BadStep) -> int:
             ctx.console.warn(f"{ctx.run.checkpoint_path(later)}: could not be deleted: {problem}")
     detector.load_losses(point.manifest.bad_step_detector)
     detector.rolled_back_to(point.step, next_batch=last_bad_step.batch_index + 1)
-    ctx.console.warn(f"{cause}: rolled back to step {point.step}; goes on with the batches after them")
+    ctx.console.warn(f"{cause}: rolled back to step {point.step}, continuing with the batches after them")
     return point.step

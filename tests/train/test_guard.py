@@ -209,14 +209,14 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
     answers = [json.loads(line)["completion"] for table in tables for line in table.read_text().splitlines()[2:]]
     shown = lmforge("show", "data", bad[1], cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert "its answers are in runs/bad/completions/set-000000-rank-*.jsonl" in done.stderr
+    assert "its completions are in runs/bad/completions/set-000000-rank-*.jsonl" in done.stderr
     assert shown.stdout.startswith("step 2: loss is ")
     texts = [line for line in shown.stdout.splitlines() if line.startswith(("'", '"'))]  # prompts and answers by turns
     assert texts[1::2] == [repr(answer) for answer in answers]
     later = lmforge("show", "data", bad[2], cwd=tmp_path)
     assert (later.returncode == 0) == (every == 1)
     assert ("the answers of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
-    assert ("its answers were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
+    assert ("its completions were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
 
 
 def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_after_them(

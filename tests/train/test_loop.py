@@ -89,14 +89,14 @@ def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, comp
     """The loop by itself, with a small model, under the default options."""
     dist_ctx = cluster.init_distributed(device, threads=1)
     objective, tokenizer = NextTokenObjective(), train_tokenizer(["some text"], 300)
-    model_config = ModelConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-    )
+    model_config = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     model = build_model(model_config, seed=0, device=dist_ctx.device)
     parallel_model = parallelize(model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, compile_model=compiled)
     (tmp_path / "health").mkdir()
+    never = {"every_steps": 1000}
+    options = {"train": {"steps": steps}, "schedule": {"warmup_steps": 0}, "log": never, "checkpoint": never}
     ctx = RunContext(
-        validate_options(Config, {"train": {"steps": steps}, "log": {"every_steps": 1000}, "checkpoint": {"every_steps": 1000}}),
+        validate_options(Config, options),
         Run(tmp_path),
         dist_ctx,
         Watchdog(dist_ctx, tmp_path / "health"),

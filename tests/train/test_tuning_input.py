@@ -440,7 +440,8 @@ def test_a_share_of_the_prompts_is_held_out_and_equal_ones_are_on_one_side(place
 def test_files_that_are_held_out_leave_the_others_whole_and_are_told_of(place: Path, tiny_run: Path) -> None:
     (place / "both.jsonl").write_text((place / "long.jsonl").read_text() + '{"prompt": "1 + 2 ="}\n')
     materials = [
-        prompts_of(place, tiny_run, validation_files=[str(place / "both.jsonl")], validation_ratio=share) for share in (0.1, 0.2)
+        prompts_of(place, tiny_run, validation_files=[str(place / "both.jsonl")], validation_ratio=share)
+        for share in (0.1, 0.2)
     ]
     prompts, held_out = sides_of(materials[0])
     assert (len(prompts), held_out) == (80, ["1 + 2 ="])
