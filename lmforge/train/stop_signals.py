@@ -31,7 +31,7 @@ class StopSignals:
         self._signal = number
 
     def exchange(self, save_request: int = 0) -> tuple[int, int]:
-        """(signal, save request): the largest of any rank at the last call, 0 for none; the same on all. Call it once a step."""
+        """(signal, save request): the largest of any rank at the last call, 0 for none; the same on all. Called each step."""
         if self._dist_ctx.control_group is None:
             return self._signal, save_request
         requested = 0, 0

@@ -245,7 +245,7 @@ def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_afte
     run = Run(tmp_path / "a")
     assert sorted(losses(run)) == list(range(1, hit[1] + 5))
     manifest = json.loads((run.checkpoint_path(run.checkpoint_steps()[-1]) / "manifest.json").read_text())
-    left_out = manifest["samples"] // 4 - manifest["step"]
+    left_out = manifest["consumed_sequences"] // 4 - manifest["step"]
     assert left_out == (hit[0] + 1 - back[0]) + (hit[1] + 1 - (hit[0] + 1 - back[0]) - back[1])
     # Continued, it goes on with the same batches as it would have.
     assert command([str(word) for word in [*words, "--train.steps", hit[2] + 2, "--schedule.name", "constant"]]) == 0
