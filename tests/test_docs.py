@@ -107,7 +107,7 @@ def shortened(line: str) -> str:
     if "recipes/chess/games.py" in words:
         return f"{line} --games 20 --positions 4 --nodes 10 --workers 1"
     if words[:2] == ["lmforge", "evaluate"] and "--tasks" not in words:
-        return f"{line} --rows 32"
+        return f"{line} --sequences 32"
     if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line
     # One that a page writes itself is not among those of the house.
@@ -129,8 +129,8 @@ def shortened_pipeline(path: Path) -> None:
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     lines = [f"name = {json.dumps(table['name'])}"]
     for stage in table["stages"]:
-        words = shlex.split(shortened(shlex.join([stage["verb"], *stage.get("words", ())])))[1:]
-        stage = stage | {"words": words}
+        words = shlex.split(shortened(shlex.join([stage["verb"], *stage.get("arguments", ())])))[1:]
+        stage = stage | {"arguments": words}
         lines += ["[[stages]]", *(f"{name} = {json.dumps(value)}" for name, value in stage.items())]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
