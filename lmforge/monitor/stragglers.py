@@ -44,11 +44,7 @@ class StragglerDetector:
         self._sums: list[list[float]] = []
 
     def update(
-        self,
-        seconds_by_rank: Sequence[Sequence[float]],
-        pipeline_ranks: Sequence[int],
-        steps: float,
-        step_seconds: float,
+        self, seconds_by_rank: Sequence[Sequence[float]], pipeline_ranks: Sequence[int], steps: float, step_seconds: float
     ) -> list[str]:
         """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s a step); …".
 

@@ -29,12 +29,7 @@ from lmforge.parallel.validate import choose_engine
 from lmforge.stages.build_model import MASTER_DTYPES
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.stages.inputs import find_required_pretrained
-from lmforge.stages.reference import (
-    PackingWithReference,
-    ReferenceModel,
-    precompute_reference_logprobs,
-    reference_logprobs,
-)
+from lmforge.stages.reference import PackingWithReference, ReferenceModel, precompute_reference_logprobs, reference_logprobs
 from lmforge.train.metrics import MetricsAccumulator
 from lmforge.train.trainer import BatchSource, Trainer
 

@@ -5,19 +5,16 @@ Scores are those that `lmforge evaluate --tasks` gives of the checkpoint of the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from lmforge.config.run import COMFORTABLE_MICRO_BATCH_TOKENS, StageConfig
-from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask, check_task, load_task, run_task
 from lmforge.generate.engine import generate
-from lmforge.generate.model_loading import prefix_and_stop_ids
+from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
-from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.train.context import RunInputs
@@ -27,17 +24,6 @@ from lmforge.train.trainer import Trainer
 MAX_TASK_BATCH_SIZE = 16
 # val/NAME/… are metrics of alignment.
 RESERVED_TASK_NAMES = ("rewards", "logps", "tokens")
-
-
-@dataclass(frozen=True)
-class TrainedModelView:
-    """The model that is being trained, as evaluate.tasks reads a model."""
-
-    model: LanguageModel
-    config: ModelConfig
-    tokenizer: Tokenizer
-    prefix_ids: list[int]
-    stop_token_ids: frozenset[int]
 
 
 def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple[QuestionTask, int], ...]:
@@ -79,12 +65,12 @@ def _score_tasks(trainer: Trainer, step: int) -> dict[str, float]:
         return {}
     scores: dict[str, float] = {}
     with unsharded_for_decoding(trainer.parallel_model) as model:
-        ends = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
-        view = TrainedModelView(model, inputs.model_config, inputs.tokenizer, *ends)
+        prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
+        loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
         for task, batch_size in inputs.tasks:
             result = run_task(
                 task,
-                view,
+                loaded,
                 ctx.dist_ctx,
                 num_fewshot=options.num_fewshot,
                 limit=options.task_limit,

@@ -215,7 +215,7 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
     assert texts[1::2] == [repr(answer) for answer in answers]
     later = lmforge("show", "data", bad[2], cwd=tmp_path)
     assert (later.returncode == 0) == (every == 1)
-    assert ("the answers of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
+    assert ("the completions of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
     assert ("its completions were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
 
 
