@@ -7,7 +7,7 @@ group and sequence number: a rank with a pending one waits, and ranks with diffe
 
 import pickle
 import re
-from typing import TypedDict
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ import torch.distributed as dist
 MAX_PER_GROUP = 8
 
 
-class CollectiveRecord(TypedDict):
+@dataclass(frozen=True)
+class CollectiveRecord:
     """A collective of this rank: the `sequence`-th of its group; `pending` until it is complete."""
 
     group: str
@@ -35,11 +36,11 @@ def recent_collectives() -> list[CollectiveRecord]:
         number, described = entry["process_group"]
         group = described if described not in ("", "undefined") else f"group {number}"
         by_group.setdefault(group, []).append(
-            {
-                "group": group,
-                "sequence": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-                "operation": re.sub(r"^\w+:", "", entry["profiling_name"]),
-                "pending": entry["state"] != "completed" and not entry["retired"],
-            }
+            CollectiveRecord(
+                group=group,
+                sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+                operation=re.sub(r"^\w+:", "", entry["profiling_name"]),
+                pending=entry["state"] != "completed" and not entry["retired"],
+            )
         )
     return [entry for entries in by_group.values() for entry in entries[-MAX_PER_GROUP:]]

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 PHASES = (
     "starting",
@@ -47,7 +48,8 @@ class PhaseMark(NamedTuple):
     started: float
 
 
-class HeartbeatRecord(TypedDict):
+@dataclass(frozen=True)
+class HeartbeatRecord:
     """The content of the file. Times are in seconds since the epoch.
 
     number    phases of this step before this one        bytes              what the process has read and written so far
@@ -136,7 +138,7 @@ class Heartbeat:
             noticed=self.stall_noticed,
             reported=self.stall_reported,
         )
-        text = json.dumps(record).encode().ljust(FILE_BYTES - 1) + b"\n"
+        text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             os.write(file, text)

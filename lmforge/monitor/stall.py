@@ -12,9 +12,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError
@@ -73,7 +73,7 @@ class PeerStatus:
     @property
     def pending_collective(self) -> CollectiveRecord | None:
         """The oldest collective that it has begun and that is not complete."""
-        return next((each for each in self.collectives if each["pending"]), None)
+        return next((each for each in self.collectives if each.pending), None)
 
     @property
     def location(self) -> str:
@@ -82,7 +82,8 @@ class PeerStatus:
         return str(own[-1] if own else self.stack[-1]) if self.stack else ""
 
 
-class StallEvidence(TypedDict):
+@dataclass(frozen=True)
+class StallEvidence:
     """The content of `stall_file`. `progress` says which stall it is of; a frame is (file, line, function, source line)."""
 
     progress: tuple[int, int]
@@ -100,9 +101,9 @@ def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: 
     names = {each.ident: each.name for each in threading.enumerate()}
     extracted = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
     collectives = recent_collectives()
-    stack = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in extracted.get(thread_id, [])]
-    evidence = {"progress": progress, "stack": stack, "collectives": collectives}
-    atomic_write_text(stall_file(health_folder, rank), json.dumps(evidence), sync=False)
+    stack = [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in extracted.get(thread_id, [])]
+    evidence = StallEvidence(progress, stack, collectives)
+    atomic_write_text(stall_file(health_folder, rank), json.dumps(asdict(evidence)), sync=False)
     lines = []
     for ident, calls in sorted(extracted.items(), key=lambda pair: pair[0] != thread_id):
         if ident == threading.get_ident():
@@ -112,10 +113,7 @@ def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: 
             *calls.format(),
             "\n",
         ]
-    lines += [
-        f"{each['group']} {each['sequence']} {each['operation']}{' pending' if each['pending'] else ''}\n"
-        for each in collectives
-    ]
+    lines += [f"{each.group} {each.sequence} {each.operation}{' pending' if each.pending else ''}\n" for each in collectives]
     stacks_file.write_text("".join(lines), encoding="utf-8")
 
 
@@ -130,7 +128,7 @@ def read_peer(health_folder: Path, rank: int, own_written_at: float, silent_afte
     for _ in range(3):  # it may be read half-written
         with suppress(UserError):
             try:
-                written_at, heartbeat = path.stat().st_mtime, dict(read_json(path, HeartbeatRecord))
+                written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
                 break
             except FileNotFoundError:
                 break
@@ -144,9 +142,9 @@ def read_peer(health_folder: Path, rank: int, own_written_at: float, silent_afte
         state = "silent" if silent > silent_after_seconds else "here"
     with suppress(OSError, UserError):  # it has not noticed that it stalls, or cannot write
         evidence = read_json(stall_file(health_folder, rank), StallEvidence)
-        if evidence["progress"] == (heartbeat["step"], heartbeat["number"]):
-            stack = [StackFrame(*frame) for frame in evidence["stack"]]
-            return PeerStatus(rank, heartbeat, state, silent, stack, evidence["collectives"])
+        if evidence.progress == (heartbeat["step"], heartbeat["number"]):
+            stack = [StackFrame(*frame) for frame in evidence.stack]
+            return PeerStatus(rank, heartbeat, state, silent, stack, evidence.collectives)
     return PeerStatus(rank, heartbeat, state, silent)
 
 
@@ -248,7 +246,7 @@ def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
     }[peer.state]
     pending = peer.pending_collective
     if peer.state == "here" and pending and verdict != LATE:
-        where = f"{pending['operation']} {pending['sequence']} of {pending['group']}, from {peer.location}"
+        where = f"{pending.operation} {pending.sequence} of {pending.group}, from {peer.location}"
     return beat["phase"], where
 
 
@@ -266,14 +264,14 @@ def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
 def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
     """The last collective that the ranks had in common, and a guess at where they diverged."""
     pending = [peer.pending_collective for peer in waiting if peer.pending_collective]
-    same = {(each["group"], each["sequence"]) for each in pending}
-    if len(same) == 1 and len({each["operation"] for each in pending}) > 1:
+    same = {(each.group, each.sequence) for each in pending}
+    if len(same) == 1 and len({each.operation for each in pending}) > 1:
         group, sequence = same.pop()
         operations = {
-            each["operation"]
+            each.operation
             for peer in waiting
             for each in peer.collectives
-            if each["group"] == group and each["sequence"] == sequence - 1
+            if each.group == group and each.sequence == sequence - 1
         }
         last = (
             f"last in common: {sequence - 1} of {group}{f', {operations.pop()}' if len(operations) == 1 else ''}. "
