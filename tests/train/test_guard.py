@@ -107,11 +107,11 @@ def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     counts = {
         token: [number for number, has in enumerate(batches) if token in has] for token in range(folder.tokenizer.vocab_size)
     }
-    # Four batches, the first of them after a checkpoint, and no two in a row.
+    # Four batches or a few more, the first of them after a checkpoint, and no two in a row.
     token, hit = next(
         (token, hit)
         for token, hit in counts.items()
-        if len(hit) == 4 and hit[0] > 3 and all(b - a > 2 for a, b in itertools.pairwise(hit))
+        if 4 <= len(hit) <= 6 and hit[0] > 3 and all(b - a > 2 for a, b in itertools.pairwise(hit))
     )
     shape = resolve_model_config(
         "nano", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, len(counts)
@@ -137,7 +137,7 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
         run = Run(tmp_path / name)
         files = sorted((run.path / "bad").iterdir())
         assert [json.loads(file.read_text())["samples"] for file in files] == [[4 * at, 4 * at + 4] for at in hit]
-        assert run.read_metrics()[-1]["skipped_steps"] == 4
+        assert run.read_metrics()[-1]["skipped_steps"] == len(hit)
         told = [line for line in done.stderr.splitlines() if line.startswith("lmforge: step ")]
         assert [int(line.split()[2].rstrip(":")) for line in told] == [at + 1 for at in hit], done.stderr
         assert set(range(1, 41)) - losses(run).keys() == {at + 1 for at in hit}

@@ -121,7 +121,11 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
             ["--data.files", "chats.jsonl", "--lora.rank", "2", "--lora.target_modules", "nose"],
             "lora.target_modules: no linear layer",
         ),
-        ("sft", ["--data.files", "chats.jsonl", "--model.hidden_size", "64"], "model.hidden_size: a checkpoint's model config cannot be changed"),
+        (
+            "sft",
+            ["--data.files", "chats.jsonl", "--model.hidden_size", "64"],
+            "model.hidden_size: a checkpoint's model config cannot be changed",
+        ),
         ("align", ["--data.files", "chats.jsonl"], "chats.jsonl, record 1: "),
         ("align", ["--data.files", "equal.jsonl"], "equal.jsonl, record 2: chosen and rejected are equal"),
         ("align", ["--method", "kto", "--data.packing", "none"], "data.packing = none: kto compares the answers in a row"),
