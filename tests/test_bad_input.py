@@ -668,7 +668,7 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
         ),
         (
             "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --train.global_batch_size 1",
-            "a global batch of 2 or more rows",
+            "a global batch of 2 or more sequences",
         ),
         (
             "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --parallel.pipeline_stages_per_rank 3",

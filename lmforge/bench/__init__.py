@@ -1,1 +1,9 @@
-"""bench."""
+"""Measurements: what a step costs, and whether every parallel strategy computes the same.
+
+Begin with `step_timing.py` (`lmforge bench`) or `doctor.py` (`lmforge doctor`). `parity.py` trains a small model under each
+strategy and compares it with one process; `activation_tracker.py` measures the activations that a forward pass leaves.
+
+For others: `bench`, `doctor`. The tests of the strategies use `parity` and `activation_tracker` too.
+
+Not here: estimates (plan), and the comparison with other trainers (benchmarks/ beside the package).
+"""

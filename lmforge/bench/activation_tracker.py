@@ -1,6 +1,6 @@
-"""What a forward pass leaves in memory for its backward pass, read from the tensors themselves.
+"""Measures what a forward pass leaves in memory for its backward pass.
 
-Storages are watched, not autograd's saved tensors: activation checkpointing keeps some where autograd's hooks do not look.
+It tracks storages, not autograd's saved tensors: activation checkpointing keeps some where autograd's hooks do not look.
 """
 
 import gc
@@ -12,20 +12,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What these fill or hold is gathered parameters and gradients under way.
+# Operators of these hold gathered parameters, and gradients that are being reduced.
 _COLLECTIVE_NAMESPACES = ("c10d", "fsdp")
 
 
 class ActivationTracker(TorchDispatchMode):
-    """While it is entered, remembers the memory that operators make, without keeping it alive.
+    """Tracks the memory that operators allocate inside this context, without keeping it alive.
 
-    Parameters, batches and whatever else was there before are not among it, nor what is gathered. Operators inside of
+    Parameters, batches and everything else that existed before do not count, nor do gathered parameters. Operators in
     compiled blocks are not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # By address, which is not given to another storage as long as somebody refers to the first one, weakly too.
+        # By address, which is not reused as long as there is a reference to the storage, even a weak one.
         self._created: dict[int, StorageWeakRef] = {}
         self._ignored: dict[int, StorageWeakRef] = {}
 
@@ -44,7 +44,7 @@ class ActivationTracker(TorchDispatchMode):
                     into[storage._cdata] = StorageWeakRef(storage)
 
     def live_bytes(self) -> int:
-        """Of all that was made since this was entered, what somebody still holds."""
-        gc.collect()  # what only a circle of references holds is nobody's
+        """Bytes of the tracked storages that are still referenced."""
+        gc.collect()  # reference cycles do not count
         alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._created.values())
         return sum(storage.nbytes() for storage in alive if storage is not None)

@@ -1,7 +1,7 @@
-"""The ranks of a run as one thing: device, process groups, and how ranks agree before any of them goes on.
+"""`DistributedContext`: this rank, its device and its process groups, and how ranks decide together.
 
-Training traffic uses the default group. Decisions, checkpoints and errors use a gloo group of their own with a long
-time-out, so that they can never pair with a gradient's collective.
+Training uses the default process group. Decisions and errors use a gloo group of their own with a long time-out, so that
+they never pair with a gradient's collective; checkpoints have a third group.
 """
 
 import ctypes
@@ -27,27 +27,30 @@ T = TypeVar("T")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is asked for and absent."""
+    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested and absent."""
     if requested == "cuda" and not torch.cuda.is_available():
         raise UserError("device = cuda: no CUDA device is visible to torch here; use cpu or auto")
     if requested == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        there = torch.cuda.device_count()
-        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {there}; start fewer ranks")
+        count = torch.cuda.device_count()
+        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {count}; start fewer ranks")
     return torch.device("cuda", local_rank)
 
 
 @dataclass
 class DistributedContext:
-    """This process among its peers. With one rank there are no process groups and every method is immediate."""
+    """This process among the ranks of a run. With one rank there are no process groups, and every method returns at once.
+
+    control_group: for decisions and errors.
+    checkpoint_group: for saving, which runs in a thread of its own beside the training.
+    wait_context: entered while this rank waits for the others, so that a watchdog knows.
+    """
 
     rank_info: RankInfo
     device: torch.device
     control_group: dist.ProcessGroup | None
-    # For what is written beside the training, in a thread of its own.
     checkpoint_group: dist.ProcessGroup | None = None
-    # What is entered around waiting for the others, where somebody watches.
     wait_context: Callable[[], AbstractContextManager[None]] | None = None
 
     @property
@@ -68,7 +71,7 @@ class DistributedContext:
         return values
 
     def gather(self, value: T) -> list[T] | None:
-        """`value` of every rank, in rank order, on the first rank; None on the others."""
+        """`value` of every rank, in rank order, on rank 0; None on the others."""
         if self.control_group is None:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_rank0 else None
@@ -77,17 +80,17 @@ class DistributedContext:
         return values
 
     def scatter(self, values: list[T] | None) -> T:
-        """The value for this rank of the first rank's `values`, which are in rank order."""
+        """This rank's element of rank 0's `values`, which are in rank order."""
         if self.control_group is None:
             assert values is not None
             return values[0]
-        mine: list[Any] = [None]
+        received: list[Any] = [None]
         with self._while_waiting():
-            dist.scatter_object_list(mine, values, src=0, group=self.control_group)
-        return mine[0]
+            dist.scatter_object_list(received, values, src=0, group=self.control_group)
+        return received[0]
 
     def broadcast(self, value: T) -> T:
-        """The first rank's `value`, on every rank."""
+        """Rank 0's `value`, on every rank."""
         if self.control_group is None:
             return value
         box = [value]
@@ -106,35 +109,35 @@ class DistributedContext:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """What is done inside succeeds on all ranks, or raises on all: the first rank's problem that there is.
+        """The block succeeds on all ranks, or raises on all: the exception of the lowest rank that failed.
 
-        The block must not communicate: a rank that raised inside it would leave its peers waiting.
+        The block must not communicate: a rank that raises inside it would leave the others waiting.
         """
         problem: BaseException | None = None
         try:
             yield
         except (UserError, RunFailed, OSError) as raised:
             problem = raised
-        kinds = self.all_gather(None if problem is None else (type(problem), str(problem)))
-        for rank, kind in enumerate(kinds):
-            if kind is None:
+        for rank, failure in enumerate(self.all_gather(None if problem is None else (type(problem), str(problem)))):
+            if failure is None:
                 continue
             if problem is not None and rank == self.rank_info.rank:
                 raise problem
-            raised_as = kind[0] if issubclass(kind[0], (UserError, RunFailed)) else RunFailed
-            where = "" if rank == 0 or not issubclass(kind[0], OSError) else f"rank {rank}: "
-            raise raised_as(where + kind[1])
+            error_class, message = failure
+            raised_as = error_class if issubclass(error_class, (UserError, RunFailed)) else RunFailed
+            where = "" if rank == 0 or not issubclass(error_class, OSError) else f"rank {rank}: "
+            raise raised_as(where + message)
 
     def run_once_per_host(self, fn: Callable[[], object]) -> None:
-        """Carry out `work`, which must not communicate, on one rank of each host while the others wait, however long it takes.
+        """Call `fn`, which must not communicate, on one rank of each host while the others wait, however long it takes.
 
-        Waiting is many short collectives instead of one long one, which would time out. What `work` raises on any host is
+        They wait in many short collectives instead of one long one, which would time out. What `fn` raises on any host is
         raised on every rank.
         """
         problems: list[BaseException] = []
         ended = threading.Event()
 
-        def carry_out() -> None:
+        def call() -> None:
             try:
                 fn()
             except BaseException as problem:
@@ -143,7 +146,7 @@ class DistributedContext:
                 ended.set()
 
         if self.rank_info.local_rank == 0:
-            threading.Thread(target=carry_out, daemon=True).start()
+            threading.Thread(target=call, daemon=True).start()
         else:
             ended.set()
         while not all(self.all_gather(ended.wait(RANK_POLL_SECONDS))):
@@ -153,101 +156,102 @@ class DistributedContext:
                 raise problems[0]
 
     def decide_on_rank0(self, fn: Callable[[], T]) -> T:
-        """What `choose` returns on the first rank, on every rank; what it raises there is raised on every rank."""
-        answer: list[T] = []
+        """What `fn` returns on rank 0, on every rank; what it raises there is raised on every rank."""
+        result: Any = None
         with self.raise_on_all():
             if self.is_rank0:
-                answer.append(fn())
-        return self.broadcast(answer[0] if answer else None)  # type: ignore[return-value]
+                result = fn()
+        return self.broadcast(result)
 
 
 def init_distributed(device: str = "auto", threads: int | None = None) -> DistributedContext:
-    """Join the other ranks as the launcher's variables say; alone where nobody launched this process."""
-    place = read_rank_info()
+    """Join the other ranks as the launcher's variables say; a process that was not launched is alone.
+
+    device: auto, cpu or cuda.
+    threads: CPU threads of this rank; by default, on a CPU, its part of the cores.
+    """
+    info = read_rank_info()
     _terminate_with_launcher()
-    chosen = choose_device(device, place.local_rank)
-    if chosen.type == "cuda":
+    chosen = choose_device(device, info.local_rank)
+    on_gpu = chosen.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(chosen)
-    # torchrun sets OMP_NUM_THREADS=1 for every rank: on a CPU that leaves cores idle, so it is decided here.
-    if chosen.type == "cpu" or threads:
-        torch.set_num_threads(threads or threads_per_rank(place.local_world_size))
-    if chosen.type == "cpu":
+    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, so the number is set here.
+    if threads or not on_gpu:
+        torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
+    if not on_gpu:
         keep_freed_memory()
-    if place.world_size == 1:
-        return DistributedContext(place, chosen, None)
+    if info.world_size == 1:
+        return DistributedContext(info, chosen, None)
     global _store, _init_count, _reports_errors
-    # The last few collectives of each rank, for the report of a stall: 5 µs a collective. Read when the first group is made.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64" if chosen.type == "cpu" else "2000")
-    # A second start in the same processes finds the first one's keys in the store: each has its own names.
+    # Flight recorder: the last collectives of each rank, for the report of a stall. It costs 5 µs a collective, and is read
+    # when the first group is made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
+    # A second initialization in the same processes would find the first one's keys in the store, so each has its own prefix.
     _init_count, _reports_errors = _init_count + 1, None
-    with report_missing_ranks(place.rank, place.world_size, _init_count):
-        shared, rank, count = next(dist.rendezvous("env://"))
-        _store = dist.PrefixStore(f"lmforge-{_init_count}", shared)
-        dist.init_process_group(
-            # gloo too, for what is kept in host memory.
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-            store=_store,
-            rank=rank,
-            world_size=count,
-            device_id=chosen if chosen.type == "cuda" else None,
-        )
+    with report_missing_ranks(info.rank, info.world_size, _init_count):
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
+        # On GPUs gloo too, for tensors in host memory.
+        backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
+        dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id)
     control, saving = (
         dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc=purpose) for purpose in ("control", "saving")
     )
-    return DistributedContext(place, chosen, control, saving)
+    return DistributedContext(info, chosen, control, saving)
 
 
 def _terminate_with_launcher() -> None:
-    """Be asked to stop when the launcher is killed: ranks that nobody watches would train on, and hold the run."""
+    """Have the kernel send SIGTERM when the launcher is killed. Otherwise ranks would train on, and keep the run locked."""
     library = ctypes.CDLL(None)
-    # Taken out: what a rank starts in its turn has another parent.
+    # Removed, because processes that a rank starts have another parent.
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
     if launcher is None or not hasattr(library, "prctl"):
         return
     parent_death_signal = 1
     library.prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # it was killed before this was asked for
+    if os.getppid() != int(launcher):  # it was killed before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors, as the GPU allocator does.
 
-    It returns large blocks to the kernel, so that every activation of every step is mapped, zeroed and faulted in anew:
-    5 to 8 % of a training step on a CPU. Elsewhere (macOS, musl) nothing is changed.
+    By default it returns large blocks to the kernel, which then maps and zeroes memory for every activation of every step:
+    5 to 8 % of a training step on a CPU. On macOS and musl this does nothing.
     """
     library = ctypes.CDLL(None)
     if not (hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version")):
         return
     trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
     library.mallopt(trim_threshold, largest)
-    # Before version 2.35 glibc takes no more than 32 MiB.
+    # Before version 2.35 glibc refuses more than 32 MiB.
     library.mallopt(mmap_threshold, largest) or library.mallopt(mmap_threshold, 2**25)
 
 
 def destroy_distributed() -> None:
-    """Leave the process groups, if there are any."""
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-# The store outlives the groups: it still answers when a peer has died and every collective fails.
+# The store outlives the groups: it still answers when another rank has died and every collective fails.
 _store: dist.Store | None = None
 _init_count = 0
 _reports_errors: bool | None = None
 
 
 def claim_error_reporting() -> bool:
-    """Whether this process is the first of its peers to ask: the one that tells the user what went wrong.
+    """Whether this rank is the first to call this: the one that reports an error to the user.
 
-    It stays the one: asking again gets the same answer.
+    The answer of a process does not change.
     """
     global _reports_errors
     if _store is None:
         return read_rank_info().is_rank0
     if _reports_errors is None:
         try:
-            _reports_errors = int(_store.add("lmforge/told", 1)) == 1
+            _reports_errors = int(_store.add("lmforge/error-reported", 1)) == 1
         except RuntimeError:  # the store went with the host that kept it
             _reports_errors = True
     return _reports_errors

@@ -1,4 +1,4 @@
-"""Starting ranks on this machine through torch's own elastic launcher, and telling how they ended."""
+"""Starts ranks on this machine with torch's elastic launcher, and turns how they ended into one exit status."""
 
 import logging
 import os
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE
 from lmforge.errors import EXIT_PEER_LOST
 
-# A rank that was asked to stop finishes its step and saves; only then is it killed.
+# After SIGTERM a rank finishes its step and saves; after this time it is killed.
 GRACE_SECONDS = 120
 INTERRUPTED_STATUSES = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-# What torch's launcher puts handlers of its own on.
+# Signals that torch's launcher handles.
 LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
@@ -25,10 +25,11 @@ def launch_local(
     restart_arguments: Sequence[str] = (),
     has_begun: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run `python -m lmforge ARGUMENTS` as `processes` ranks and wait. Returns the exit status of the whole.
+    """Run `python -m lmforge ARGUMENTS` as `num_processes` ranks and wait for them. Returns one exit status for all.
 
-    2 when a rank refused bad input, 128 + signal when it was interrupted, 1 when a rank failed otherwise. Where a rank was
-    lost, and what it carried out had `begun`, all are started again, `restarts` times at most, with ARGUMENTS and `again`.
+    It is 2 when a rank refused its input, 128 + signal when ranks were interrupted, 1 when a rank failed otherwise. Where a
+    rank was lost and `has_begun()`, all ranks are started again, at most `max_restarts` times, with `restart_arguments`
+    added.
     """
     for number in range(max_restarts + 1):
         status = _launch_once(num_processes, [*arguments, *(restart_arguments if number else ())])
@@ -39,7 +40,7 @@ def launch_local(
 
 
 def _launch_once(num_processes: int, arguments: list[str]) -> int:
-    """Start the ranks once. Returns the exit status of the whole, LOST where one was killed or gave up on another."""
+    """Start the ranks once. Returns the exit status: EXIT_PEER_LOST where a rank was killed or gave up on another."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -52,7 +53,7 @@ def _launch_once(num_processes: int, arguments: list[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        # Torch would start again whatever failed, a mistake too.
+        # torch would restart after every failure, bad input included.
         max_restarts=0,
         shutdown_timeout=GRACE_SECONDS,
     )
@@ -66,15 +67,14 @@ def _launch_once(num_processes: int, arguments: list[str]) -> int:
         interrupted = [status for status in statuses if status in INTERRUPTED_STATUSES]
         if interrupted:
             return interrupted[0]
-        # Ended by SIGTERM is who the launcher ended, because another had failed.
-        by_us = -signal.SIGTERM
-        killed = {
-            rank: -each.exitcode for rank, each in failed.failures.items() if each.exitcode < 0 and each.exitcode != by_us
-        }
-        if killed:  # who was left can only say that a peer is gone
-            rank, number = next(iter(killed.items()))
+        # The launcher ends ranks with SIGTERM when another has failed.
+        by_launcher = -signal.SIGTERM
+        codes = {rank: each.exitcode for rank, each in failed.failures.items()}
+        killed = [(rank, -code) for rank, code in codes.items() if code < 0 and code != by_launcher]
+        if killed:  # the ranks that are left only know that a peer is gone
+            rank, number = killed[0]
             print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        return EXIT_PEER_LOST if killed or {EXIT_PEER_LOST} <= set(statuses) <= {EXIT_PEER_LOST, by_us} else 1
+        return EXIT_PEER_LOST if killed or {EXIT_PEER_LOST} <= set(statuses) <= {EXIT_PEER_LOST, by_launcher} else 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
@@ -82,14 +82,14 @@ def _launch_once(num_processes: int, arguments: list[str]) -> int:
 
 @contextmanager
 def _launcher_environment() -> Iterator[None]:
-    """What holds in this process while it launches, and not after."""
+    """Signal handlers, environment variables and logging of this process while it launches; restored afterwards."""
     handlers = {number: signal.getsignal(number) for number in (*LAUNCHER_SIGNALS, signal.SIGUSR1)}
     variables = {name: os.environ.get(name) for name in (LAUNCHER_PID_VARIABLE, "OMP_NUM_THREADS")}
-    # A scheduler's warning that the time is nearly up; torch's launcher knows only the signals that end things at once.
+    # Schedulers send SIGUSR1 when the time is nearly up; torch's launcher handles only signals that end the job at once.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
     logging.disable(logging.CRITICAL)
-    # Set, or torch prints a warning about it; each rank derives its threads from the cores in `cluster.ranks`.
+    # Without it torch prints a warning. Each rank sets its threads in `init_distributed`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     try:

@@ -1,7 +1,7 @@
-"""Ranks that do not come: while the others wait for them to join, they are named.
+"""Names the ranks that have not joined, while the others wait for them.
 
-torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank signs in at
-the store over a connection of its own (the store's other one is busy waiting), and the lowest that came tells who did not.
+torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank writes a key to
+the store over a connection of its own (the other one is busy waiting), and the lowest rank that joined prints who has not.
 """
 
 import os
@@ -21,14 +21,13 @@ REPORT_MISSING_AFTER_SECONDS = 30.0
 def report_missing_ranks(
     rank: int, world_size: int, init_number: int, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
 ) -> Iterator[None]:
-    """Around what waits for all `ranks`; `start` tells this joining from others of the same processes.
+    """Around code that waits for all ranks. `init_number` tells several initializations of the same processes apart.
 
-    Who has not come after `patience` seconds is told on standard error, and again each time that the wait has doubled.
+    Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
     """
     joined = threading.Event()
-    threading.Thread(
-        target=_report_until_joined, args=(rank, world_size, init_number, patience_seconds, joined), name="joining", daemon=True
-    ).start()
+    arguments = rank, world_size, init_number, patience_seconds, joined
+    threading.Thread(target=_report_until_joined, args=arguments, name="joining", daemon=True).start()
     try:
         yield
     finally:
@@ -40,21 +39,18 @@ def _report_until_joined(
 ) -> None:
     began = time.monotonic()
     try:
-        # The first rank may be the one that keeps the store, and late.
+        # The rank that keeps the store may itself be late.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
         store.set(_store_key(init_number, rank), "here")
         while not joined.wait(patience_seconds):
             missing = [other for other in range(world_size) if not store.check([_store_key(init_number, other)])]
             if missing and rank == min(set(range(world_size)) - set(missing)):
-                print(
-                    f"lmforge: {_missing_message(missing, world_size)} after {time.monotonic() - began:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                waited = f"after {time.monotonic() - began:.0f} s"
+                print(f"lmforge: {_missing_message(missing, world_size)} {waited}", file=sys.stderr, flush=True)
             patience_seconds = time.monotonic() - began
     except (RuntimeError, KeyError, ValueError):
-        return  # no store that answers: whoever waits for it says so
+        return  # no store answers: the rank that waits for it reports that
 
 
 def _store_key(init_number: int, rank: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from lmforge.config.options import Options, option, section, validate_options
 from lmforge.errors import UserError
@@ -21,6 +21,16 @@ Resume = Literal["auto", "never", "required"]
 Stage = Literal["pretrain", "sft", "align"]
 Device = Literal["auto", "cpu", "cuda"]
 Sharding = Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
+# torch's name of each, which `parallel.sharding` takes too. Gradients and optimizer states are always sharded: full-shard
+# is ZeRO stage 3, grad-shard stage 2.
+TORCH_SHARDING_NAMES = {
+    "full-shard": "FULL_SHARD",
+    "grad-shard": "SHARD_GRAD_OP",
+    "no-shard": "NO_SHARD",
+    "hybrid-full-shard": "HYBRID_SHARD",
+    "hybrid-grad-shard": "_HYBRID_SHARD_ZERO2",
+}
+DEFAULT_INTERLEAVED_STAGES = 2
 DType = Literal["auto", "fp32", "bf16"]
 ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"]
 ExampleFormat = Literal[ConversationFormat, "prompts"]
@@ -118,20 +128,22 @@ class ModelOptions(Options):
 
 
 class ParallelOptions(Options):
-    """How the model is spread over ranks."""
+    """How the model is distributed over ranks."""
 
-    engine: Literal["auto", "single", "ddp", "fsdp1", "fsdp2"] = option("auto", "auto is fsdp2 on several ranks, alone on one")
+    engine: Literal["auto", "single", "ddp", "fsdp1", "fsdp2"] = option("auto", "auto is fsdp2 on several ranks, single on one")
     sharding: Sharding | None = option(
         None,
-        "fsdp1 and fsdp2: full-shard (the default) frees gathered weights between forward and backward, grad-shard keeps"
-        " them; hybrid-… shards within groups of ranks and replicates over groups; no-shard (fsdp2) replicates",
+        "fsdp1 and fsdp2: full-shard (ZeRO-3, the default) frees gathered weights between forward and backward, grad-shard"
+        " (ZeRO-2) keeps them; hybrid-… shards within groups of ranks and replicates over groups; no-shard (fsdp2)"
+        " replicates; torch's names (FULL_SHARD, …) are taken too",
     )
     shard_degree: int | None = option(None, "ranks in a group of hybrid sharding (default: those of one host)", gt=0)
     activation_checkpointing: Literal["none", "full", "selective-blocks", "selective-ops"] = option(
         "none",
-        "activation checkpointing: of every block (full), every k-th (blocks), or all but dear operators (operators)",
+        "recompute in the backward pass: every block (full), every k-th block (selective-blocks), or all but expensive"
+        " operators (selective-ops)",
     )
-    activation_checkpointing_every: int = option(2, "the k of recompute = blocks", gt=0)
+    activation_checkpointing_every: int = option(2, "the k of activation_checkpointing = selective-blocks", gt=0)
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
     wrap_embedding: bool = option(True, "shard an untied input embedding as a unit of its own (fsdp1, fsdp2)")
     prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead, forward and backward; 0 leaves it to torch", ge=0)
@@ -142,15 +154,19 @@ class ParallelOptions(Options):
     tensor_parallel_degree: int = option(
         1, "fsdp2: ranks that split every matrix of a block, and the sequence between them", gt=0
     )
-    context_parallel_degree: int = option(1, "fsdp2: ranks that share out the tokens of each row", gt=0)
-    pipeline_parallel_degree: int = option(
-        1, "fsdp2: ranks that share out the blocks, with micro-batches flowing through them", gt=0
-    )
+    context_parallel_degree: int = option(1, "fsdp2: ranks that split the tokens of each sequence", gt=0)
+    pipeline_parallel_degree: int = option(1, "fsdp2: ranks that split the blocks; micro-batches flow through them", gt=0)
     pipeline_schedule: Literal["1f1b", "interleaved"] = option("1f1b", "order of a pipeline's forward and backward passes")
     pipeline_stages_per_rank: int | None = option(
-        None, "stages on each rank with pipeline_schedule = interleaved (default: 2)", gt=1
+        None, f"stages on each rank with pipeline_schedule = interleaved (default: {DEFAULT_INTERLEAVED_STAGES})", gt=1
     )
     forward_prefetch: bool = option(False, "fsdp1: gather the next unit before the forward pass asks for it")
+
+    @field_validator("sharding", mode="before")
+    @classmethod
+    def _own_sharding_name(cls, value: Any) -> Any:
+        own = {theirs: ours for ours, theirs in TORCH_SHARDING_NAMES.items()}
+        return own.get(value, value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _stages_of_interleaved(self) -> "ParallelOptions":
@@ -162,8 +178,20 @@ class ParallelOptions(Options):
 
     @property
     def splits_model(self) -> bool:
-        """Whether no rank can have the whole model at hand, not even for a moment."""
+        """Whether no rank can hold the whole model, not even for a moment."""
         return self.tensor_parallel_degree * self.pipeline_parallel_degree > 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that work on the same sequences."""
+        return self.tensor_parallel_degree * self.context_parallel_degree * self.pipeline_parallel_degree
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages on each rank."""
+        if self.pipeline_schedule == "1f1b":
+            return 1
+        return self.pipeline_stages_per_rank or DEFAULT_INTERLEAVED_STAGES
 
 
 class TrainOptions(Options):

@@ -145,14 +145,14 @@ def read_pretrained_config(config_dict: dict[str, Any], where: str) -> Any:
 
 
 @cache
-def _parameter_counts_of_json(config_json: str) -> tuple[int, int, int]:
+def _parameter_counts_of_json(config_json: str) -> tuple[int, int, int, int]:
     from lmforge.interop.transformers_model import count_wrapped_parameters
 
     return count_wrapped_parameters(to_transformers_config(json.loads(config_json), "model"))
 
 
-def wrapped_parameter_counts(config: TransformersConfig) -> tuple[int, int, int]:
-    """Its parameters: all, those of the input embedding, and those that multiply each token (see flops.CONVENTION)."""
+def wrapped_parameter_counts(config: TransformersConfig) -> tuple[int, int, int, int]:
+    """The fields of a ParameterCount (model/flops.py)."""
     return _parameter_counts_of_json(json.dumps(config.config_dict, sort_keys=True))
 
 

@@ -309,8 +309,8 @@ def _reject_unsupported_parts(causal_lm: Any) -> None:
         raise UserError(f"model: the head of {kind} has a bias, which lmforge's loss has not; use another model")
 
 
-def count_wrapped_parameters(config: TransformersConfig) -> tuple[int, int, int]:
-    """Parameters: all, those of the input embedding, and those that multiply each token: of experts the share it goes to."""
+def count_wrapped_parameters(config: TransformersConfig) -> tuple[int, int, int, int]:
+    """The fields of a ParameterCount (model/flops.py)."""
     model = TransformersModel(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     embedding = model.embeddings[0].weight.numel()
@@ -322,4 +322,5 @@ def count_wrapped_parameters(config: TransformersConfig) -> tuple[int, int, int]
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     total = sum(sizes.values())
     idle = routed - routed * chosen // experts
-    return total, embedding, total - idle - (0 if config.tie_word_embeddings else embedding)
+    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.ndim == 2)
+    return total, embedding, total - idle - (0 if config.tie_word_embeddings else embedding), matrices

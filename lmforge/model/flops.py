@@ -20,12 +20,13 @@ class ParameterCount:
     """How many numbers a model holds: all of them, those of its input embeddings, and those that multiply each token.
 
     `multiplied` is all without the input embeddings, which are looked up; a tied one is also the head and is counted. Of
-    experts it is the share that one token goes to.
+    experts it is the share that one token goes to. `block_matrices` are the two-dimensional ones of the blocks.
     """
 
     total: int
     input_embedding: int
     active_matmul: int
+    block_matrices: int
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
@@ -40,16 +41,18 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
         attention = 4 * width * width + 4 * width
         feed_forward = 2 * width * inner + inner + width
         blocks = config.num_hidden_layers * (attention + feed_forward + 4 * width) + 2 * width
+        matrices = config.num_hidden_layers * (4 * width * width + 2 * width * inner)
         places = config.max_position_embeddings * width
-        return ParameterCount(blocks + matrix + unshared + places, matrix + places, blocks + head)
+        return ParameterCount(blocks + matrix + unshared + places, matrix + places, blocks + head, matrices)
     queries = config.num_attention_heads * config.head_dim
     kept = config.num_key_value_heads * config.head_dim
     attention = 2 * width * queries + 2 * width * kept
+    matrices = config.num_hidden_layers * (attention + 3 * width * inner)
     attention += config.attention_bias * (queries + 2 * kept) + config.attention_output_bias * width
     attention += config.qk_norm * 2 * config.head_dim
     feed_forward = 3 * width * inner + config.mlp_bias * (2 * inner + width)
     blocks = config.num_hidden_layers * (attention + feed_forward + 2 * width) + width
-    return ParameterCount(blocks + matrix + unshared, matrix, blocks + head)
+    return ParameterCount(blocks + matrix + unshared, matrix, blocks + head, matrices)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -60,16 +63,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
     return 6 * parameter_count(config).active_matmul + attention
-
-
-def weight_bytes(config: ModelConfig, bytes_per_parameter: int = 4) -> int:
-    """Bytes of the weights alone: 4 a parameter in fp32, 2 in bf16."""
-    return bytes_per_parameter * parameter_count(config).total
-
-
-def adamw_state_bytes(config: ModelConfig) -> int:
-    """Bytes of what AdamW training keeps between steps, over all ranks that share it: fp32 weights and two moments."""
-    return 3 * weight_bytes(config)
 
 
 # Dense figures (without sparsity) from the makers' data sheets, in FLOP/s. First match wins, so that the slower variants

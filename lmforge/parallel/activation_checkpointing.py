@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a block computes in the forward pass is dropped, and computed again in the backward.
+"""Activation checkpointing: activations of a block are dropped in the forward pass and recomputed in the backward pass.
 
-It is put inside a block's own forward, where no wrapper changes the names of tensors, and the hooks of sharding, which
-gather a block's weights before its backward pass, stay outside of it.
+It replaces a block's own `forward`, so that no wrapper changes the names of tensors, and FSDP's hooks, which gather a block's
+weights before its backward pass, stay outside the recomputation.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lmforge.model.layers import LanguageModel
 
-# What is dear to compute again and cheap to keep: attention, and every second matrix product (torchtitan's choice).
+# What is expensive to recompute and cheap to keep: attention, and every second matrix product (torchtitan's choice).
 _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -25,21 +25,19 @@ _MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.op
 
 
 def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int = 2) -> None:
-    """Checkpoint the activations of `model`'s blocks, in place: before they are compiled, and before they are sharded.
+    """Checkpoint the activations of `model`'s blocks, in place, before they are compiled or sharded.
 
-    how: none; full, of each block; blocks, of every `every`-th block; operators, of all but attention and every second
-    matrix product of each block.
+    mode: none; full: each block; selective-blocks: every `every`-th block; selective-ops: in each block, all but attention
+    and every second matrix product.
     """
     if mode == "none":
         return
-    context: dict[str, Any] = {}
-    if mode == "selective-ops":
-        context["context_fn"] = _selective_context
+    kwargs: dict[str, Any] = {"context_fn": _selective_context} if mode == "selective-ops" else {}
     for number, block in enumerate(model.blocks, start=1):
         if mode == "selective-blocks" and number % every:
             continue
-        # Dropout draws from the tokens' keys, so there is no random state to bring back.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context)
+        # Dropout draws from the tokens' keys, so there is no random state to restore.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _selective_context() -> Any:
@@ -47,13 +45,13 @@ def _selective_context() -> Any:
 
 
 def _selective_policy() -> Callable[..., CheckpointPolicy]:
-    products = {False: 0, True: 0}  # counted apart in the forward pass and when it is done again
+    num_matmuls = {False: 0, True: 0}  # in the forward pass, and in the recomputation
 
-    def choose(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in _ATTENTION_OPS
         if operator in _MATMUL_OPS:
-            products[context.is_recompute] += 1
-            keep = products[context.is_recompute] % 2 == 1
+            num_matmuls[context.is_recompute] += 1
+            keep = num_matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return choose

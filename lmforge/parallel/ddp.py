@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the whole model, and gradients are summed as they appear."""
+"""DDP: every rank holds the whole model, and gradients are summed over ranks while the backward pass runs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,14 +45,16 @@ class DDPModel(ParallelModel):
 
 
 def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
-    """Have DDP arrange its buckets before the first step as it will keep them.
+    """Let DDP rebuild its buckets before the first step, so that they stay the same from then on.
 
-    After one backward it arranges them anew, and where a gradient lies in a bucket decides in which order three or more
-    ranks are summed: a run that is continued, whose first step is another one, would differ in the last bits. So it gets
-    a backward of zeros, in the order that it has assumed: the last parameters first.
+    DDP rebuilds its buckets after one backward pass. Where a gradient lies in a bucket decides in which order three or more
+    ranks are summed, so the first step of a resumed run would differ in the last bits. Here DDP gets a backward pass of
+    zeros, in the order that it assumes: the last parameters first.
+
+    `reducer._rebuild_buckets` is private to torch; checked with 2.13.0.
     """
     total = torch.zeros(())
-    for parameter in ddp.module.parameters():  # what was used last is walked back to first
+    for parameter in ddp.module.parameters():  # autograd visits the last one first
         if parameter.requires_grad:
             total = total.to(parameter.device) + 0.0 * parameter.reshape(-1)[:1].sum()
     ddp.reducer.prepare_for_backward([])
@@ -62,8 +64,8 @@ def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
 
 
 def _all_reduce_hook(ddp_model: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if bucket.is_last():  # this rank's backward is done: the rest is waiting for the others' gradients
+    if bucket.is_last():  # this rank's backward pass is done; the rest is waiting for the other ranks
         ddp_model._set_phase("reduce")
-    # DDP's own hook divides by the number of ranks; the loss here is already divided by the weight of the global batch.
+    # DDP's own hook divides by the number of ranks; here the loss is already divided by the items of the global batch.
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

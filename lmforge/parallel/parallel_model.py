@@ -1,6 +1,6 @@
-"""A model ready to train on this rank, whatever spreads it: what the loop asks of every engine.
+"""`ParallelModel`: a model ready to train on this rank, with what the training loop calls, the same for every engine.
 
-This class is the engine `alone`; the others, each in its file, say only what they do otherwise.
+The class itself is the engine `single`. Each other engine, in a file of its own, overrides what it does differently.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.dims import ParallelDims
+from lmforge.parallel.dtensor import local_tensor
 
-# An objective's loss: (model, batch) → (sum, metrics). What evaluation puts in its place returns what it likes.
+# An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return anything.
 LossFn = Callable[[Any, Batch], Any]
 
 
 class ModelWithLoss(nn.Module):
-    """A model and what its batches are worth: `forward(batch) -> (sum, metrics)`.
+    """A model and its loss in one module: `forward(batch) -> (sum, metrics)`.
 
-    Wrapped together, so that the head and its loss run inside the wrapped module's forward, where sharding has gathered
-    the head's weight and DDP sees the whole graph. With `instead`, that is what the batch is given to: evaluation goes
-    through the same hooks as training.
+    Head and loss run inside the wrapped module's forward pass, where FSDP has gathered the head's weight and DDP sees the
+    whole graph. Evaluation passes `score_fn` in place of the loss, and so goes through the same hooks as training.
     """
 
     def __init__(self, model: LanguageModel, loss_fn: LossFn) -> None:
@@ -37,23 +37,23 @@ class ModelWithLoss(nn.Module):
 
 
 class ParallelModel:
-    """`scored` is called on a micro-batch; `model` is the same model for everything else, under its own names.
+    """`model_with_loss` is called on micro-batches; `model` is the same model under its own names, for everything else.
 
-    What the loop asks for is `accumulate`, then `clip`, then `zero_gradients`; validation asks for `score`.
+    A training step calls `forward_backward`, `clip_grad_norm` and `zero_grad`; validation calls `score`.
     """
 
     engine = "single"
-    # What a loss is multiplied by before its backward pass, where an engine divides gradients by the number of ranks.
+    # A loss is multiplied by it before the backward pass, where an engine divides gradients by the number of ranks.
     loss_scale = 1.0
-    # How many ranks are given the same rows, because they share out the work on them.
+    # Number of ranks that work on the same sequences.
     model_parallel_size = 1
-    # Ranks of the same part of the model have the same work to do.
+    # The ranks of one pipeline rank have the same work to do, so that their times compare.
     pipeline_rank = 0
 
     def __init__(
         self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, autocast_dtype: torch.dtype | None
     ) -> None:
-        """`autocast_dtype` for the engines that do not bring mixed precision of their own, else None."""
+        """`autocast_dtype` is None for fp32, and for engines with a mixed precision of their own."""
         self.model_with_loss = model_with_loss
         self.model = model
         self.dist_ctx = dist_ctx
@@ -65,10 +65,11 @@ class ParallelModel:
         return self.engine
 
     def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The whole shape of each parameter by its name in `model.named_parameters()`, however little of it is here."""
+        """The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds."""
         return {name: parameter.shape for name, parameter in self.model.named_parameters()}
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -78,29 +79,29 @@ class ParallelModel:
         return torch.autocast(self.dist_ctx.device.type, dtype=self._autocast_dtype)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch: says which gradients are exchanged with it, and which later."""
+        """Around forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""
         return nullcontext()
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], num_items: Tensor, set_phase: Callable[[str], None]
     ) -> list[Metrics]:
-        """Add to the gradient that of these micro-batches' summed loss, divided by `weight`. What the loss tells of each.
+        """Accumulate the gradient of these micro-batches' summed loss, divided by `num_items`.
 
-        `mark` hears which phase begins.
+        Returns the loss's metrics of each micro-batch. `set_phase` is called with the phase that begins.
         """
-        metrics = []
+        all_metrics = []
         for number, batch in enumerate(micro_batches, start=1):
             with self.micro_batch_context(is_last=number == len(micro_batches)):
                 set_phase("forward")
                 with self.autocast():
-                    total, told = self.model_with_loss(batch)
+                    total, metrics = self.model_with_loss(batch)
                 set_phase("backward")
                 (total * (self.loss_scale / num_items)).backward()
-            metrics.append(told)
-        return metrics
+            all_metrics.append(metrics)
+        return all_metrics
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """What `instead` of the loss gives for a batch, without gradients: every rank calls it with rows of its own."""
+        """What `score_fn` returns for a batch, without gradients. Every rank calls it, with sequences of its own."""
         with self.autocast():
             return self.model_with_loss(batch, score_fn=score_fn)
 
@@ -108,21 +109,20 @@ class ParallelModel:
         optimizer.zero_grad(set_to_none=True)
 
     def _local_grads(self) -> list[Tensor]:
-        present = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
+        return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
     def _divide_by_replication(self, squares: Tensor) -> Tensor:
-        """The square of each gradient's norm [gradients], less what other ranks count of the same."""
+        """Squared gradient norms [gradients], each divided by the number of ranks that count the same gradient."""
         return squares
 
     def _all_reduce_over_shards(self, squares: Tensor) -> None:
-        """Add up, in place, what the ranks that share one copy of the model found in their parts of it."""
+        """Sum squared norms, in place, over the ranks that share one copy of the model."""
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """L2 norm of the whole gradient, fp32, the same on every rank; the host does not wait for it."""
+        """L2 norm of the whole gradient, fp32, the same on every rank. The host does not wait for the device."""
         gradients = self._local_grads()
-        # A rank of many may hold no part of any tensor.
+        # With many ranks one may hold no part of any tensor.
         zero = torch.zeros((), device=self.dist_ctx.device)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [zero]
         squares = self._divide_by_replication(torch.stack(norms).square()).sum()
@@ -131,18 +131,20 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Shorten the gradient to norm `longest` where it is longer, and return its norm before that."""
+        """Scale the gradient down to norm `max_norm` where it is longer (0: never). Returns its norm before that."""
         norm = self.grad_norm()
         gradients = self._local_grads()
         if max_norm and gradients:
-            # A multiplication by 1 costs less than asking the device whether it is needed.
+            # Multiplying by 1 costs less than asking the device whether it is needed.
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:
-        """The model with all its weights at hand, for decoding: every rank enters and leaves together, and in between
-        forward passes may differ in number from rank to rank."""
+        """The model with all its weights on this rank, for decoding.
+
+        Every rank enters and leaves together. In between, ranks may run different numbers of forward passes.
+        """
         yield self.model
 
     def state_dict(
@@ -150,9 +152,29 @@ class ParallelModel:
     ) -> dict[str, Any]:
         """What a checkpoint holds: {"model": tensors, "optimizer": tensors}, under the model's own names.
 
-        `by_name(model, optimizer)` gives the optimizer's. Filling the tensors in place and calling `loaded` is loading.
+        `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
         """
         return {"model": dict(self.model.named_parameters()), "optimizer": named_state(self.model, optimizer)}
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Take over a `state` whose tensors were filled."""
+        """Take over a state dict whose tensors were filled."""
+
+
+class ShardedModel(ParallelModel):
+    """What FSDP1 and FSDP2 have in common."""
+
+    def __init__(
+        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, dims: ParallelDims
+    ) -> None:
+        super().__init__(model_with_loss, model, dist_ctx, None)
+        self._dims = dims
+        self._options = dims.options
+        self.model_parallel_size = dims.options.model_parallel_size
+
+    @property
+    def description(self) -> str:
+        return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        # In host memory gradients occupy nothing scarce, and allocating them again costs time.
+        optimizer.zero_grad(set_to_none=not self._options.cpu_offload)

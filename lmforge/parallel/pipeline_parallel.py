@@ -1,7 +1,7 @@
-"""Pipeline parallel: the blocks are cut into stages, each on ranks of its own, and micro-batches flow through them.
+"""Pipeline parallelism: the blocks are cut into stages on different ranks, and micro-batches flow through them.
 
-torch.distributed.pipelining runs the schedule and sends activations and gradients; a stage is sharded by FSDP2 over the
-ranks that share it. The loss is part of the last stage, so that the head's weight is gathered where it is used.
+torch.distributed.pipelining runs the schedule and sends activations and gradients. FSDP2 shards a stage over the ranks that
+run it. The loss is part of the last stage, so that the head's weight is gathered where it is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,23 +11,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel, LMHead
-from lmforge.parallel.dims import PIPELINE
+from lmforge.parallel.dims import PIPELINE, ParallelDims
 from lmforge.parallel.fsdp2 import FSDP2Model
 from lmforge.parallel.parallel_model import LossFn
 
 
 def split_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """Which blocks each stage runs: as even as can be, the last stages, which have the head to do, not with more."""
+    """Which blocks each stage runs: equal numbers, and one more for the first stages where they do not divide.
+
+    The last stage also computes the head.
+    """
     starts = [stage * (num_blocks // num_stages) + min(stage, num_blocks % num_stages) for stage in range(num_stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 class StageModule(nn.Module):
-    """Some neighbouring blocks of a model, with the embedding before the first and the head and its loss after the last."""
+    """Consecutive blocks of a model; the first stage has the embedding too, the last one the final norm, head and loss."""
 
     def __init__(self, model: LanguageModel, block_indices: range, loss_fn: LossFn, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -35,36 +40,34 @@ class StageModule(nn.Module):
         self.embeddings = nn.ModuleList(model.embeddings if is_first else [])
         self.blocks = nn.ModuleList(model.blocks[number] for number in block_indices)
         self.norm_and_head = nn.ModuleList([model.final_norm, model.lm_head] if is_last else [])
-        self._model_ref = (model,)  # in a tuple, or all of it would be a module of this one
+        self._model_ref = (model,)  # in a tuple, so that the model is not registered as a submodule
         self._block_indices = block_indices
         self._loss_fn = loss_fn
-        # What the loss told of each micro-batch since it was last emptied.
+        # The loss's metrics of each micro-batch, until `forward_backward` clears them.
         self.metrics: list[Metrics] = []
 
     def forward(self, inputs: Tensor, score_fn: LossFn | None = None, **tensors: Any) -> Tensor:
-        """`received` is tokens at the first stage, else the hidden states of the stage before.
+        """`inputs` are tokens in the first stage, else the hidden states of the stage before.
 
-        Returns hidden states; at the last stage the sum of losses [1], or what `instead` of the loss gives.
+        Returns hidden states; in the last stage the summed loss [1], or what `score_fn` returns.
         """
         (model,) = self._model_ref
         batch = model.local_batch(Batch(**tensors))
-        noise = model.make_token_rng(batch.rng_keys, batch.document_ids)
-        hidden = model.embed(batch.tokens, batch.positions, noise) if self.is_first else inputs
-        hidden = model.run_blocks(
-            hidden, batch.positions, batch.document_ids, layer_indices=self._block_indices, token_rng=noise
-        )
+        rng = model.make_token_rng(batch.rng_keys, batch.document_ids)
+        hidden = model.embed(batch.tokens, batch.positions, rng) if self.is_first else inputs
+        hidden = model.run_blocks(hidden, batch.positions, batch.document_ids, layer_indices=self._block_indices, token_rng=rng)
         if not self.is_last:
             return hidden
         rest = _NormOnly(model, hidden)
         if score_fn is not None:
             return score_fn(rest, batch)
-        total, told = self._loss_fn(rest, batch)
-        self.metrics.append(told)
+        total, metrics = self._loss_fn(rest, batch)
+        self.metrics.append(metrics)
         return torch.stack([total])
 
 
 class _NormOnly:
-    """What an objective takes for the model at the last stage: there, all but the final norm has been done."""
+    """Stands for the model in the last stage, where the objective calls it: only the final norm is left to compute."""
 
     def __init__(self, model: LanguageModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
@@ -75,26 +78,32 @@ class _NormOnly:
 
 
 class PipelineModel(FSDP2Model):
-    """FSDP2 within the stages of a pipeline. `model` has parameters only where they are of a stage that is here."""
+    """FSDP2 within the stages of a pipeline. `model` keeps only the parameters of this rank's stages."""
 
-    def __init__(self, model: LanguageModel, loss_fn: LossFn, stages_per_rank: int, **fsdp_options: Any) -> None:
-        """Cut `model` in place, on any device. `about` is as FullySharded takes it."""
-        mesh = fsdp_options["mesh"]
+    def __init__(
+        self,
+        model: LanguageModel,
+        loss_fn: LossFn,
+        dist_ctx: DistributedContext,
+        dims: ParallelDims,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+    ) -> None:
+        """Cut `model` into stages in place, on any device."""
         self._pipeline_group = mesh[PIPELINE].get_group()
-        ranks, here = self._pipeline_group.size(), self._pipeline_group.rank()
-        self._num_stages = ranks * stages_per_rank
+        size, self.pipeline_rank = self._pipeline_group.size(), self._pipeline_group.rank()
+        per_rank = dims.options.stages_per_rank
+        self._num_stages = size * per_rank
         self._parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         cuts = split_blocks(len(model.blocks), self._num_stages)
-        self._stage_indices = [here + ranks * turn for turn in range(stages_per_rank)]
-        stages = [
-            StageModule(model, cuts[place], loss_fn, place == 0, place == self._num_stages - 1) for place in self._stage_indices
+        self._stage_indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
+        self._stages = [
+            StageModule(model, cuts[index], loss_fn, is_first=index == 0, is_last=index == self._num_stages - 1)
+            for index in self._stage_indices
         ]
-        _drop_other_parameters(model, stages)
-        super().__init__(nn.ModuleList(stages), model, **fsdp_options)
-        self.batch_copies *= ranks
-        self.part = here
-        self._stages = stages
-        self._schedule: Any = None  # torch's two kinds of schedule have no type in common that can be called
+        _drop_other_parameters(model, self._stages)
+        super().__init__(nn.ModuleList(self._stages), model, dist_ctx, dims, mesh, dtype)
+        self._schedule: Any = None  # torch's two schedules have no common type that can be called
         self._loss_factor = torch.ones(())
         self._metric_names: list[str] = []
 
@@ -106,72 +115,68 @@ class PipelineModel(FSDP2Model):
     def parameter_shapes(self) -> dict[str, torch.Size]:
         return self._parameter_shapes
 
-    def _apply_fsdp(
-        self, model_with_loss: nn.Module, model: LanguageModel, wrap_embedding: bool, fsdp_kwargs: dict[str, Any]
-    ) -> None:
-        assert isinstance(model_with_loss, nn.ModuleList)
-        for stage in model_with_loss:
-            assert isinstance(stage, StageModule)
+    def _apply_fsdp(self) -> None:
+        for stage in self._stages:
             heads = [module for module in stage.norm_and_head if isinstance(module, LMHead)]
-            self._shard_modules(stage, stage.blocks, stage.embeddings if wrap_embedding else [], heads, fsdp_kwargs)
+            self._shard_modules(stage, stage.blocks, stage.embeddings, heads)
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], num_items: Tensor, set_phase: Callable[[str], None]
     ) -> list[Metrics]:
         set_phase("forward")
-        whole = Batch.cat(micro_batches)
+        batch = Batch.cat(micro_batches)
         self._loss_factor = self.loss_scale / num_items
         schedule = self._schedule or self._build_schedule(len(micro_batches))
         for stage in self._stages:
             stage.metrics.clear()
-        at_start, at_end = self._stages[0].is_first, self._stages[-1].is_last
-        tensors: dict[str, Any] = whole.tensors
-        # The target is for torch, which computes no loss without one.
-        target: dict[str, Any] = {"target": whole.tokens} if at_end else {}
-        schedule.step(*([whole.tokens] if at_start else []), **target, return_outputs=False, **tensors)
-        # The first time torch runs every stage once more, before the others, to see what comes out.
-        told = self._stages[-1].metrics[-len(micro_batches) :]
+        inputs = [batch.tokens] if self._stages[0].is_first else []
+        # torch computes no loss without a target; the loss here does not use it.
+        target: dict[str, Any] = {"target": batch.tokens} if self._stages[-1].is_last else {}
+        tensors: dict[str, Any] = batch.tensors
+        schedule.step(*inputs, **target, return_outputs=False, **tensors)
+        # The first time, torch runs every stage once more beforehand, to learn the shapes of its outputs.
+        metrics = self._stages[-1].metrics[-len(micro_batches) :]
         if not self._metric_names:
-            self._metric_names = max(self.dist_ctx.all_gather([*told[0]] if told else []), key=len)
+            self._metric_names = max(self.dist_ctx.all_gather([*metrics[0]] if metrics else []), key=len)
         zero = torch.zeros((), device=self.dist_ctx.device)
-        return told or [dict.fromkeys(self._metric_names, (zero, zero))]
+        return metrics or [dict.fromkeys(self._metric_names, (zero, zero))]
 
     def _build_schedule(self, num_micro_batches: int) -> Any:
         device = self.dist_ctx.device
         stages = [
-            PipelineStage(stage, place, self._num_stages, device, group=self._pipeline_group)
-            for stage, place in zip(self._stages, self._stage_indices, strict=True)
+            PipelineStage(stage, index, self._num_stages, device, group=self._pipeline_group)
+            for stage, index in zip(self._stages, self._stage_indices, strict=True)
         ]
-        options: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
+        kwargs: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
         if len(stages) == 1:
-            self._schedule = Schedule1F1B(stages[0], num_micro_batches, **options)
+            self._schedule = Schedule1F1B(stages[0], num_micro_batches, **kwargs)
         else:
-            self._schedule = ScheduleInterleaved1F1B(list(stages), num_micro_batches, **options)
+            self._schedule = ScheduleInterleaved1F1B(list(stages), num_micro_batches, **kwargs)
         return self._schedule
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """What `instead` gives where the last stage is, else 0: sums over ranks come out right."""
+        """What `score_fn` returns on the rank of the last stage, 0 on the others, so that sums over ranks are right."""
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
-        ranks = self._pipeline_group.size()
-        for stage, place in zip(self._stages, self._stage_indices, strict=True):
+        size = self._pipeline_group.size()
+        for stage, index in zip(self._stages, self._stage_indices, strict=True):
             if not stage.is_first:
                 hidden = torch.empty(self._hidden_shape(batch), dtype=self._hidden_dtype, device=device)
-                dist.recv(hidden, group=self._pipeline_group, group_src=(place - 1) % ranks)
+                dist.recv(hidden, group=self._pipeline_group, group_src=(index - 1) % size)
             hidden = stage(hidden, score_fn=score_fn if stage.is_last else None, **batch.tensors)
             if stage.is_last:
                 result = hidden
             else:
-                dist.send(hidden.contiguous(), group=self._pipeline_group, group_dst=(place + 1) % ranks)
+                dist.send(hidden.contiguous(), group=self._pipeline_group, group_dst=(index + 1) % size)
         return result
 
     def _hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
-        shared_out = self._dims.context_parallel_degree * self._dims.tensor_parallel_degree
-        return batch.batch_size, batch.sequence_length // shared_out, self.model.config.hidden_size
+        parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
+        return batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:
-    """Leave `model` no parameters but those of `stages`, under the names that they have."""
+    """Remove all parameters from `model` except those of `stages`, which keep their names."""
     kept = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

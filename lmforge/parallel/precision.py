@@ -1,4 +1,4 @@
-"""Which dtype a model computes in, float8 too, and whether its blocks are compiled: what `auto` means on this hardware."""
+"""The dtype in which a model computes (float8 too), and whether its blocks are compiled: what `auto` means on this hardware."""
 
 import shutil
 import sys
@@ -12,75 +12,75 @@ from torch import nn
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 
-# Compiling takes about half a minute on a CPU and wins about a tenth: a shorter run than this loses by it.
+# Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
-# The first whose tensor cores multiply float8: Ada, then Hopper (9.0).
+# The first compute capability whose tensor cores multiply float8: Ada (8.9), then Hopper (9.0).
 FLOAT8_MIN_CAPABILITY = (8, 9)
-# The kernels that multiply float8 take sizes that are multiples of it.
+# The float8 kernels take only sizes that are multiples of this.
 FLOAT8_SIZE_MULTIPLE = 16
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bf16 itself; emulated, it is up to a hundred times slower than fp32."""
+    """Whether the hardware has bf16 arithmetic. Emulated bf16 is up to a hundred times slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
-    if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 has only this question
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 has only this function
         return bool(torch.cpu._is_avx512_bf16_supported())
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16") or capabilities.get("bf16"))
 
 
 def choose_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The compute dtype, and the reason in a few words. bf16 on hardware without it is allowed, and said to be slow."""
+    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it, with a warning."""
     if requested == "fp32":
-        return torch.float32, "as asked"
+        return torch.float32, "as requested"
     fast = has_native_bf16(device)
     if requested == "bf16":
         warning = "" if fast else ", but this hardware only emulates bf16: expect it to be far slower than fp32"
-        return torch.bfloat16, f"as asked{warning}"
-    return (torch.bfloat16, "the hardware multiplies it") if fast else (torch.float32, "this hardware has no bf16 arithmetic")
+        return torch.bfloat16, f"as requested{warning}"
+    return (torch.bfloat16, "the hardware supports it") if fast else (torch.float32, "this hardware has no bf16 arithmetic")
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UserError where float8 cannot be had: on this device, beside this compute dtype, or for want of torchao."""
-    out = "leave train.float8 out"
+    """Raise UserError where float8 is impossible: on this device, with this compute dtype, or without torchao."""
+    needed, way = "needs a GPU of compute capability 8.9 or newer", "leave train.float8 out"
     if device.type != "cuda":
-        raise UserError(f"train.float8: needs a GPU of compute capability 8.9 or newer, and this is a {device.type}; {out}")
+        raise UserError(f"train.float8: {needed}, and this is a {device.type}; {way}")
     capability = torch.cuda.get_device_capability(device)
     if capability < FLOAT8_MIN_CAPABILITY:
-        told = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-        raise UserError(f"train.float8: needs a GPU of compute capability 8.9 or newer, and {told}; {out}")
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"train.float8: {needed}, and {name} has {capability[0]}.{capability[1]}; {way}")
     if dtype != torch.bfloat16:
-        raise UserError("train.float8: what it leaves is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
+        raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
     if find_spec("torchao") is None:
-        raise UserError(f"train.float8: torchao is not installed; pip install 'lmforge[fp8]', or {out}")
+        raise UserError(f"train.float8: torchao is not installed; pip install 'lmforge[fp8]', or {way}")
 
 
 def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
-    """Let the linear layers of `model`'s blocks multiply in float8, in place: before they are compiled or sharded.
+    """Let the linear layers of `model`'s blocks multiply in float8, in place, before they are compiled or sharded.
 
-    One scale a tensor, found anew each time (torchao's tensorwise recipe); inputs and weights as e4m3, gradients as e5m2.
-    Embedding and head stay as they are, and so do the weights and their names: what is converted is what is multiplied,
-    so a checkpoint is that of any other run. With `emulate` the products are of fp32 numbers that were rounded to float8,
-    which any device can do, slowly. Raises UserError for layers that do not fit.
+    One scale per tensor, computed for every product (torchao's tensorwise recipe); inputs and weights as e4m3, gradients as
+    e5m2. Embedding and head are not converted. Weights keep their dtype and names, so checkpoints do not change. With
+    `emulate` the products are of fp32 numbers that were rounded to float8, which works on any device, slowly. Raises
+    UserError for layers that do not fit.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
     if not layers:
-        raise UserError(f"train.float8: a {model.config.model_type} model has no linear layers that it knows; leave it out")
+        raise UserError(f"train.float8: a {model.config.model_type} model has no linear layers in its blocks; leave it out")
     for name, layer in layers.items():
         if layer.in_features % FLOAT8_SIZE_MULTIPLE or layer.out_features % FLOAT8_SIZE_MULTIPLE:
             raise UserError(
-                f"train.float8: {name.partition('.')[2]} takes {layer.in_features} numbers and gives {layer.out_features}, and"
-                f" float8 wants multiples of {FLOAT8_SIZE_MULTIPLE}; choose other sizes, or leave train.float8 out"
+                f"train.float8: {name.partition('.')[2]} is {layer.in_features} × {layer.out_features}, and float8"
+                f" needs multiples of {FLOAT8_SIZE_MULTIPLE}; choose other sizes, or leave train.float8 out"
             )
-    # A batch may have any number of tokens: they are the inner dimension of a weight's gradient, and are padded.
+    # The number of tokens, which may be any, is the inner dimension of a weight's gradient: it is padded.
     convert_to_float8_training(model.blocks, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
 
 
 def missing_for_compile(device: torch.device) -> str | None:
-    """None where `torch.compile` has what it needs here, else what is missing."""
+    """What `torch.compile` lacks on this machine; None where it has all it needs."""
     if device.type == "cuda":
         return None
     if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
@@ -91,20 +91,20 @@ def missing_for_compile(device: torch.device) -> str | None:
 
 
 def choose_compile(requested: str, device: torch.device, steps: int) -> tuple[bool, str]:
-    """Whether to compile the blocks, and the reason. Raises UserError where it is asked for and cannot be done."""
+    """Whether to compile the blocks, and the reason. Raises UserError where it is requested and impossible."""
     missing = missing_for_compile(device)
     if requested == "on" and missing:
         raise UserError(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
     if requested != "auto":
-        return requested == "on", "as asked"
+        return requested == "on", "as requested"
     if missing:
         return False, missing
     if device.type == "cpu" and steps < MIN_STEPS_TO_COMPILE:
-        return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay it"
-    return True, "each block by itself"
+        return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay the compilation"
+    return True, "one graph a block"
 
 
 def compiled_graph_count() -> int:
     """How many graphs this process has compiled so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and who compiles has done so
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second; whoever compiles has imported it
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

@@ -1,5 +1,9 @@
 """How many parameters a recipe trains, and what training on a token costs; adapters included."""
 
+from collections.abc import Iterable
+
+from torch import nn
+
 from lmforge.config.post_training import TunedConfig
 from lmforge.config.run import StageConfig
 from lmforge.model import build_model
@@ -7,6 +11,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
+from lmforge.plan.memory import ParameterCounts
 
 
 def get_lora_config(config: StageConfig) -> LoraConfig | None:
@@ -24,15 +29,20 @@ def build_meta_model(config: StageConfig, model_config: ModelConfig) -> Language
     return model
 
 
-def count_parameters(config: StageConfig, model_config: ModelConfig) -> tuple[int, int]:
-    """(parameters of a recipe's model, adapters included; those of them that are trained)."""
-    total = parameter_count(model_config).total
+def count_parameters(config: StageConfig, model_config: ModelConfig) -> ParameterCounts:
+    """Numbers of parameters of a recipe's model, adapters included."""
+    count = parameter_count(model_config)
     if get_lora_config(config) is None:
-        return total, total
+        return ParameterCounts(count.total, count.total, count.block_matrices)
+
+    def trained(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
     # Frozen weights are counted as flops.py counts them, which knows wrapped models too.
     model = build_meta_model(config, model_config)
     adapters = sum(tensor.numel() for tensor in adapter_parameters(model).values())
-    return total + adapters, sum(each.numel() for each in model.parameters() if each.requires_grad)
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    return ParameterCounts(count.total + adapters, trained(model.parameters()), trained(matrices))
 
 
 def training_flops_per_token(config: StageConfig, model_config: ModelConfig) -> float:
@@ -43,5 +53,5 @@ def training_flops_per_token(config: StageConfig, model_config: ModelConfig) -> 
     flops = float(flops_per_token(model_config, config.data.sequence_length))
     if get_lora_config(config) is None:
         return flops
-    (total, trained), base = count_parameters(config, model_config), parameter_count(model_config)
-    return flops - 2 * base.active_matmul + 4 * (total - base.total) + 2 * trained
+    counts, count = count_parameters(config, model_config), parameter_count(model_config)
+    return flops - 2 * count.active_matmul + 4 * (counts.total - count.total) + 2 * counts.trained

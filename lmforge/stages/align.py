@@ -9,12 +9,14 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.post_training import AlignConfig
+from lmforge.config.run import ParallelOptions, StageConfig
 from lmforge.data.stream import PackedDataset
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.objective import Objective
+from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.objectives.preference import (
     PreferenceObjective,
     RewardModelObjective,
@@ -24,7 +26,7 @@ from lmforge.objectives.preference import (
     simpo,
 )
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.validate import choose_engine
 from lmforge.stages.build_model import MASTER_DTYPES
 from lmforge.stages.dataset_batches import DatasetBatches
@@ -52,6 +54,13 @@ def build_preference_objective(config: AlignConfig) -> Objective:
         case "reward":
             return RewardModelObjective(center_rewards_coefficient=options.center_rewards_coefficient, margins=True)
     raise AssertionError(options.method)
+
+
+def has_frozen_reference(config: StageConfig) -> bool:
+    """Whether a run keeps a frozen copy of its first weights beside the policy."""
+    if not isinstance(config, AlignConfig) or config.reference != "copy":
+        return False
+    return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
 
 
 def build_preference_batches(trainer: Trainer) -> BatchSource:
@@ -93,10 +102,10 @@ def _build_frozen_reference(trainer: Trainer) -> ParallelModel:
     config, dist_ctx = _align_config(trainer), trainer.ctx.dist_ctx
     model = build_model(trainer.inputs.model_config, seed=None, device="meta").to(MASTER_DTYPES[config.train.master_dtype])
     model.requires_grad_(False)
-    strategy = ParallelStrategy(**config.parallel.model_dump())
-    if choose_engine(strategy, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
+    options = config.parallel
+    if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
-        strategy, dist_ctx = ParallelStrategy(engine="single"), DistributedContext(RankInfo(), dist_ctx.device, None)
+        options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
 
     def fill(model: LanguageModel) -> None:
         with trainer.ctx.dist_ctx.raise_on_all():
@@ -108,7 +117,7 @@ def _build_frozen_reference(trainer: Trainer) -> ParallelModel:
         dist_ctx=dist_ctx,
         dtype=trainer.dtype,  # the policy's, or the two would differ before anything is learned
         float8=config.train.float8,
-        strategy=replace(strategy, activation_checkpointing="none"),
+        options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,
     )
 

@@ -16,7 +16,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.parameter_counts import get_lora_config
 from lmforge.train.optimizer import build_optimizer
 
@@ -49,7 +49,7 @@ def build_model_and_optimizer(
         dtype=dtype,
         compile_model=compiled,
         float8=config.train.float8,
-        strategy=ParallelStrategy(**config.parallel.model_dump()),
+        options=config.parallel,
         init_weights=fill or (lambda model: None),
     )
     return parallel_model, build_optimizer(parallel_model.model, config.optimizer, parallel_model.parameter_shapes())

@@ -15,7 +15,9 @@ from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.precision import choose_dtype
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
+from lmforge.plan.parameter_counts import count_parameters
 from lmforge.runs import Run
+from lmforge.stages.align import has_frozen_reference
 from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
 from lmforge.stages.setup import build_trainer
 from lmforge.train.context import RunContext, RunInputs
@@ -77,7 +79,15 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
         return 0
     dtype, _ = choose_dtype(config.train.dtype, ctx.dist_ctx.device)
     on_gpu = ctx.dist_ctx.device.type == "cuda"
-    estimator = MemoryEstimator(config, inputs.model_config, inputs.batch_plan, dtype.itemsize, on_gpu)
+    estimator = MemoryEstimator(
+        config,
+        inputs.model_config,
+        inputs.batch_plan,
+        dtype.itemsize,
+        on_gpu,
+        count_parameters(config, inputs.model_config),
+        has_frozen_reference(config),
+    )
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress):
         trainer = build_trainer(ctx, inputs, point, spec.build_objective(config))
         began = time.perf_counter()

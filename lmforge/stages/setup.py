@@ -5,15 +5,14 @@ from functools import partial
 import torch
 
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
-from lmforge.config.run import StageConfig
 from lmforge.model.attention import attention_backend_name
-from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
-from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.context import RunContext, RunInputs
@@ -77,7 +76,7 @@ def _open_metrics_file(ctx: RunContext) -> MetricsFile | None:
 def _build_checkpointer(
     ctx: RunContext, inputs: RunInputs, parallel_model: ParallelModel, dtype: torch.dtype
 ) -> AsyncCheckpointer:
-    options = ctx.config.checkpoint
+    options, counts = ctx.config.checkpoint, count_parameters(ctx.config, inputs.model_config)
     return AsyncCheckpointer(
         ctx.run,
         ctx.dist_ctx,
@@ -98,25 +97,20 @@ def _build_checkpointer(
         tokenizer=inputs.tokenizer,
         log=ctx.console.warn,
         async_save=options.async_save,
-        expected_bytes=_estimate_checkpoint_bytes(ctx.config, inputs.model_config),
+        expected_bytes=checkpoint_bytes(ctx.config.optimizer, ctx.config.train.master_dtype, counts),
     )
-
-
-def _estimate_checkpoint_bytes(config: StageConfig, model_config: ModelConfig) -> int:
-    """About what a checkpoint takes: the masters, and what the optimizer keeps of each."""
-    state_dtype = config.optimizer.state_dtype if config.train.master_dtype == "fp32" else config.train.master_dtype
-    states = 2 if config.optimizer.name == "adamw" else 1
-    total, trained = count_parameters(config, model_config)
-    return total * MASTER_DTYPES[config.train.master_dtype].itemsize + trained * states * MASTER_DTYPES[state_dtype].itemsize
 
 
 def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> None:
     """Log what is about to be trained, on what, and how."""
     ctx, inputs, log = trainer.ctx, trainer.inputs, trainer.ctx.console.info
     config, model_config, dist_ctx = ctx.config, inputs.model_config, ctx.dist_ctx
-    total, trained = count_parameters(config, model_config)
-    partly = "" if trained == total else f", {trained:,} of them trained"
-    log(f"model      {total:,} parameters ({model_config.model_type}){partly}, {trainer.flops_per_token:.3g} FLOPs a token")
+    counts = count_parameters(config, model_config)
+    partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
+    log(
+        f"model      {counts.total:,} parameters ({model_config.model_type}){partly},"
+        f" {trainer.flops_per_token:.3g} FLOPs a token"
+    )
     if trainer.resume_point.manifest is None:
         log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
     log(f"data       {inputs.data_summary}")

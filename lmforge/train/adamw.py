@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from lmforge.parallel.dtensor import local_tensor
 
 # Elements that are worked on at once: it bounds the fp32 copies of moments in bf16, four times this many bytes each.
 MAX_CHUNK_NUMEL = 2**25
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) on fp32 parameters, plain or DTensor, with moments of `state_dtype`, fp32 or bf16.
+    """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of `state_dtype`, fp32 or bf16.
 
     A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its
     steps are smaller than what bf16 tells apart, and rounded to nearest it could not fall once beta2 is above 0.996.
@@ -57,7 +58,8 @@ class AdamW(torch.optim.Optimizer):
         """One step of `parameters`, which are of `group`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         for lot in _batch_chunks(self._chunks(parameters, group)):
-            values, gradients = [piece.param for piece in lot], [piece.grad for piece in lot]
+            # Everything is computed in fp32, masters and gradients in bf16 too; in fp32 these are the tensors themselves.
+            values, gradients = [piece.param.float() for piece in lot], [piece.grad.float() for piece in lot]
             first, second = [piece.exp_avg.float() for piece in lot], [piece.exp_avg_sq.float() for piece in lot]
             torch._foreach_lerp_(first, gradients, 1 - beta1)
             torch._foreach_mul_(second, beta2)
@@ -67,6 +69,8 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_add_(width, group["eps"])
             torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
             torch._foreach_addcdiv_(values, first, width, [-lr / (1 - beta1**piece.step) for piece in lot])
+            if lot[0].param.dtype != torch.float32:
+                torch._foreach_copy_([piece.param for piece in lot], values)
             if self.state_dtype != torch.float32:
                 torch._foreach_copy_([piece.exp_avg for piece in lot], first)
                 stochastic_round_(second, seed=lot[0].step)
@@ -77,6 +81,7 @@ class AdamW(torch.optim.Optimizer):
             state = self.get_or_init_state(parameter, group)
             state["step"] += 1
             kept = [local_tensor(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+            assert parameter.grad is not None
             gradient = local_tensor(parameter.grad).reshape(-1)
             for stretch in zip(*(flat.split(MAX_CHUNK_NUMEL) for flat in (gradient, *kept)), strict=True):
                 yield _ParameterChunk(int(state["step"]), *stretch)
@@ -91,12 +96,6 @@ class _ParameterChunk:
     param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-
-
-def local_tensor(tensor: Tensor | None) -> Tensor:
-    """This rank's share of a tensor: itself, where it is whole."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _batch_chunks(chunks: Iterable[_ParameterChunk]) -> Iterator[list[_ParameterChunk]]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lmforge.parallel.dtensor import local_tensor
 from lmforge.parallel.precision import has_native_bf16
-from lmforge.train.adamw import AdamW, local_tensor
+from lmforge.train.adamw import AdamW
 
 # x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not
 # converge to 1 but brings all that are not tiny to between 0.7 and 1.2, which serves as well.
@@ -25,7 +26,7 @@ MAX_BATCH_NUMEL = 2**25
 
 
 class Muon(AdamW):
-    """Muon for the groups that have `orthogonal` true, AdamW for the others. Parameters are fp32, plain or DTensor.
+    """Muon for the groups that have `orthogonal` true, AdamW for the others. Parameters are fp32 or bf16, plain or DTensor.
 
     Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update is scaled by
     0.2·√max(rows, columns), so that it is as large as AdamW's usually are, and lr and weight_decay mean what they mean
@@ -52,7 +53,8 @@ class Muon(AdamW):
                 self._update_matrices(lot, group, shards)
 
     def _update_matrices(self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None) -> None:
-        values, gradients = [local_tensor(matrix) for matrix in matrices], [local_tensor(matrix.grad) for matrix in matrices]
+        values = [local_tensor(matrix) for matrix in matrices]
+        gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
         stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
         momenta = [momentum.float() for momentum in stored]  # itself, where it is fp32
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])

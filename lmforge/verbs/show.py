@@ -8,7 +8,7 @@ from typing import Any
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.post_training import AlignConfig, TunedConfig, config_class
-from lmforge.config.run import Config, StageConfig
+from lmforge.config.run import Config, OptimizerOptions, StageConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
@@ -19,10 +19,11 @@ from lmforge.model.config import (
     model_config_from_options,
     resolve_model_config,
 )
-from lmforge.model.flops import FLOPS_CONVENTION, adamw_state_bytes, flops_per_token, parameter_count, weight_bytes
+from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
+from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.runs import MANIFEST, Run, format_bytes
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -82,18 +83,20 @@ def _describe_batch_and_cost(config: StageConfig) -> str:
     elif isinstance(config, Config):
         lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
     shape = _model_config(config, vocabulary)
-    lines.append(_describe_cost(shape, config.data.sequence_length))
-    total, at_rest = float(flops_per_token(shape, config.data.sequence_length)), adamw_state_bytes(shape)
+    optimizer, master_dtype = config.optimizer, config.train.master_dtype
+    lines.append(_describe_cost(shape, config.data.sequence_length, optimizer, master_dtype))
+    total, at_rest = float(flops_per_token(shape, config.data.sequence_length)), _at_rest_bytes(shape, optimizer, master_dtype)
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
         from lmforge.plan.parameter_counts import (
             count_parameters,
             training_flops_per_token,
         )  # with torch, which knows the layers
 
-        (held, trained), total = count_parameters(config, shape), training_flops_per_token(config, shape)
-        at_rest = 4 * held + 8 * trained
+        counts, total = count_parameters(config, shape), training_flops_per_token(config, shape)
+        at_rest = checkpoint_bytes(optimizer, master_dtype, counts)
+        more = counts.total - parameter_count(shape).total
         lines.append(
-            f"adapters   {held - parameter_count(shape).total:,} more parameters; {trained:,} are trained, so {total:.3g} FLOPs a"
+            f"adapters   {more:,} more parameters; {counts.trained:,} are trained, so {total:.3g} FLOPs a"
             f" token and {format_bytes(at_rest)} at rest"
         )
     check_parallel(config.parallel, shape, plan)
@@ -123,24 +126,38 @@ def _describe_sharding(config: StageConfig, model_config: ModelConfig, world_siz
     spread = parallel_dims(chosen, world_size, place.local_world_size if place.launched else world_size)
     copies = f"{spread.replicate_degree} copies, each" if spread.is_hybrid else "one copy"
     where = "host memory" if chosen.cpu_offload else "its memory"
-    held = spread.fsdp_degree * spread.tensor_parallel_degree * spread.pipeline_parallel_degree
+    held = spread.fsdp_degree * chosen.tensor_parallel_degree * chosen.pipeline_parallel_degree
     share = format_bytes(at_rest / held)
     average = ", on average" if chosen.splits_model else ""  # who has the embedding or the head has more
     return [f"sharding   {spread}: {copies} over {held} of {world_size} ranks; each holds {share} in {where} at rest{average}"]
 
 
-def _describe_cost(model_config: ModelConfig, sequence_length: int) -> str:
+def _at_rest_bytes(model_config: ModelConfig, optimizer: OptimizerOptions, master_dtype: str) -> int:
     count = parameter_count(model_config)
+    return checkpoint_bytes(optimizer, master_dtype, ParameterCounts(count.total, count.total, count.block_matrices))
+
+
+def _describe_cost(
+    model_config: ModelConfig,
+    sequence_length: int,
+    optimizer: OptimizerOptions,
+    master_dtype: str,
+) -> str:
+    count = parameter_count(model_config)
+    weights = count.total * DTYPE_BYTES[master_dtype]
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
         f" {flops_per_token(model_config, sequence_length):.3g} FLOPs a token at length {sequence_length:,}\n"
-        f"memory     {format_bytes(weight_bytes(model_config))} of fp32 weights; {format_bytes(adamw_state_bytes(model_config))} at rest in training"
-        " (with AdamW's two moments), over all ranks that shard it"
+        f"memory     {format_bytes(weights)} of {master_dtype} weights;"
+        f" {format_bytes(_at_rest_bytes(model_config, optimizer, master_dtype))} at rest in training"
+        f" (with the states of {optimizer.name}), over all ranks that shard it"
     )
 
 
 def _describe_model(model_config: ModelConfig, title: str, sequence_length: int | None = None) -> str:
     """A shape and what it costs, in rows of `length` tokens (default: as long as is usual for it)."""
+    sequence_length = sequence_length or min(model_config.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH)
+    cost = _describe_cost(model_config, sequence_length, OptimizerOptions(), "fp32")
     heads = f"{model_config.num_attention_heads} heads of {model_config.head_dim}"
     if model_config.num_key_value_heads != model_config.num_attention_heads:
         heads += f" ({model_config.num_key_value_heads} for keys and values)"
@@ -150,7 +167,7 @@ def _describe_model(model_config: ModelConfig, title: str, sequence_length: int 
         f" feed-forward {model_config.intermediate_size}, {heads}\n"
         f"vocabulary {model_config.vocab_size:,}, {'tied' if model_config.tie_word_embeddings else 'untied'};"
         f" positions {model_config.max_position_embeddings:,}\n"
-        f"{_describe_cost(model_config, sequence_length or min(model_config.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH))}\n"
+        f"{cost}\n"
         f"{FLOPS_CONVENTION}"
     )
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, as its launcher's variables tell it."""
+"""The rank of a process is read from its launcher's variables."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ TORCHRUN = {
 }
 
 
-def test_a_process_that_nobody_launched_is_alone() -> None:
+def test_a_process_that_was_not_launched_is_the_only_rank() -> None:
     assert read_rank_info({}) == RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
     assert read_rank_info({"MASTER_ADDR": "host", "LOCAL_RANK": "3"}) == RankInfo()
     assert read_rank_info({}).is_rank0
@@ -45,7 +45,7 @@ def test_one_rank_under_a_launcher_is_still_launched() -> None:
 
 
 @pytest.mark.parametrize("absent", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_told_is_refused_naming_what_is_absent(absent: str) -> None:
+def test_missing_variables_are_refused_by_name(absent: str) -> None:
     variables = {name: value for name, value in TORCHRUN.items() if name != absent}
     with pytest.raises(UserError, match=f"RANK or WORLD_SIZE is set but {absent} is not; start with torchrun, or unset them"):
         read_rank_info(variables)
@@ -53,13 +53,13 @@ def test_half_told_is_refused_naming_what_is_absent(absent: str) -> None:
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("value", ["", "many", "1.5"])
-def test_what_is_no_whole_number_is_refused(name: str, value: str) -> None:
+def test_a_variable_that_is_not_a_whole_number_is_refused(name: str, value: str) -> None:
     with pytest.raises(UserError, match="must be whole numbers"):
         read_rank_info({**TORCHRUN, name: value})
 
 
 @given(rank=st.integers(-2, 9), ranks=st.integers(-1, 9), local_rank=st.integers(-2, 9), local_ranks=st.integers(-1, 9))
-def test_ranks_that_cannot_be_are_refused(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+def test_impossible_ranks_are_refused(rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
     counts = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
     variables = {**TORCHRUN, **{name: str(count) for name, count in counts.items()}}
     if rank in range(ranks) and local_rank in range(local_ranks) and local_ranks <= ranks:
@@ -69,25 +69,25 @@ def test_ranks_that_cannot_be_are_refused(rank: int, ranks: int, local_rank: int
             read_rank_info(variables)
 
 
-def test_ranks_that_torch_launches_know_their_places(tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_know_their_rank_info(tmp_path: Path) -> None:
     script = tmp_path / "tell.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from lmforge.cluster.rank_info import find_place\n"
-        "place = find_place()\n"
-        "(Path(__file__).parent / f'{place.rank}.txt').write_text(repr(place))\n"
+        "from lmforge.cluster.rank_info import read_rank_info\n"
+        "info = read_rank_info()\n"
+        "(Path(__file__).parent / f'{info.rank}.txt').write_text(repr(info))\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
     subprocess.run(launch, check=True, timeout=120, capture_output=True)
-    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
-    assert told == [repr(RankInfo(rank, 3, rank, 3, launched=True)) for rank in range(3)]
+    infos = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
+    assert infos == [repr(RankInfo(rank, 3, rank, 3, launched=True)) for rank in range(3)]
 
 
-def test_threads_are_the_cores_this_process_may_use_shared_among_the_local_ranks() -> None:
+def test_threads_are_the_usable_cores_divided_by_the_local_ranks() -> None:
     cores = len(os.sched_getaffinity(0))
     assert threads_per_rank(1) == cores
     assert threads_per_rank(cores) == 1
     assert threads_per_rank(10 * cores) == 1
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    code = f"{pin}; from lmforge.cluster.rank_info import local_threads; print(local_threads(1))"
+    code = f"{pin}; from lmforge.cluster.rank_info import threads_per_rank; print(threads_per_rank(1))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"

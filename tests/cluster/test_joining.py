@@ -1,4 +1,4 @@
-"""A rank that does not come is named by those that wait for it."""
+"""A rank that does not join is named by those that wait for it."""
 
 import os
 import socket
@@ -11,9 +11,9 @@ PROGRAM = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from lmforge.cluster.rendezvous import joining
+from lmforge.cluster.rendezvous import report_missing_ranks
 rank = int(sys.argv[1])
-with joining(rank, 3, 1, patience=0.5):
+with report_missing_ranks(rank, 3, 1, patience_seconds=0.5):
     if rank != 1:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
         store.wait(["never"])
@@ -21,7 +21,7 @@ with joining(rank, 3, 1, patience=0.5):
 
 
 @pytest.mark.parametrize("agent", ["False", "True"], ids=["one task a rank", "torchrun's store"])
-def test_the_rank_that_does_not_come_is_named_by_one_that_waits(agent: str) -> None:
+def test_a_rank_that_does_not_join_is_named_by_one_that_waits(agent: str) -> None:
     import torch.distributed as dist
 
     with socket.socket() as free:
@@ -39,9 +39,9 @@ def test_the_rank_that_does_not_come_is_named_by_one_that_waits(agent: str) -> N
         for rank in (0, 2)
     ]
     try:
-        told = waiting[0].stderr
-        assert told is not None
-        line = next(line for line in told if line.startswith("lmforge: 1 of 3"))
+        errors = waiting[0].stderr
+        assert errors is not None
+        line = next(line for line in errors if line.startswith("lmforge: 1 of 3"))
         assert line.startswith("lmforge: 1 of 3 ranks has not joined yet (1): ")
     finally:
         for process in waiting:

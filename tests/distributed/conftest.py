@@ -12,6 +12,7 @@ from _pytest.mark import ParameterSet
 from lmforge import checkpoint
 from lmforge.model import build_model
 from lmforge.runs import Run
+from tests.distributed.shapes import SAMPLES
 from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
 
@@ -27,23 +28,55 @@ def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
 
 
 class Trials(dict[int, Path]):
-    """Folders with what strategies.py measured, by the number of ranks; each carried out when it is first asked for."""
+    """Folders with what strategies.py measured, by the number of ranks; its cases run when the first of them is needed."""
 
-    def __init__(self, folder: Path, kind: str = "") -> None:
+    def __init__(self, folder: Path, kind: str = "plain", which: str = "all") -> None:
         super().__init__()
-        self._folder, self._words = folder, [kind] if kind else []
+        self._folder, self._words = folder, [kind, which]
 
     def __missing__(self, ranks: int) -> Path:
         folder, seed = self._folder / f"ranks-{ranks}", fresh_seed(13, of=f"strategies {self._words} on {ranks} ranks")
-        folder.mkdir()
+        folder.mkdir(parents=True)
         on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._words)
         return self.setdefault(ranks, folder)
 
 
-def with_needs(cases: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
-    """Cases to parametrize a test with, the last word of each its name; those that are compiled say what they need."""
+class SampledTrials:
+    """What strategies.py measured of the cases of `make test`, and, when a slow test needs them, of the others."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._kind = kind
+        self._trials = {which: Trials(folder / which, kind, which) for which in ("sample", "rest")}
+
+    def read(self, world_size: int, name: str, rank: int | None = None) -> Any:
+        """What was measured of a case; with `rank`, what that rank held."""
+        which = "sample" if is_sampled(self._kind, world_size, name) else "rest"
+        file = f"{name}.json" if rank is None else f"{name}-{rank}.json"
+        return json.loads((self._trials[which][world_size] / file).read_text())
+
+
+def is_sampled(kind: str, world_size: int, name: str) -> bool:
+    """Whether a case, named with its model config, is in `make test`."""
+    cases = SAMPLES[kind].get(world_size, {})
+    return name in {f"{shape} {case}" for shape, names in cases.items() for case in names}
+
+
+def sampled(kind: str, cases: Iterable[tuple[Any, ...]], shape: str = "") -> list[ParameterSet]:
+    """Cases (world size, name, …) to parametrize a test with: those that are not in the sample are slow."""
+    needs = with_needs(cases, name_at=1)
+    prefix = f"{shape} " if shape else ""
+    return [
+        case
+        if is_sampled(kind, case.values[0], f"{prefix}{case.values[1]}")
+        else pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow])
+        for case in needs
+    ]
+
+
+def with_needs(cases: Iterable[tuple[Any, ...]], name_at: int = -1) -> list[ParameterSet]:
+    """Cases to parametrize a test with, each with its name at `name_at`; those that are compiled say what they need."""
     compiler = pytest.mark.needs("a C++ compiler")
-    return [pytest.param(*case, marks=[compiler] if "compiled" in case[-1] else []) for case in cases]
+    return [pytest.param(*case, marks=[compiler] if "compiled" in case[name_at] else []) for case in cases]
 
 
 def losses(run: Run, name: str = "loss") -> dict[int, float]:

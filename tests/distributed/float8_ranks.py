@@ -2,7 +2,7 @@
 
     float8_ranks.py FILE
 
-Writes of each case its losses and the name, shape and dtype of every tensor that a checkpoint would hold.
+Writes the losses of each case, and the name, shape and dtype of every tensor that a checkpoint would hold.
 """
 
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lmforge.bench.parity import ParityCase, ParityData, run_case
 from lmforge.cluster import distributed as cluster
+from lmforge.config.run import ParallelOptions
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.parallelize import ParallelStrategy
 
 SHAPE = ModelConfig(
     vocab_size=131,
@@ -26,21 +26,21 @@ SHAPE = ModelConfig(
 
 if __name__ == "__main__":
     ranks = cluster.init_distributed("cpu", threads=1)
-    fsdp2 = ParityCase("fp32", ParallelStrategy(engine="fsdp2"), model_config=SHAPE)
-    told = {}
+    fsdp2 = ParityCase("fp32", ParallelOptions(engine="fsdp2"), model_config=SHAPE)
+    results = {}
     for case in (
         fsdp2,
-        replace(fsdp2, name="float8", float8_emulated=True),
+        replace(fsdp2, name="float8", emulate_float8=True),
         replace(
             fsdp2,
-            name="float8, recompute",
-            float8_emulated=True,
-            strategy=ParallelStrategy(engine="fsdp2", activation_checkpointing="selective-ops"),
+            name="float8, selective-ops",
+            emulate_float8=True,
+            options=ParallelOptions(engine="fsdp2", activation_checkpointing="selective-ops"),
         ),
     ):
-        outcome = run_case(case, ParityData(sequences=8, sequence_length=50, steps=12), ranks)
-        tensors = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in outcome.weights.items()}
-        told[case.name] = {"losses": outcome.losses, "tensors": tensors, "bytes": outcome.memory_bytes}
+        result = run_case(case, ParityData(sequences=8, sequence_length=50, steps=12), ranks)
+        tensors = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in result.weights.items()}
+        results[case.name] = {"losses": result.losses, "tensors": tensors, "bytes": result.memory_bytes}
     if ranks.is_rank0:
-        Path(sys.argv[1]).write_text(json.dumps(told))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     cluster.destroy_distributed()

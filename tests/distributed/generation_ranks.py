@@ -10,7 +10,7 @@ import torch
 
 from lmforge.bench.parity import ParityData
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import OptimizerOptions
+from lmforge.config.run import OptimizerOptions, ParallelOptions
 from lmforge.generate.engine import decode
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model import build_model
@@ -18,7 +18,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.train.loop import train_step
 from lmforge.train.optimizer import build_optimizer
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
                 objective.loss,
                 dist_ctx=ranks,
                 dtype=dtype,
-                strategy=ParallelStrategy(engine=engine),
+                options=ParallelOptions(engine=engine),
                 init_weights=lambda model: init_weights(model, seed),
             )
             optimizer, found = build_optimizer(trained.model, OptimizerOptions(), trained.parameter_shapes()), []

@@ -16,14 +16,14 @@ import torch.distributed.checkpoint as dcp
 
 from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
-from lmforge.config.run import OptimizerOptions
+from lmforge.config.run import OptimizerOptions, ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora, disable_adapters
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.train.loop import train_step
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 
@@ -33,9 +33,9 @@ ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes ov
 def trained_by(engine: str, fill: Callable[[LanguageModel], None]) -> tuple[ParallelModel, torch.optim.Optimizer]:
     model = build_model(SMALL_MODEL, seed=None, device="meta")
     add_lora(model, LoraConfig(3, 6.0))
-    strategy = ParallelStrategy(engine=engine)
+    strategy = ParallelOptions(engine=engine)
     spread_out = parallelize(
-        model, NextTokenObjective().loss, dist_ctx=ranks, dtype=torch.float32, strategy=strategy, init_weights=fill
+        model, NextTokenObjective().loss, dist_ctx=ranks, dtype=torch.float32, options=strategy, init_weights=fill
     )
     return spread_out, build_optimizer(spread_out.model, OptimizerOptions(lr=1e-2), spread_out.parameter_shapes())
 

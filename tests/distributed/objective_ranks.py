@@ -4,7 +4,6 @@ objective_ranks.py SEED     fails where an engine gives another loss or gradient
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lmforge.cluster import distributed as cluster
+from lmforge.config.run import ParallelOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.policy import PolicyLossConfig, PolicyObjective
 from lmforge.objectives.preference import PreferenceObjective, dpo
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from tests.objectives.oracle import drawn_pairs, logprobs_under, moved, packed, with_extras
 
 # A head that tensor parallel shares out by rows, and one that it leaves whole on each rank.
@@ -36,11 +36,11 @@ SHAPES = {
     for vocabulary in (64, 61)
 }
 STRATEGIES = {
-    "ddp": ParallelStrategy(engine="ddp"),
-    "fsdp1": ParallelStrategy(engine="fsdp1"),
-    "fsdp2": ParallelStrategy(engine="fsdp2"),
-    "fsdp2, recompute": ParallelStrategy(engine="fsdp2", activation_checkpointing="full"),
-    "tensor": ParallelStrategy(engine="fsdp2", tensor_parallel_degree=2),
+    "ddp": ParallelOptions(engine="ddp"),
+    "fsdp1": ParallelOptions(engine="fsdp1"),
+    "fsdp2": ParallelOptions(engine="fsdp2"),
+    "fsdp2, recompute": ParallelOptions(engine="fsdp2", activation_checkpointing="full"),
+    "tensor": ParallelOptions(engine="fsdp2", tensor_parallel_degree=2),
 }
 OBJECTIVES: dict[str, Any] = {
     "dpo": PreferenceObjective(partial(dpo, beta=0.1), uses_reference=True),
@@ -92,9 +92,7 @@ if __name__ == "__main__":
                     # What fp32 leaves of sums in another order; of bf16 products it is the order of magnitude.
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
                     loss = partial(in_fp32, objective)
-                    made = parallelize(
-                        build_model(shape, seed=seed), loss, dist_ctx=ranks, dtype=dtype, strategy=replace(strategy)
-                    )
+                    made = parallelize(build_model(shape, seed=seed), loss, dist_ctx=ranks, dtype=dtype, options=strategy)
                     part, parts = ranks.rank_info.rank // made.model_parallel_size, ranks.world_size // made.model_parallel_size
                     size = batch.batch_size // parts
                     mine = batch[part * size : (part + 1) * size]

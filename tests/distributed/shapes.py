@@ -1,5 +1,10 @@
-"""The shapes that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2."""
+"""The model configs that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2.
 
+`make test` runs a sample of the cases in which every strategy, every model config and every number of ranks appears; the
+rest of the matrix is marked slow.
+"""
+
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lmforge.bench.parity import SMALL_MODEL, ParityCase, strategy_cases
@@ -13,7 +18,7 @@ SHAPES = {
     "tied": ModelConfig(intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES),
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
     "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
-    # For tensor, context and pipeline parallelism: sizes that divide, with all that is split in a way of its own.
+    # For tensor, context and pipeline parallelism: sizes that divide, with everything that is split in a special way.
     "split qwen3": ModelConfig(model_type="qwen3", intermediate_size=44, num_key_value_heads=2, qk_norm=True, **_EVEN),
     "split tied": ModelConfig(
         intermediate_size=44,
@@ -25,40 +30,80 @@ SHAPES = {
     ),
     "split gpt2": ModelConfig(model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN),
 }
-# What a shape can change: what is a unit, what is flat, what is recomputed, what is split.
+# What depends on the model config: what is a unit, what is flat, what is recomputed, what is split.
 CASES_OF_SHAPES = (
     "ddp",
     "fsdp1 full",
     "fsdp1 hybrid-full",
     "fsdp2 full",
     "fsdp2 hybrid-full",
-    "fsdp2, recompute op",
-    "fsdp2, offload",
+    "fsdp2, checkpointing selective-ops",
+    "fsdp2, CPU offload",
 )
 CASES_OF_SPLIT_SHAPES = {
     "split qwen3": ("tensor 2", "context 2", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
 }
+# Which cases of these are in `make test`, by number of ranks and model config.
+SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"llama": ("one process, 2 micro-batches", "fsdp2 full-shard"), "gpt2": ("fsdp2, CPU offload",)},
+    2: {
+        "tied": ("ddp", "fsdp2 hybrid-full-shard, groups of 1"),
+        "qwen3": ("fsdp1 full-shard", "fsdp2, checkpointing selective-ops"),
+        "gpt2": ("fsdp2 full-shard",),
+        "split qwen3": ("tensor 2", "pipeline 2, interleaved, 4 micro-batches"),
+        "split tied": ("context 2",),
+        "split gpt2": ("pipeline 2, 4 micro-batches",),
+    },
+    3: {"llama": ("ddp", "fsdp2 grad-shard")},
+    4: {
+        "llama": (
+            "ddp, checkpointing full, 2 micro-batches",
+            "fsdp1 hybrid-full-shard, groups of 2",
+            "fsdp1 grad-shard",
+            "fsdp2 full-shard",
+            "fsdp2 no-shard",
+            "fsdp2 hybrid-grad-shard, groups of 2",
+            "fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches",
+            "fsdp2, CPU offload",
+            "fsdp2, checkpointing selective-blocks",
+            "fsdp2, 2 micro-batches reduced once",
+            "fsdp2, prefetch 2, embedding not wrapped",
+            "tensor 2",
+            "context 2, checkpointing selective-ops",
+            "pipeline 2, 4 micro-batches",
+            "tensor 2 × pipeline 2, 2 micro-batches",
+            "context 4, grad-shard",
+        ),
+    },
+}
 
-# Those that cut batches, rows, blocks or the sequence in a way of their own, or compute a part of them again.
+# Cases that cut batches, sequences, blocks or the sequence dimension differently, or recompute some of them.
 CASES_OF_DROPOUT = {
     "llama": (
         "one process",
         "ddp",
         "fsdp1 full",
         "fsdp2 full",
-        "fsdp2, recompute",
+        "fsdp2, checkpointing",
         "fsdp2, 2 micro-batches",
-        "fsdp2, compiled, recompute",
         "tensor 2",
         "context 2",
         "pipeline 2",
     ),
     "split gpt2": ("context 2", "pipeline 2, 4"),
 }
+SAMPLE_OF_DROPOUT: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"llama": ("one process, 2 micro-batches",)},
+    2: {
+        "llama": ("fsdp2, checkpointing full, compiled", "ddp, checkpointing full, 2 micro-batches", "tensor 2", "context 2"),
+        "split gpt2": ("pipeline 2, 4 micro-batches",),
+    },
+    3: {"llama": ("fsdp1 full-shard", "fsdp2, checkpointing selective-ops")},
+}
 
-# Those in which frozen and trained parameters meet in one unit, bucket or flat tensor, or are computed again.
+# Cases in which frozen and trained parameters share a unit, bucket or flat tensor, or are recomputed.
 CASES_OF_LORA = {
     "llama": (
         "ddp",
@@ -66,45 +111,66 @@ CASES_OF_LORA = {
         "fsdp2 full",
         "fsdp2 hybrid-grad",
         "fsdp2, 2 micro-batches reduced once",
-        "fsdp2, offload",
-        "fsdp2, compiled, recompute",
+        "fsdp2, CPU offload",
+        "fsdp2, checkpointing full, compiled",
         "context 2",
     ),
-    "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, recompute op"),
+    "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
 }
 
 
-def shapes_on(ranks: int) -> list[str]:
-    """Which shapes are tried on so many ranks."""
-    return {1: ["llama", "gpt2"], 2: list(SHAPES)}.get(ranks, ["llama"])
+def shapes_on(world_size: int) -> list[str]:
+    """Which model configs are tried on this number of ranks."""
+    return {1: ["llama", "gpt2"], 2: list(SHAPES)}.get(world_size, ["llama"])
 
 
-def chosen_cases(shape: str, ranks: int) -> list[ParityCase]:
-    """The cases that are tried on a shape. Compiled ones, which take a quarter of a minute each, on one shape only."""
-    found = strategy_cases(ranks, compile_model=shape == "llama" and ranks == 2)
+def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
+    """The cases that are tried on a model config. Compiled ones, which take a quarter of a minute each, on one only."""
+    cases = strategy_cases(world_size, compile_model=shape == "llama" and world_size == 2)
     if shape == "llama":
-        return found
-    return [case for case in found if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
+        return cases
+    return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
 
 
-def dropout_cases(shape: str, ranks: int) -> list[ParityCase]:
-    """The cases that are tried on a shape with dropout; one of them compiled."""
-    found = [case for case in chosen_cases(shape, ranks) if case.name.startswith(CASES_OF_DROPOUT.get(shape, ()))]
-    return [
-        replace(case, dropout=0.2)
-        for case in found
-        if not case.compile_model or case.strategy.activation_checkpointing != "none"
-    ]
+def _few_compiled(cases: list[ParityCase], names: tuple[str, ...]) -> Iterator[ParityCase]:
+    """The cases whose names begin so; of the compiled ones only that which recomputes."""
+    for case in cases:
+        if (
+            names
+            and case.name.startswith(names)
+            and not (case.compile_model and case.options.activation_checkpointing == "none")
+        ):
+            yield case
 
 
-def lora_cases(shape: str, ranks: int) -> list[ParityCase]:
-    """The cases that are tried on a shape with adapters and their dropout, one of them compiled; and of GPT-2 with NEFTune."""
-    chosen = CASES_OF_LORA.get(shape, ())
-    found = [case for case in chosen_cases(shape, ranks) if chosen and case.name.startswith(chosen)]
+def dropout_cases(shape: str, world_size: int) -> list[ParityCase]:
+    """The cases that are tried on a model config with dropout; one of them compiled."""
+    cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_DROPOUT.get(shape, ()))
+    return [replace(case, dropout=0.2) for case in cases]
+
+
+def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
+    """The cases that are tried with adapters and their dropout, one of them compiled; on GPT-2 with NEFTune."""
     # Ranks of a context do not see how long a document is.
     alpha = 5.0 if shape == "gpt2" else 0.0
-    return [
-        replace(case, lora=LoraConfig(3, 6.0, dropout=0.1), neftune_noise_alpha=alpha)
-        for case in found
-        if not case.compile_model or case.strategy.activation_checkpointing != "none"
-    ]
+    cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_LORA.get(shape, ()))
+    return [replace(case, lora=LoraConfig(3, 6.0, dropout=0.1), neftune_noise_alpha=alpha) for case in cases]
+
+
+CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases}
+SAMPLES = {"plain": SAMPLE, "dropout": SAMPLE_OF_DROPOUT}
+
+
+def select_cases(kind: str, which: str, world_size: int) -> dict[str, list[ParityCase]]:
+    """The cases of a kind (plain, dropout, lora) on this number of ranks, by model config.
+
+    which: all; sample: those of `make test`; rest: the others.
+    """
+    cases = {shape: CASES[kind](shape, world_size) for shape in shapes_on(world_size)}
+    if which == "all":
+        return cases
+    sample = SAMPLES[kind].get(world_size, {})
+    return {
+        shape: [case for case in of_shape if (case.name in sample.get(shape, ())) == (which == "sample")]
+        for shape, of_shape in cases.items()
+    }

@@ -1,14 +1,14 @@
-"""Run in every rank: trials of strategies, one after another, in one set of processes.
+"""Run in every rank: cases of strategies, one after another, in one set of processes.
 
-    strategies.py FOLDER SEED [dropout | lora]
+    strategies.py FOLDER SEED KIND WHICH     as shapes.select_cases takes them
 
-With a word, of models with dropout, or with low-rank adapters, and fewer of them. Writes FOLDER/NAME.json of each trial (what
-it measured and how far it is from one process) from the first rank, and FOLDER/NAME-RANK.json of the memory each rank held.
+Writes FOLDER/NAME.json of each case (what it measured, and how far it is from one process) from rank 0, and
+FOLDER/NAME-RANK.json of the memory that each rank held.
 """
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,33 +16,29 @@ import torch
 from lmforge.bench.parity import ParityData, relative_differences, run_case, run_single
 from lmforge.cluster import distributed as cluster
 from lmforge.parallel.precision import missing_for_compile
-from tests.distributed.shapes import SHAPES, chosen_cases, dropout_cases, lora_cases, shapes_on
-
-CHOICES = {"dropout": dropout_cases, "lora": lora_cases}
+from tests.distributed.shapes import SHAPES, select_cases
 
 if __name__ == "__main__":
-    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
-    ranks = cluster.init_distributed("cpu", threads=1)
-    word = (sys.argv[3:] or [""])[0]
-    task = ParityData(sequences=4 * ranks.world_size, sequence_length=48, seed=seed, steps=6 if word else 10)
-    for shape in shapes_on(ranks.world_size):
-        chosen = CHOICES.get(word, chosen_cases)(shape, ranks.world_size)
-        if not chosen:
-            continue
-        reference = run_single(replace(chosen[0], shape=SHAPES[shape]), task, ranks) if ranks.is_rank0 else None
-        for case in chosen:
-            if case.compile_model and missing_for_compile(ranks.device):
+    folder, seed, kind, which = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    dist_ctx = cluster.init_distributed("cpu", threads=1)
+    steps = 6 if kind != "plain" or which == "sample" else 10
+    data = ParityData(sequences=4 * dist_ctx.world_size, sequence_length=48, seed=seed, steps=steps)
+    for shape, cases in select_cases(kind, which, dist_ctx.world_size).items():
+        cases = [replace(case, model_config=SHAPES[shape]) for case in cases]
+        reference = run_single(cases[0], data, dist_ctx) if cases and dist_ctx.is_rank0 else None
+        for case in cases:
+            if case.compile_model and missing_for_compile(dist_ctx.device):
                 continue  # its tests are skipped
-            outcome = run_case(replace(case, shape=SHAPES[shape]), task, ranks)
+            result = run_case(case, data, dist_ctx)
             name = f"{shape} {case.name}"
-            (folder / f"{name}-{ranks.rank_info.rank}.json").write_text(json.dumps(outcome.memory_bytes))
+            (folder / f"{name}-{dist_ctx.rank_info.rank}.json").write_text(json.dumps(result.memory_bytes))
             if reference is not None:
-                told = {
-                    "strategy": asdict(case.strategy),
-                    "losses": outcome.losses,
-                    "collectives": outcome.collective_counts,
-                    **relative_differences(outcome, reference),
+                content = {
+                    "losses": result.losses,
+                    "collectives": result.collective_counts,
+                    "reference": reference.losses,
+                    **relative_differences(result, reference),
                 }
-                (folder / f"{name}.json").write_text(json.dumps({**told, "reference": reference.losses}))
+                (folder / f"{name}.json").write_text(json.dumps(content))
             torch.compiler.reset()
     cluster.destroy_distributed()

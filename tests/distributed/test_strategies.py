@@ -1,126 +1,125 @@
-"""Every strategy computes what one process computes, and holds the share of memory that it promises."""
+"""Every strategy computes what one process computes, and holds the part of the memory that it promises.
 
-import json
+`make test` runs a sample (shapes.SAMPLE); the whole matrix is marked slow.
+"""
+
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmforge.bench.parity import ParityCase, strategy_cases
+from lmforge.bench.parity import strategy_cases
 from lmforge.plan.activations import activation_bytes
-from tests.distributed.conftest import Trials, with_needs
+from tests.distributed.conftest import SampledTrials, sampled
 from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
 TOLERANCE = 1e-6
 
 
-def names(ranks: int) -> Iterator[str]:
-    for shape in shapes_on(ranks):
-        for case in chosen_cases(shape, ranks):
-            yield f"{shape} {case.name}"
+def all_cases() -> Iterator[tuple[int, str]]:
+    for world_size in (1, 2, 3, 4):
+        for shape in shapes_on(world_size):
+            for case in chosen_cases(shape, world_size):
+                yield world_size, f"{shape} {case.name}"
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The folder of the trials' results, by the number of ranks."""
-    return Trials(tmp_path_factory.mktemp("strategies"))
+def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
+    return SampledTrials(tmp_path_factory.mktemp("strategies"), "plain")
 
 
-def result(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-ALL = with_needs((ranks, name) for ranks in (1, 2, 3, 4) for name in names(ranks))
-
-
-@pytest.mark.parametrize(("ranks", "name"), ALL)
-def test_losses_gradient_norms_and_weights_are_those_of_one_process(measured: dict[int, Path], ranks: int, name: str) -> None:
-    found = result(measured[ranks], name)
-    assert found["losses"][-1] < found["losses"][0] - 0.05
-    differences = {what: found[what] for what in ("loss", "gradient_norm", "weights")}
+@pytest.mark.parametrize(("world_size", "name"), sampled("plain", all_cases()))
+def test_losses_gradient_norms_and_weights_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
+    result = trials.read(world_size, name)
+    assert result["losses"][-1] < result["losses"][0] - 0.05
+    differences = {key: result[key] for key in ("loss", "gradient_norm", "weights")}
     if name.startswith(("gpt2", "split gpt2", "split tied")):
         del differences["weights"]  # a bias on the keys has no gradient but rounding; losses and norms tell the rest
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize(
-    ("name", "shards"),
-    [
-        ("ddp", 1),
-        ("fsdp1 full-shard", 4),
-        ("fsdp1 grad-shard", 4),
-        ("fsdp1 hybrid-full-shard, groups of 2", 2),
-        ("fsdp2 full-shard", 4),
-        ("fsdp2 grad-shard", 4),
-        ("fsdp2 no-shard", 1),
-        ("fsdp2 hybrid-full-shard, groups of 2", 2),
-        ("fsdp2 hybrid-grad-shard, groups of 2", 2),
-        ("fsdp2, offload", 4),
-    ],
-)
-def test_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_states(
-    measured: dict[int, Path], name: str, shards: int
-) -> None:
-    whole = json.loads((measured[1] / "llama fsdp2 full-shard-0.json").read_text())
-    for rank in range(4):
-        held = json.loads((measured[4] / f"llama {name}-{rank}.json").read_text())
-        for what in ("parameters", "gradients", "optimizer"):
-            assert held[what] == pytest.approx(whole[what] / shards, rel=0.02), (rank, what)
+SHARDS = {
+    "ddp, checkpointing full, 2 micro-batches": 1,
+    "fsdp1 full-shard": 4,
+    "fsdp1 grad-shard": 4,
+    "fsdp1 hybrid-full-shard, groups of 2": 2,
+    "fsdp2 full-shard": 4,
+    "fsdp2 grad-shard": 4,
+    "fsdp2 no-shard": 1,
+    "fsdp2 hybrid-full-shard, groups of 2": 2,
+    "fsdp2 hybrid-grad-shard, groups of 2": 2,
+    "fsdp2, CPU offload": 4,
+}
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in strategy_cases(4, False) if case.strategy.model_parallel_size == 1], ids=lambda case: case.name
+    ("world_size", "name", "shards"), sampled("plain", [(4, *item) for item in SHARDS.items()], shape="llama")
 )
-def test_each_rank_holds_the_activations_of_its_own_rows_whatever_is_sharded(
-    measured: dict[int, Path], case: ParityCase
+def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_states(
+    trials: SampledTrials, world_size: int, name: str, shards: int
 ) -> None:
-    shape, recompute = SHAPES["llama"], case.strategy.activation_checkpointing
-    predicted = activation_bytes(shape, 4 // case.accumulation, 48, dtype_bytes=4, activation_checkpointing=recompute)
-    for rank in range(4):
-        held = json.loads((measured[4] / f"llama {case.name}-{rank}.json").read_text())
+    total = trials.read(1, "llama fsdp2 full-shard", rank=0)
+    for rank in range(world_size):
+        held = trials.read(world_size, f"llama {name}", rank)
+        for key in ("parameters", "gradients", "optimizer"):
+            assert held[key] == pytest.approx(total[key] / shards, rel=0.02), (rank, key)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    sampled(
+        "plain", [(4, case.name) for case in strategy_cases(4, False) if case.options.model_parallel_size == 1], shape="llama"
+    ),
+)
+def test_each_rank_holds_the_activations_of_its_own_sequences_whatever_is_sharded(
+    trials: SampledTrials, world_size: int, name: str
+) -> None:
+    [case] = [case for case in strategy_cases(world_size, False) if case.name == name]
+    mode, size = case.options.activation_checkpointing, 4 // case.accumulation
+    predicted = activation_bytes(SHAPES["llama"], size, 48, dtype_bytes=4, activation_checkpointing=mode)
+    for rank in range(world_size):
+        held = trials.read(world_size, f"llama {name}", rank)
         assert held["activations"] == pytest.approx(predicted, rel=0.02), rank
 
 
-# Of a model of 4 blocks: 7 units with embedding, head and root. One all-reduce counts the weight of the batch, and one the
-# gradient's norm where it is sharded. The root and the head stay gathered for the backward pass.
+# A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items of the batch, and one
+# sums the gradient's norm where it is sharded. The root and the head stay gathered for the backward pass.
 GATHERED_TWICE, GATHERED_ONCE = 7 + 5, 7
+# All-gathers, reduce-scatters and all-reduces of a step.
+COLLECTIVES = {
+    "ddp": (0, 0, 1 + 1),
+    "ddp, checkpointing full, 2 micro-batches": (0, 0, 1 + 1),
+    "fsdp1 full-shard": (7 + 6, 7, 2),
+    "fsdp1 grad-shard": (GATHERED_ONCE, 7, 2),
+    "fsdp1 hybrid-full-shard, groups of 2": (7 + 6, 7, 2 + 7),
+    "fsdp2 full-shard": (GATHERED_TWICE, 7, 2),
+    "fsdp2 grad-shard": (GATHERED_ONCE, 7, 2),
+    "fsdp2 no-shard": (0, 0, 1 + 7),
+    "fsdp2 hybrid-full-shard, groups of 2": (GATHERED_TWICE, 7, 2 + 7),
+    "fsdp2 hybrid-grad-shard, groups of 2": (GATHERED_ONCE, 7, 2 + 7),
+    "fsdp2, checkpointing full": (GATHERED_TWICE, 7, 2),
+    "fsdp2, checkpointing selective-ops": (GATHERED_TWICE, 7, 2),
+    "fsdp2, CPU offload": (GATHERED_TWICE, 7, 2),
+    "fsdp2, 2 micro-batches": (2 * GATHERED_TWICE, 2 * 7, 2),
+    "fsdp2, 2 micro-batches reduced once": (2 * GATHERED_TWICE, 7, 2),
+    "fsdp2, prefetch 2, embedding not wrapped": (6 + 4, 6, 2),
+    # The all-reduce over copies of the model waits for the last micro-batch.
+    "fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches": (2 * GATHERED_TWICE, 2 * 7, 2 + 7),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "gathers", "scatters", "reduces"),
-    [
-        ("ddp", 0, 0, 1 + 1),
-        ("ddp, recompute full, 2 micro-batches", 0, 0, 1 + 1),
-        ("fsdp1 full-shard", 7 + 6, 7, 2),
-        ("fsdp1 grad-shard", GATHERED_ONCE, 7, 2),
-        ("fsdp1 hybrid-full-shard, groups of 2", 7 + 6, 7, 2 + 7),
-        ("fsdp2 full-shard", GATHERED_TWICE, 7, 2),
-        ("fsdp2 grad-shard", GATHERED_ONCE, 7, 2),
-        ("fsdp2 no-shard", 0, 0, 1 + 7),
-        ("fsdp2 hybrid-full-shard, groups of 2", GATHERED_TWICE, 7, 2 + 7),
-        ("fsdp2 hybrid-grad-shard, groups of 2", GATHERED_ONCE, 7, 2 + 7),
-        ("fsdp2, recompute full", GATHERED_TWICE, 7, 2),
-        ("fsdp2, recompute operators", GATHERED_TWICE, 7, 2),
-        ("fsdp2, offload", GATHERED_TWICE, 7, 2),
-        ("fsdp2, 2 micro-batches", 2 * GATHERED_TWICE, 2 * 7, 2),
-        ("fsdp2, 2 micro-batches reduced once", 2 * GATHERED_TWICE, 7, 2),
-        ("fsdp2, prefetch 2, no embedding unit", 6 + 4, 6, 2),
-        # The all-reduce over copies of the model waits for the last micro-batch.
-        ("fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches", 2 * GATHERED_TWICE, 2 * 7, 2 + 7),
-    ],
+    ("world_size", "name", "counts"), sampled("plain", [(4, *item) for item in COLLECTIVES.items()], shape="llama")
 )
 def test_a_step_takes_these_collectives_and_no_more(
-    measured: dict[int, Path], name: str, gathers: int, scatters: int, reduces: int
+    trials: SampledTrials, world_size: int, name: str, counts: tuple[int, int, int]
 ) -> None:
-    assert collectives(measured[4], name) == fsdp(gathers, scatters, reduces)
+    assert collectives(trials, world_size, name) == fsdp(*counts)
 
 
-def collectives(folder: Path, name: str) -> dict[str, int]:
-    counts = dict(result(folder, f"llama {name}")["collectives"])
-    # fsdp1 has another kernel for gathering.
+def collectives(trials: SampledTrials, world_size: int, name: str) -> dict[str, int]:
+    counts = dict(trials.read(world_size, f"llama {name}")["collectives"])
+    # fsdp1 gathers with another kernel.
     gathers = counts.pop("allgather_base", 0) + counts.pop("allgather", 0)
     return {**counts, "allgather_base": gathers}
 
@@ -130,32 +129,44 @@ def fsdp(gathers: int, scatters: int, reduces: int) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count or name == "allgather_base"}
 
 
-# Within a copy of the model, besides what FSDP exchanges. Of a block's two halves each gathers the sequence once and deals
-# it out once, forward and backward; what is not split (9 norms, embedding and head of an odd vocabulary) sums its gradient.
+# Within a copy of the model, besides FSDP's. Each of a block's two halves gathers the sequence once and scatters it once,
+# forward and backward; what is not split (9 norms, embedding and head of an odd vocabulary) sums its gradient.
 TENSOR = {"all_gather_into_tensor": 4 * 4, "reduce_scatter_tensor": 4 * 4, "all_reduce": 9 + 2}
-# The documents once, keys and values of each block once, and back.
+# The document ids once, keys and values of each block once, and back.
 CONTEXT = {"all_gather_into_tensor": 1 + 4, "reduce_scatter_tensor": 4}
+MODEL_PARALLEL_COLLECTIVES = {
+    # Each rank scores its own tokens: one more sum.
+    "tensor 2": {**fsdp(GATHERED_TWICE, 7, 2 + 1), **TENSOR},
+    "context 2": {**fsdp(GATHERED_TWICE, 7, 2), **CONTEXT},
+    "context 2, checkpointing selective-ops": {
+        **fsdp(GATHERED_TWICE, 7, 2),
+        **CONTEXT,
+        "all_gather_into_tensor": 1 + 2 * 4,
+    },
+    "context 4, grad-shard": {**fsdp(GATHERED_ONCE, 7, 2), **CONTEXT},
+    # The first stage is embedding and two blocks. Each micro-batch gathers them in its forward pass, and again in its backward
+    # pass, unless another micro-batch left them gathered; gradients are summed once.
+    "pipeline 2, 4 micro-batches": {**fsdp(15, 3, 2), "send": 4, "recv": 4},
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "of_fsdp", "within"),
-    [
-        # Each rank scores its own tokens: one more sum.
-        ("tensor 2", fsdp(GATHERED_TWICE, 7, 2 + 1), TENSOR),
-        ("context 2", fsdp(GATHERED_TWICE, 7, 2), CONTEXT),
-        ("context 2, recompute operators", fsdp(GATHERED_TWICE, 7, 2), {**CONTEXT, "all_gather_into_tensor": 1 + 2 * 4}),
-        ("context 4, grad-shard", fsdp(GATHERED_ONCE, 7, 2), CONTEXT),
-        # The first stage is embedding and two blocks. Each micro-batch gathers them on its way forward, and again on its way
-        # back, where what another micro-batch left gathered is not gathered anew; gradients are summed once.
-        ("pipeline 2, 4 micro-batches", fsdp(15, 3, 2), {"send": 4, "recv": 4}),
-    ],
+    ("world_size", "name"), sampled("plain", [(4, name) for name in MODEL_PARALLEL_COLLECTIVES], shape="llama")
 )
-def test_within_a_copy_of_the_model_a_step_takes_these_and_no_more(
-    measured: dict[int, Path], name: str, of_fsdp: dict[str, int], within: dict[str, int]
+def test_within_a_copy_of_the_model_a_step_takes_these_collectives_and_no_more(
+    trials: SampledTrials, world_size: int, name: str
 ) -> None:
-    assert collectives(measured[4], name) == {**of_fsdp, **within}
+    assert collectives(trials, world_size, name) == MODEL_PARALLEL_COLLECTIVES[name]
 
 
-def test_what_is_compared_can_differ(measured: dict[int, Path]) -> None:
-    assert result(measured[2], "llama ddp")["losses"] != result(measured[2], "tied ddp")["losses"]
-    assert replace(strategy_cases(2, False)[0], accumulation=2) != strategy_cases(2, False)[0]
+def test_the_sample_has_every_engine_and_model_config() -> None:
+    names = [
+        case.values[1] for case in sampled("plain", all_cases()) if not [mark for mark in case.marks if mark.name == "slow"]
+    ]
+    assert all(any(name.startswith(f"{shape} ") for name in names) for shape in SHAPES)
+    for part in ("ddp", "fsdp1", "full-shard", "grad-shard", "no-shard", "hybrid", "tensor", "context", "pipeline", "offload"):
+        assert any(part in name for name in names), part
+
+
+def test_other_model_configs_have_other_losses(trials: SampledTrials) -> None:
+    assert trials.read(2, "tied ddp")["losses"] != trials.read(2, "qwen3 fsdp1 full-shard")["losses"]

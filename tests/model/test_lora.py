@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lmforge.bench.parity import ParityData
-from lmforge.config.run import GroupOptions, OptimizerOptions
+from lmforge.config.run import GroupOptions, OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.errors import UserError
 from lmforge.interop.export import export_folder
@@ -26,7 +26,6 @@ from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters, fill, lora_layers, merge
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.parallel.parallelize import ParallelStrategy
 from lmforge.parallel.validate import check_lora
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 from tests.distributed.shapes import SHAPES
@@ -157,13 +156,13 @@ def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> Non
         add_lora(build_model(wrapped_shape, seed=None), LoraConfig(4, 8.0, dropout=0.1))
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(tensor_parallel_degree=2), ParallelStrategy(pipeline_parallel_degree=2)])
-def test_what_would_split_adapters_is_refused_in_a_line(strategy: ParallelStrategy) -> None:
-    check_lora(ParallelStrategy(context_parallel_degree=2), float8=False)
+@pytest.mark.parametrize("strategy", [ParallelOptions(tensor_parallel_degree=2), ParallelOptions(pipeline_parallel_degree=2)])
+def test_what_would_split_adapters_is_refused_in_a_line(strategy: ParallelOptions) -> None:
+    check_lora(ParallelOptions(context_parallel_degree=2), float8=False)
     with pytest.raises(UserError, match="adapters"):
         check_lora(strategy, float8=False)
     with pytest.raises(UserError, match="float8"):
-        check_lora(ParallelStrategy(), float8=True)
+        check_lora(ParallelOptions(), float8=True)
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("k_proj", "up_proj")])

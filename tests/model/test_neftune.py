@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmforge.config.run import ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.data.token_rng import token_rng_keys
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.parallelize import ParallelStrategy
 from lmforge.parallel.validate import check_neftune
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
@@ -84,6 +84,6 @@ def test_there_is_noise_in_training_only_and_none_without_alpha() -> None:
 
 
 def test_it_is_refused_where_ranks_cut_documents() -> None:
-    check_neftune(ParallelStrategy(tensor_parallel_degree=2, pipeline_parallel_degree=2))
+    check_neftune(ParallelOptions(tensor_parallel_degree=2, pipeline_parallel_degree=2))
     with pytest.raises(UserError, match="context_parallel_degree"):
-        check_neftune(ParallelStrategy(context_parallel_degree=2))
+        check_neftune(ParallelOptions(context_parallel_degree=2))

@@ -9,10 +9,11 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.run import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
 
 CPU = torch.device("cpu")
@@ -36,11 +37,11 @@ def test_a_cpu_has_fast_bf16_where_its_flags_say_so() -> None:
 def test_auto_is_bf16_exactly_where_the_hardware_multiplies_it() -> None:
     dtype, reason = choose_dtype("auto", CPU)
     assert dtype == (torch.bfloat16 if has_native_bf16(CPU) else torch.float32)
-    assert reason == ("the hardware multiplies it" if has_native_bf16(CPU) else "this hardware has no bf16 arithmetic")
+    assert reason == ("the hardware supports it" if has_native_bf16(CPU) else "this hardware has no bf16 arithmetic")
 
 
 def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
-    assert choose_dtype("fp32", CPU) == (torch.float32, "as asked")
+    assert choose_dtype("fp32", CPU) == (torch.float32, "as requested")
     dtype, reason = choose_dtype("bf16", CPU)
     assert dtype == torch.bfloat16
     assert ("far slower" in reason) == (not has_native_bf16(CPU))
@@ -49,16 +50,19 @@ def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
 @pytest.mark.needs("a C++ compiler")
 def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
     assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE)[0]
-    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1) == (False, "fewer than 200 steps would not repay it")
-    assert choose_compile("on", CPU, 1) == (True, "as asked")
-    assert choose_compile("off", CPU, 10**6) == (False, "as asked")
+    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1) == (
+        False,
+        "fewer than 200 steps would not repay the compilation",
+    )
+    assert choose_compile("on", CPU, 1) == (True, "as requested")
+    assert choose_compile("off", CPU, 10**6) == (False, "as requested")
 
 
 @pytest.mark.usefixtures("bare_machine")
 def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
     assert missing_for_compile(CPU) == "no C++ compiler (g++)"
     assert choose_compile("auto", CPU, 10**6) == (False, "no C++ compiler (g++)")
-    assert choose_compile("off", CPU, 10**6) == (False, "as asked")
+    assert choose_compile("off", CPU, 10**6) == (False, "as requested")
     with pytest.raises(
         UserError,
         match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
@@ -72,7 +76,7 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
         NextTokenObjective().loss,
         dist_ctx=DistributedContext(RankInfo(), CPU, None),
         dtype=torch.bfloat16,
-        strategy=ParallelStrategy(engine="fsdp2"),
+        options=ParallelOptions(engine="fsdp2"),
     )
     seen = []
     for block in trained.model.blocks:
@@ -88,4 +92,4 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
 def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
     device = torch.device("cuda", 0)
     assert has_native_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
-    assert choose_compile("auto", device, 1) == (True, "each block by itself")
+    assert choose_compile("auto", device, 1) == (True, "one graph a block")

@@ -1,8 +1,9 @@
-"""What the formula of activations predicts is what a forward pass leaves in memory."""
+"""The bytes that are predicted, of activations and of optimizer states, are those that are measured."""
 
 import random
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,18 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.run import OptimizerOptions, ParallelOptions
 from lmforge.interop.transformers_config import TransformersConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
+from lmforge.model.init_weights import init_adapters, init_weights
+from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import ParallelStrategy, parallelize
+from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.activations import activation_bytes, block_activation_bytes
+from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
+from lmforge.train.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 
 RANKS = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -31,70 +36,115 @@ def _group() -> Iterator[None]:
     cluster.destroy_distributed()
 
 
-def sharded(shape: ModelConfig, dtype: torch.dtype, recompute: str) -> ParallelModel:
-    """A model under fsdp2 on this one rank: as under it on many, weights are in the compute dtype in the forward pass."""
+def sharded(config: ModelConfig, dtype: torch.dtype, mode: str) -> ParallelModel:
+    """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the forward pass."""
     return parallelize(
-        build_model(shape, seed=None, device="meta"),
+        build_model(config, seed=None, device="meta"),
         NextTokenObjective().loss,
         dist_ctx=RANKS,
         dtype=dtype,
-        strategy=ParallelStrategy(engine="fsdp2", activation_checkpointing=recompute, activation_checkpointing_every=2),
+        options=ParallelOptions(engine="fsdp2", activation_checkpointing=mode, activation_checkpointing_every=2),
         init_weights=partial(init_weights, seed=0),
     )
 
 
-def measured(trained: ParallelModel, rows: int, length: int) -> int:
-    batch = ParityData(sequences=rows, sequence_length=length).batch(0, trained.model.config.vocab_size)
-    trained.model_with_loss(batch)[0].backward()  # what is gathered has its memory from here on
-    watching = ActivationTracker()
-    with watching:
-        total, _ = trained.model_with_loss(batch)
+def measured(model: ParallelModel, size: int, length: int) -> int:
+    batch = ParityData(sequences=size, sequence_length=length).batch(0, model.model.config.vocab_size)
+    model.model_with_loss(batch)[0].backward()  # gathered weights have their memory from here on
+    tracker = ActivationTracker()
+    with tracker:
+        total, _ = model.model_with_loss(batch)
     assert total.requires_grad
-    return watching.live_bytes()
+    return tracker.live_bytes()
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective-blocks", "selective-ops"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+MODES = ("none", "full", "selective-blocks", "selective-ops")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+DTYPES = (torch.float32, torch.bfloat16)
+# `make test` has every pair of a mode and a dtype, and every model type with two modes and both dtypes.
+CASES = [
+    pytest.param(model_type, dtype, mode, marks=[] if (number + at) % 4 == 2 * (dtype is DTYPES[1]) else [pytest.mark.slow])
+    for number, model_type in enumerate(MODEL_TYPES)
+    for at, mode in enumerate(MODES)
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("model_type", "dtype", "mode"), CASES)
 def test_activations_are_those_of_the_formula(
     model_type: str,
     dtype: torch.dtype,
-    recompute: str,
+    mode: str,
     draw: random.Random,  # noqa: F811
 ) -> None:
-    shape = drawn_config(model_type, draw, num_hidden_layers=3, max_position_embeddings=600)
-    print(shape)
-    trained = sharded(shape, dtype, recompute)
-    dropout = draw.random() < 0.5
-    trained.model.dropout = 0.1 if dropout else 0.0
-    print(f"dropout {dropout}")
-    for rows, length in ((4, 64), (1, 530)):
+    config = drawn_config(model_type, draw, num_hidden_layers=3, max_position_embeddings=600)
+    print(config)
+    model = sharded(config, dtype, mode)
+    has_dropout = draw.random() < 0.5
+    model.model.dropout = 0.1 if has_dropout else 0.0
+    print(f"dropout {has_dropout}")
+    for size, length in ((4, 64), (1, 530)):
         predicted = activation_bytes(
-            shape, rows, length, dtype_bytes=dtype.itemsize, activation_checkpointing=recompute, has_dropout=dropout
+            config, size, length, dtype_bytes=dtype.itemsize, activation_checkpointing=mode, has_dropout=has_dropout
         )
-        assert predicted == pytest.approx(measured(trained, rows, length), rel=0.02), (rows, length)
+        assert predicted == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
 
 
-def test_what_is_recomputed_is_not_held() -> None:
-    held = {
-        how: measured(sharded(SMALL_MODEL, torch.float32, how), 4, 64)
-        for how in ("none", "selective-blocks", "selective-ops", "full")
-    }
+OPTIMIZERS = [
+    {"name": "adamw"},
+    {"name": "adamw", "state_dtype": "bf16"},
+    {"name": "muon"},
+    {"name": "muon", "state_dtype": "bf16"},
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.0},
+]
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["", "lora"])
+@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda options: " ".join(map(str, options.values())))
+def test_optimizer_states_take_the_bytes_that_are_predicted(
+    options: dict[str, Any], master_dtype: str, with_lora: bool
+) -> None:
+    model = build_model(SMALL_MODEL, seed=0).to(torch.float32 if master_dtype == "fp32" else torch.bfloat16)
+    if with_lora:
+        add_lora(model, LoraConfig(3, 6.0))
+        init_adapters(model, 0)
+    optimizer_options = OptimizerOptions(**options)
+    optimizer = build_optimizer(model, optimizer_options)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+    optimizer.step()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert all(parameter.isfinite().all() for parameter in trained)
+    assert any(not torch.equal(one, other) for one, other in zip(before, trained, strict=True))
+    states = [item for state in optimizer.state.values() for item in state.items()]
+    tensors = [value for key, value in states if key != "step" and value is not None]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    matrices = [each for each in model.blocks.parameters() if each.requires_grad and each.ndim == 2]
+    counts = ParameterCounts(*(sum(each.numel() for each in some) for some in (model.parameters(), trained, matrices)))
+    assert optimizer_state_bytes(optimizer_options, master_dtype, counts) == held
+
+
+def test_activations_that_are_recomputed_are_not_held() -> None:
+    held = {mode: measured(sharded(SMALL_MODEL, torch.float32, mode), 4, 64) for mode in MODES}
     assert held["none"] > held["selective-blocks"] > held["selective-ops"] > held["full"]
     assert held["none"] - held["full"] > 3 * block_activation_bytes(SMALL_MODEL, 4, 64, dtype_bytes=4)
 
 
-def test_nothing_is_alive_once_the_backward_pass_has_used_it() -> None:
-    trained = sharded(SMALL_MODEL, torch.float32, "none")
+def test_no_activation_is_alive_after_the_backward_pass() -> None:
+    model = sharded(SMALL_MODEL, torch.float32, "none")
     batch = ParityData(sequences=4).batch(0, SMALL_MODEL.vocab_size)
-    trained.model_with_loss(batch)[0].backward()  # gradients exist from here on
-    watching = ActivationTracker()
-    with watching:
-        total, metrics = trained.model_with_loss(batch)
-        assert watching.live_bytes() > 1e6
+    model.model_with_loss(batch)[0].backward()  # gradients exist from here on
+    tracker = ActivationTracker()
+    with tracker:
+        total, metrics = model.model_with_loss(batch)
+        assert tracker.live_bytes() > 1e6
     total.backward()
     del total, metrics
-    assert watching.live_bytes() < 1000
+    assert tracker.live_bytes() < 1000
 
 
 def test_a_wrapped_model_has_no_formula() -> None:

@@ -151,7 +151,7 @@ def test_every_parameter_is_in_one_group_and_frozen_ones_in_none(shape: str, nam
 @pytest.mark.parametrize("lot", [2**25, 50])
 def test_steps_are_those_of_adamw_as_published(own: bool, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loshchilov and Hutter, algorithm 2, with the options' numbers; in lots that cut matrices as in ones that do not."""
-    monkeypatch.setattr("lmforge.train.adamw.LOT", lot)
+    monkeypatch.setattr("lmforge.train.adamw.MAX_CHUNK_NUMEL", lot)
     options = OptimizerOptions(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
     model = model_of("llama, tied")
     reference = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}

@@ -1,0 +1,40 @@
+"""Bytes of weights and optimizer states, from the options and the numbers of parameters. Without torch."""
+
+from dataclasses import dataclass
+
+from lmforge.config.run import OptimizerOptions
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters: all, adapters included; those that are trained; and of these the matrices of the blocks.
+
+    The last are the two-dimensional ones, which Muon treats differently.
+    """
+
+    total: int
+    trained: int
+    trained_block_matrices: int
+
+
+def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
+    """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4 bytes a tensor.
+
+    AdamW has two moments; SGD has a momentum, unless it is 0; Muon has a momentum of each matrix of the blocks, and AdamW's
+    moments of the other parameters. torch's AdamW and SGD keep states in the dtype of the master weights, ours (Muon, and
+    AdamW in bf16) in `optimizer.state_dtype`.
+    """
+    states = {
+        "adamw": 2 * counts.trained,
+        "sgd": 0 if optimizer.momentum == 0 else counts.trained,
+        "muon": 2 * counts.trained - counts.trained_block_matrices,
+    }[optimizer.name]
+    is_ours = optimizer.name == "muon" or optimizer.state_dtype != "fp32"
+    return states * DTYPE_BYTES[optimizer.state_dtype if is_ours else master_dtype]
+
+
+def checkpoint_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
+    """Bytes of a checkpoint, which holds what training keeps between steps: master weights and optimizer states."""
+    return counts.total * DTYPE_BYTES[master_dtype] + optimizer_state_bytes(optimizer, master_dtype, counts)
