@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,8 @@ from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sections import OptimizerOptions, ParallelOptions, TrainOptions
+from lmforge.config.sections import LogOptions, OptimizerOptions, ParallelOptions, ScheduleOptions, TrainOptions
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
@@ -35,12 +34,15 @@ from lmforge.model.init_weights import init_weights
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.runs import Run
-from lmforge.stages.setup import MASTER_DTYPES, build_model_and_optimizer
+from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer, fill_weights
+from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.loop import Trainer, train
+from lmforge.train.context import RunContext, RunInputs
+from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
-from lmforge.train.rollback import Rollback
+from lmforge.train.resume import ResumePoint
+from lmforge.train.trainer import Trainer
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -140,70 +142,46 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
     ranks = cluster.init_distributed(contest.device, contest.threads)
     objective = NextTokenObjective()
-    recipe = PretrainConfig(
+    config = PretrainConfig(
         optimizer=OPTIMIZER,
         parallel=ParallelOptions(activation_checkpointing="full" if contest.recompute else "none"),
-        train=TrainOptions(master_dtype=contest.master_dtype, float8=float8),
+        train=TrainOptions(steps=ENDLESS_STEPS, master_dtype=contest.master_dtype, float8=float8),
+        schedule=ScheduleOptions(name="constant", warmup_steps=0),
+        log=LogOptions(every_steps=LOG_EVERY_STEPS),
     )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    trained, optimizer = build_model_and_optimizer(recipe, contest.shape, objective, ranks, dtype, compiled, init_weights=True)
+    fill = partial(fill_weights, config, ranks, None)
+    parallel_model, optimizer = build_model_and_optimizer(config, contest.shape, objective, ranks, dtype, compiled, fill)
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
-    loader = BatchLoader(
-        contest.stream(), global_batch_size=plan.rows, micro_batch_size=plan.micro_batch_size, device=ranks.device
-    )
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
-    watch, teller = Watchdog(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, folder / "log")
-    metrics, guard = MetricsFile(folder / "metrics.jsonl"), BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
-    parts = Trainer(
-        parallel_model=trained,
-        num_items=objective.num_items,
-        optimizer=optimizer,
-        lr_schedule=lambda step: LR,
-        batch_source=loader,
-        batch_plan=plan,
-        dist_ctx=ranks,
-        watch=watch,
-        console=teller,
-        metrics_file=metrics,
-        steps=ENDLESS_STEPS,
-        max_grad_norm=OPTIMIZER.max_grad_norm,
-        log_every=LOG_EVERY_STEPS,
-        validate_every=None,
-        sample_every=None,
-        bad_step_detector=guard,
-        max_bad_steps=recipe.faults.max_bad_steps,
-        rollback=cast(Rollback, None),  # no step here is bad
-        checkpoint_schedule=CheckpointSchedule(
-            AsyncCheckpointer(
-                Run(folder),
-                ranks,
-                RetentionPolicy(1),
-                metadata={},
-                tokenizer=tokenizer,
-                log=teller.info,
-            ),
-            recipe.checkpoint,
-            every_steps=ENDLESS_STEPS,
-            total_steps=ENDLESS_STEPS,
-            is_rank0=True,
-            get_state=lambda kinds: {},
-            get_metadata=lambda step: guard.state_dict(),
-        ),
-        validate=lambda step: {},
-        sample=lambda step: None,
+    log = folder / "log"
+    ctx = RunContext(config, Run(folder), ranks, Watchdog(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, log), log)
+    checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
+    trainer = Trainer(
+        ctx,
+        RunInputs(tokenizer, contest.stream(), None, contest.shape, plan, "", "", None),
+        ResumePoint(),
+        objective,
+        dtype,
+        parallel_model,
+        optimizer,
+        BadStepDetector(ranks, spike_sigmas=None, window_steps=1),
+        checkpointer,
+        CheckpointSchedule(checkpointer, config.checkpoint, every_steps=ENDLESS_STEPS, is_rank0=True),
+        MetricsFile(folder / "metrics.jsonl"),
         flops_per_token=flops_per_token(contest.shape, contest.length),
         peak_flops=None,
     )
+    trainer.batch_source = DatasetBatches(trainer)
     try:
-        train(parts, 0)
+        train(trainer)
     except Over:
         with open(folder / "metrics.jsonl", encoding="utf-8") as file:
             first_losses.append(json.loads(file.readline())["loss"])
         raise
     finally:
-        watch.stop("done")
-        loader.close()
-        metrics.close()
+        ctx.watch.stop("done")
+        trainer.close()
 
 
 def transformers_llama(contest: Contest) -> nn.Module:

@@ -26,7 +26,7 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16
-from lmforge.stages.setup import device_peak_flops
+from lmforge.train.metrics import device_peak_flops
 
 LENGTHS = (2048, 8192)
 GIB = 2**30

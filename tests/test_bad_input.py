@@ -153,8 +153,8 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (["--model.hidden_size", "64"], "a model of another shape (hidden_size 32 there, 64 here"),
-        (["--train.global_batch_size", "8"], "its global batch has 4 rows, this recipe's 8"),
+        (["--model.hidden_size", "64"], "another model config (hidden_size 32 there, 64 here"),
+        (["--train.global_batch_size", "8"], "its global batch has 4 sequences, this recipe's 8"),
         (["--train.seed", "9"], "trained on other data, or with another data.sequence_length or train.seed"),
     ],
     ids=["shape", "batch", "data"],
@@ -467,9 +467,9 @@ def test_non_finite_weights_are_never_saved_and_the_run_ends_after_rollbacks_in_
     words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "nan", "--validation.every_steps", "none"]
     words += ["--optimizer.lr", "1e30", "--optimizer.max_grad_norm", "0", "--log.every_steps", "100", "--train.steps", "50"]
     assert run([*words, "--checkpoint.every_steps", "1", "--faults.max_bad_steps", "3", "--faults.max_rollbacks", "2"]) == 1
-    printed = capfd.readouterr().err.splitlines()
-    assert re.search(r"step \d+: 3 bad steps in a row, after going back 2 times; a lower optimizer\.lr", printed[-1])
-    assert sum("3 bad steps in a row: back to step " in line for line in printed) == 2
+    told = capfd.readouterr().err.splitlines()
+    assert re.search(r"step \d+: 3 bad steps in a row, after 2 rollbacks; a lower optimizer\.lr", told[-1])
+    assert sum("3 bad steps in a row: rolled back to step " in line for line in told) == 2
     assert spoiled.checkpoint_steps()
     for step in spoiled.checkpoint_steps():
         assert all(tensor.isfinite().all() for tensor in weights(spoiled, step).values()), step

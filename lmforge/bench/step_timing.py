@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,21 @@ from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import RunFailed, UserError
-from lmforge.interop.resolve import model_config_from_options
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
 from lmforge.runs import MANIFEST
-from lmforge.stages.inputs import loads_pretrained_weights
-from lmforge.stages.pretrained import Pretrained, find_pretrained
-from lmforge.stages.setup import build_model_and_optimizer, device_peak_flops, token_rng_seed
+from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.dataset_batches import build_loader
+from lmforge.stages.inputs import loads_pretrained_weights, resolve_model_config
+from lmforge.stages.pretrained import find_pretrained
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
-from lmforge.train.metrics import peak_memory_gib
+from lmforge.train.metrics import device_peak_flops, peak_memory_gib
 
 PHASE_STEPS = 3
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -135,15 +137,13 @@ def measure(config: BenchConfig) -> dict[str, Any]:
         tokens = TokenFolder.open(config.data.folder) if has_data else None
         vocab_size = tokens.tokenizer.vocab_size if tokens else None
         pretrained = find_pretrained(config.model.source) if config.model.source else None
-        if pretrained:
-            model_config = pretrained.resolve_model_config(config.model, vocab_size)
-        else:
-            model_config = model_config_from_options(config.model, vocab_size)
+        model_config = resolve_model_config(config, pretrained, vocab_size)
         check_parallel(config.parallel, model_config, plan)
         data = _open_data(config, tokens, model_config, plan, dist_ctx)
         try:
-            weights = pretrained if loads_pretrained_weights(config) else None
-            row = _Trial(config, model_config, weights, plan, data, dist_ctx).run()
+            load_weights = pretrained.load_weights if pretrained and loads_pretrained_weights(config) else None
+            fill = partial(fill_weights, config, dist_ctx, load_weights)
+            row = _Trial(config, model_config, fill, plan, data, dist_ctx).run()
         finally:
             data.close()
         return dist_ctx.broadcast({**row, "data": str(config.data.folder) if has_data else "random tokens"})
@@ -154,18 +154,11 @@ def measure(config: BenchConfig) -> dict[str, Any]:
 def _open_data(
     config: BenchConfig, tokens: TokenFolder | None, model_config: ModelConfig, plan: BatchPlan, dist_ctx: DistributedContext
 ) -> BatchLoader | RandomBatches:
-    part, num_parts = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
     if tokens is None:
-        return RandomBatches(model_config.vocab_size, plan, dist_ctx.device, seed=part)
-    return BatchLoader(
-        TokenDataset(tokens, sequence_length=config.data.sequence_length, seed=config.train.seed),
-        global_batch_size=plan.rows,
-        micro_batch_size=plan.micro_batch_size,
-        data_parallel_rank=part,
-        data_parallel_size=num_parts,
-        device=dist_ctx.device,
-        rng_seed=token_rng_seed(config),
-    )
+        rank, _ = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
+        return RandomBatches(model_config.vocab_size, plan, dist_ctx.device, seed=rank)
+    dataset = TokenDataset(tokens, sequence_length=config.data.sequence_length, seed=config.train.seed)
+    return build_loader(config, dataset, plan, dist_ctx)
 
 
 class _Trial:
@@ -175,7 +168,7 @@ class _Trial:
         self,
         config: BenchConfig,
         model_config: ModelConfig,
-        pretrained: Pretrained | None,
+        fill: Callable[[LanguageModel], None],
         plan: BatchPlan,
         data: BatchLoader | RandomBatches,
         dist_ctx: DistributedContext,
@@ -192,8 +185,7 @@ class _Trial:
             dist_ctx,
             self._dtype,
             self._compiled,
-            init_weights=True,
-            pretrained=pretrained,
+            fill,
         )
         self._step_number = itertools.count()
 

@@ -30,7 +30,7 @@ import xxhash
 from pydantic import Field
 
 from lmforge.atomic_files import atomic_write, atomic_write_text
-from lmforge.checksums import ChecksummedFile
+from lmforge.checksums import ChecksummedFile, block_checksums
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_json

@@ -1,6 +1,6 @@
-"""The disk of the checkpoints, watched while a run trains: that the next one will not fit is worth knowing before it is due.
+"""Warnings about the disk of the checkpoints, before the next one fails.
 
-In a thread of its own, as asking a file server that does not answer can take for ever.
+It is checked in a thread, because a file server that does not answer blocks for ever.
 """
 
 import os
@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 CHECK_SECONDS = 10.0
-# Of inodes, so small a share left is nearly none; a checkpoint makes a few files for each rank.
+# Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each rank.
 MIN_INODE_FRACTION = 0.005
 GIB = 2**30
 
 
 class DiskMonitor:
-    """`folder` is where checkpoints go; `needed` gives the bytes of the next one, 0 while that is unknown."""
+    """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint, 0 while it is unknown."""
 
     def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int], interval_seconds: float = CHECK_SECONDS) -> None:
         self._folder, self._next_checkpoint_bytes, self._interval_seconds = folder, next_checkpoint_bytes, interval_seconds
@@ -24,7 +24,7 @@ class DiskMonitor:
         self._stopped = threading.Event()
 
     def start(self, warn: Callable[[str], None]) -> None:
-        """Look until stopped, saying what is found in a thread of its own."""
+        """Check until stopped, in a thread."""
         threading.Thread(target=self._run, args=(warn,), name="disk", daemon=True).start()
 
     def stop(self) -> None:
@@ -39,7 +39,7 @@ class DiskMonitor:
                 return
 
     def check(self) -> list[str]:
-        """What has become short since the last look, and what no longer is. OSError where the file system does not say."""
+        """Lines about what has become short since the last check, and what no longer is. Raises OSError."""
         there = os.statvfs(self._folder)
         free, needed = there.f_bavail * there.f_frsize, self._next_checkpoint_bytes()
         lines = self._on_change(

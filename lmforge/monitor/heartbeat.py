@@ -1,9 +1,9 @@
-"""What a rank does at this moment, for others to see: `health/rank-R.json`, written every few seconds by a thread of its own.
+"""What a rank does at this moment, for other ranks to read: `health/rank-R.json`, written every few seconds by a thread.
 
-The training thread says its step and phase, in about a microsecond; what is written, and when, is no business of its
-own. An old phase under a fresh heartbeat is a stall, an old heartbeat is a death: what follows from that is for
-`stall.py` to say. The file is overwritten where it lies, in one piece: on a file system that many hosts share, a new name
-every second from each of a thousand ranks is work for its one metadata server, and old names linger in caches.
+The training thread sets its step and phase, which takes about a microsecond; the thread decides when to write. An old
+phase in a fresh heartbeat is a stall, an old heartbeat is a dead process; `stall.py` draws these conclusions. The file is
+overwritten in place by one write, not renamed: on a file system that many hosts share, a new name every second from each of
+a thousand ranks is work for its one metadata server, and old names stay in caches.
 """
 
 import json
@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 PHASES = (
     "starting",
@@ -28,17 +29,17 @@ PHASES = (
     "save",
     "evaluate",
     "sample",
-    "judge",
+    "reward",
     "barrier",
 )
 # What is left in the file when a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
-# Longer than any heartbeat: what is left of a longer one is overwritten with blanks.
+# Longer than any heartbeat. Shorter ones are padded with blanks, so that nothing is left of the one before.
 FILE_BYTES = 512
 
 
 class PhaseMark(NamedTuple):
-    """Where a rank is: the `number`-th mark of `step`, in `phase` since `since` (epoch) and `began` (time.perf_counter)."""
+    """The current phase: the `phase_number`-th of `step`, since `since` (epoch) and `started` (time.perf_counter)."""
 
     step: int
     phase_number: int
@@ -47,29 +48,46 @@ class PhaseMark(NamedTuple):
     started: float
 
 
-class Heartbeat:
-    """This rank's file, {rank, host, process, step, number, phase, since, written, bytes, noticed, reported}.
+@dataclass(frozen=True)
+class HeartbeatRecord:
+    """The content of the file. Times are in seconds since the epoch.
 
-    Times in seconds since the epoch; `bytes` is what the process has read and written so far; `noticed` and `reported`
-    are set during a stall (watch.py). `began_phase` hears of each mark where it is set.
+    number    phases of this step before this one        bytes              what the process has read and written so far
+    since     when the phase began                       noticed, reported  whether it has noticed, or reported, a stall
     """
+
+    rank: int
+    host: str
+    process: int
+    step: int
+    number: int
+    phase: str
+    since: float
+    written: float
+    bytes: int
+    noticed: bool
+    reported: bool
+
+
+class Heartbeat:
+    """This rank's heartbeat. `on_phase(phase, step)` is called as each phase is set."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"rank-{rank}.json"
         self.current = PhaseMark(0, 0, "starting", time.time(), time.perf_counter())
         self.stall_noticed = self.stall_reported = False
-        # Seconds spent in each phase since they were last taken, less what was waited for other ranks in it.
+        # Seconds in each phase since they were last taken, without waiting for other ranks.
         self.busy_seconds: dict[str, float] = {}
         self.waited_seconds = 0.0
-        self._identity = {"rank": rank, "host": platform.node(), "process": os.getpid()}
+        self._rank, self._host, self._process = rank, platform.node(), os.getpid()
         self.on_phase: Callable[[str, int], None] | None = None
-        # Of the phase before: when it began, and how long it took.
+        # When the previous phase began, and how long it took.
         self.last_phase_started = self.last_phase_seconds = 0.0
         self._longest: dict[str, tuple[float, float]] = {}
         self._training_thread = threading.get_ident()
 
     def set_phase(self, phase: str, step: int) -> None:
-        """Say what this rank does from now on. It costs about a microsecond and never fails."""
+        """Set what this rank does from now on. It takes about a microsecond and never fails."""
         before, clock = self.current, time.perf_counter()
         self.current = PhaseMark(step, before.phase_number + 1 if step == before.step else 0, phase, time.time(), clock)
         seconds, name = clock - before.started, before.phase
@@ -84,10 +102,7 @@ class Heartbeat:
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
-        """Around waiting for other ranks: the phase is `barrier` inside and what it was before after it.
-
-        In a thread other than the training's it changes nothing.
-        """
+        """Around waiting for other ranks: the phase is `barrier` inside. Changes nothing in other threads."""
         if threading.get_ident() != self._training_thread or self.current.phase == "barrier":
             yield
             return
@@ -99,29 +114,31 @@ class Heartbeat:
             self.set_phase(before.phase, before.step)
 
     def usual_seconds(self, phase: str) -> float:
-        """Seconds that this phase has taken twice, or more, in this run: what happened once may have been a stall."""
+        """The second longest time that this phase has taken in this run: the longest may have been a stall."""
         return self._longest.get(phase, (0.0, 0.0))[1]
 
     def take_busy_seconds(self) -> dict[str, float]:
-        """Seconds in each phase since the last taking, less the waiting for others. The current phase counts from its mark."""
+        """Seconds in each phase that has ended since the last call, without waiting for other ranks."""
         taken, self.busy_seconds = self.busy_seconds, {}
         return taken
 
     def write(self, phase: str | None = None) -> None:
         """Write the file, with `phase` in place of the current one. OSError where that fails."""
         now = self.current
-        told: dict[str, Any] = {
-            **self._identity,
-            "step": now.step,
-            "number": now.phase_number,
-            "phase": phase or now.phase,
-            "since": now.since,
-            "written": time.time(),
-            "bytes": process_io_bytes(),
-            "noticed": self.stall_noticed,
-            "reported": self.stall_reported,
-        }
-        text = json.dumps(told).encode().ljust(FILE_BYTES - 1) + b"\n"
+        record = HeartbeatRecord(
+            rank=self._rank,
+            host=self._host,
+            process=self._process,
+            step=now.step,
+            number=now.phase_number,
+            phase=phase or now.phase,
+            since=now.since,
+            written=time.time(),
+            bytes=process_io_bytes(),
+            noticed=self.stall_noticed,
+            reported=self.stall_reported,
+        )
+        text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             os.write(file, text)
@@ -130,7 +147,7 @@ class Heartbeat:
 
 
 def process_io_bytes() -> int:
-    """Bytes that this process has read and written by now, through calls or pages of files; 0 where nobody counts."""
+    """Bytes that this process has read and written so far; 0 where the system does not count them."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file)

@@ -1,19 +1,20 @@
-"""A run as a picture: its loss curve, for training and held-out text."""
+"""The loss curve of a run, of training and validation, as a picture."""
 
 from pathlib import Path
 
+from lmforge.atomic_files import atomic_write
 from lmforge.errors import UserError
 from lmforge.runs import Run
 
 
 def draw_loss_curve(run: Run, path: Path | None = None) -> Path:
-    """Draw training and held-out loss over tokens as PNG (default: `loss.png` in the run). Returns its path.
+    """Draw training and validation loss over tokens as a PNG (default: `loss.png` in the run). Returns its path.
 
     Raises UserError where the run has no metrics yet.
     """
     records = run.read_metrics()
     train = [(record["tokens"], record["loss"]) for record in records if record.get("loss") is not None]
-    held_out = [(record["tokens"], record["val/loss"]) for record in records if record.get("val/loss") is not None]
+    validation = [(record["tokens"], record["val/loss"]) for record in records if record.get("val/loss") is not None]
     if not train:
         raise UserError(f"{run.metrics_path}: no losses to draw yet")
     import matplotlib
@@ -23,23 +24,22 @@ def draw_loss_curve(run: Run, path: Path | None = None) -> Path:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes.plot(*zip(*train, strict=True), color="#2a6f97", linewidth=1.2, label="training")
-    if held_out:
+    if validation:
         bits = [record["val/bits_per_byte"] for record in records if record.get("val/bits_per_byte") is not None]
         in_bits = f" ({bits[-1]:.3f} bits per byte)" if bits else ""
-        label = f"held out, at last {held_out[-1][1]:.3f}{in_bits}"
-        axes.plot(*zip(*held_out, strict=True), color="#c1121f", marker="o", markersize=4, linewidth=1.2, label=label)
+        label = f"validation, at last {validation[-1][1]:.3f}{in_bits}"
+        axes.plot(*zip(*validation, strict=True), color="#c1121f", marker="o", markersize=4, linewidth=1.2, label=label)
     axes.set_title(run.path.name, loc="left")
     axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)" if not held_out or bits else "loss")
+    axes.set_ylabel("loss (nats per token)" if not validation or bits else "loss")
     axes.xaxis.set_major_formatter(lambda value, _: _format_token_count(value))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False)
     path = path or run.path / "loss.png"
-    beside = path.with_name(f".{path.name}.partial")
-    figure.savefig(beside, format="png")
+    with atomic_write(path, sync=False) as file:
+        figure.savefig(file, format="png")
     pyplot.close(figure)
-    beside.replace(path)
     return path
 
 

@@ -1,7 +1,7 @@
-"""A stall, told: which rank is late, who waits for it, and where each of them is.
+"""The report of a stall: which rank is late, which ranks wait for it, and where each of them is.
 
-`evidence` is what a rank writes about itself when it has not gone on for too long; `look` reads what all ranks wrote;
-`judge` says who is late, from that alone; `report` puts it in words. Nothing here asks a peer: one that hangs cannot answer.
+`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank wrote, `classify_ranks` says
+from that who is late, and `report_lines` puts it in words. Nothing here asks a peer: one that hangs cannot answer.
 """
 
 import json
@@ -11,22 +11,26 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lmforge.monitor.flight_recorder import recent_collectives
-from lmforge.monitor.heartbeat import FINAL_PHASES
+from lmforge.atomic_files import atomic_write_text
+from lmforge.errors import UserError
+from lmforge.monitor.flight_recorder import CollectiveRecord, recent_collectives
+from lmforge.monitor.heartbeat import FINAL_PHASES, HeartbeatRecord
+from lmforge.untrusted import read_json
 
-# Of a stack, so many of the innermost calls are printed; the file has them all.
+# How many of the innermost calls of a stack are printed; the file has them all.
 FRAMES_SHOWN = 8
-# Parts of paths that are no one's own code.
+# Parts of the paths of code that is not the user's and not ours, apart from the wrapper of `Work.wait`.
 LIBRARY_PATHS = (
     "site-packages",
     "dist-packages",
     f"{os.sep}lib{os.sep}python",
     "<frozen",
-    __name__.split(".")[0] + "/train/stragglers.py",
+    __name__.split(".")[0] + "/monitor/stragglers.py",
 )
 HEALTHY, LATE, WAITING = "", "late", "waits"
 
@@ -51,25 +55,25 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """What is known of a rank from outside. `beat` is its heartbeat; `state` is here, missing, ended, gone, stopped, waiting
-    for a disk, or silent; `stack` and `collectives` are of this stall, or empty."""
+    """What is known of a rank from its files. `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is here,
+    missing, ended, gone, stopped or silent; `stack` and `collectives` are those of this stall, or empty."""
 
     rank: int
     heartbeat: dict[str, Any]
     state: str
     silent_seconds: float = 0.0
     stack: Sequence[StackFrame] = ()
-    collectives: Sequence[dict[str, Any]] = field(default=())
+    collectives: Sequence[CollectiveRecord] = ()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far it has come: step, and marks within it."""
+        """How far it has come: its step, and the phases it has begun in it."""
         return (self.heartbeat["step"], self.heartbeat["number"])
 
     @property
-    def pending_collective(self) -> dict[str, Any] | None:
-        """The oldest collective that it has begun and that others have not come to."""
-        return next((each for each in self.collectives if each["pending"]), None)
+    def pending_collective(self) -> CollectiveRecord | None:
+        """The oldest collective that it has begun and that is not complete."""
+        return next((each for each in self.collectives if each.pending), None)
 
     @property
     def location(self) -> str:
@@ -78,67 +82,74 @@ class PeerStatus:
         return str(own[-1] if own else self.stack[-1]) if self.stack else ""
 
 
+@dataclass(frozen=True)
+class StallEvidence:
+    """The content of `stall_file`. `progress` says which stall it is of; a frame is (file, line, function, source line)."""
+
+    progress: tuple[int, int]
+    stack: list[tuple[str, int, str, str]]
+    collectives: list[CollectiveRecord]
+
+
 def stall_file(health_folder: Path, rank: int) -> Path:
     return health_folder / f"rank-{rank}.stall.json"
 
 
 def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
-    """Write where this rank is: the stack of `thread` and its collectives for `look`, and all threads' into `stacks`."""
+    """Write where this rank is: the stack of the training thread and its collectives for `read_peer`, and the stacks of all
+    threads into `stacks_file`."""
     names = {each.ident: each.name for each in threading.enumerate()}
     extracted = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
     collectives = recent_collectives()
-    stack = [[frame.filename, frame.lineno, frame.name, frame.line] for frame in extracted.get(thread_id, [])]
-    told = {"progress": progress, "stack": stack, "collectives": collectives}
-    beside = stall_file(health_folder, rank).with_suffix(".partial")
-    beside.write_text(json.dumps(told), encoding="utf-8")
-    os.replace(beside, stall_file(health_folder, rank))
+    stack = [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in extracted.get(thread_id, [])]
+    evidence = StallEvidence(progress, stack, collectives)
+    atomic_write_text(stall_file(health_folder, rank), json.dumps(asdict(evidence)), sync=False)
     lines = []
     for ident, calls in sorted(extracted.items(), key=lambda pair: pair[0] != thread_id):
         if ident == threading.get_ident():
-            continue  # this one, which only looks
-        lines += [f"thread {names.get(ident, ident)}{', which trains' if ident == thread_id else ''}:\n", *calls.format(), "\n"]
-    lines += [
-        f"{each['group']} {each['sequence']} {each['operation']}{' pending' if each['pending'] else ''}\n"
-        for each in collectives
-    ]
+            continue  # the watchdog's own thread
+        lines += [
+            f"thread {names.get(ident, ident)}{', the training thread' if ident == thread_id else ''}:\n",
+            *calls.format(),
+            "\n",
+        ]
+    lines += [f"{each.group} {each.sequence} {each.operation}{' pending' if each.pending else ''}\n" for each in collectives]
     stacks_file.write_text("".join(lines), encoding="utf-8")
 
 
 def read_peer(health_folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
-    """What `rank` has told of itself. One whose file is older than `own_written`, a time of the same clock of the same
-    file system, by more than `patience` seconds is silent."""
+    """What `rank` has written about itself.
+
+    A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
+    `silent_after_seconds`.
+    """
     path = health_folder / f"rank-{rank}.json"
-    beat: dict[str, Any] = {}
-    for _ in range(3):  # it may be caught half-written
-        try:
-            with open(path, encoding="utf-8") as file:
-                written, beat = os.fstat(file.fileno()).st_mtime, json.load(file)
-            break
-        except FileNotFoundError:
-            return PeerStatus(rank, {}, "missing")
-        except ValueError:
-            continue
-    if not beat:
+    heartbeat: dict[str, Any] = {}
+    for _ in range(3):  # it may be read half-written
+        with suppress(UserError):
+            try:
+                written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
+                break
+            except FileNotFoundError:
+                break
+    if not heartbeat:
         return PeerStatus(rank, {}, "missing")
-    if beat["phase"] in FINAL_PHASES:
-        return PeerStatus(rank, beat, "ended")
-    silent = max(0.0, own_written_at - written)
-    state = _process_state(beat)
+    if heartbeat["phase"] in FINAL_PHASES:
+        return PeerStatus(rank, heartbeat, "ended")
+    silent = max(0.0, own_written_at - written_at)
+    state = _process_state(heartbeat)
     if state in ("here", "elsewhere"):
         state = "silent" if silent > silent_after_seconds else "here"
-    stack: list[StackFrame] = []
-    collectives: list[dict[str, Any]] = []
-    try:
-        told = json.loads(stall_file(health_folder, rank).read_text(encoding="utf-8"))
-        if told["progress"] == [beat["step"], beat["number"]]:
-            stack, collectives = [StackFrame(*frame) for frame in told["stack"]], told["collectives"]
-    except (OSError, ValueError):
-        pass  # it has not noticed that it stalls, or cannot say so
-    return PeerStatus(rank, beat, state, silent, stack, collectives)
+    with suppress(OSError, UserError):  # it has not noticed that it stalls, or cannot write
+        evidence = read_json(stall_file(health_folder, rank), StallEvidence)
+        if evidence.progress == (heartbeat["step"], heartbeat["number"]):
+            stack = [StackFrame(*frame) for frame in evidence.stack]
+            return PeerStatus(rank, heartbeat, state, silent, stack, evidence.collectives)
+    return PeerStatus(rank, heartbeat, state, silent)
 
 
 def _process_state(heartbeat: dict[str, Any]) -> str:
-    """How the process of a heartbeat is, where this host can tell."""
+    """The state of the process of a heartbeat, where it is on this host."""
     if heartbeat["host"] != platform.node() or not os.path.isdir("/proc/self"):
         return "elsewhere"
     try:
@@ -150,11 +161,11 @@ def _process_state(heartbeat: dict[str, Any]) -> str:
 
 
 def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
-    """What each rank is in this stall: late, waits, or neither where nothing tells them apart.
+    """Which ranks are late in this stall and which wait; neither where nothing distinguishes them.
 
-    A rank that cannot go on (missing, ended, gone, stopped, silent) is late. Else those are late that wait in no
-    collective while others do, the least far of them; where all wait, each in something else, nobody is: they diverged.
-    Without collectives to go by, the least far are late.
+    A rank that cannot go on (missing, ended, gone, stopped, silent) is late. Otherwise the ranks that wait in no collective
+    while others do are late, those with the least progress among them. Where all wait in collectives, none is late: they
+    diverged. Where none waits in a collective, the ranks with the least progress are late.
     """
     unable = {peer.rank for peer in peers if peer.state != "here"}
     able = [peer for peer in peers if peer.state == "here"]
@@ -175,15 +186,14 @@ def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
 def report_lines(
     peers: Sequence[PeerStatus], stalled_seconds: float, step_seconds: float | None, stacks_path: str
 ) -> list[str]:
-    """The lines that tell of a stall. `stacks` says where all stacks are; `step_seconds` is what a step took, if known."""
+    """The lines of the report. `stacks_path` says where all stacks are; `step_seconds` is what a step took, if known."""
     verdict = classify_ranks(peers)
     late = [peer for peer in peers if verdict[peer.rank] == LATE]
     waiting = [peer for peer in peers if verdict[peer.rank] == WAITING]
     steps = {peer.heartbeat["step"] for peer in peers if peer.heartbeat}
     usual = f" (a step takes {_format_seconds(step_seconds)})" if step_seconds else ""
-    lines = [
-        f"STALL: no progress for {_format_seconds(stalled_seconds)} at step {min(steps)}{usual}: {_summary(peers, late, waiting)}"
-    ]
+    where = f"at step {min(steps)}{usual}: {_summary(peers, late, waiting)}"
+    lines = [f"STALL: no progress for {_format_seconds(stalled_seconds)} {where}"]
     groups: dict[tuple[str, ...], list[PeerStatus]] = {}
     for peer in [*late, *(peer for peer in peers if peer not in late)]:
         groups.setdefault((*_describe(peer, verdict[peer.rank]), verdict[peer.rank]), []).append(peer)
@@ -222,7 +232,7 @@ def _wait_words(waiting: Sequence[PeerStatus]) -> str:
 
 
 def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
-    """(phase, where): ranks that have both in common share a line."""
+    """(phase, where): ranks with the same two share a line."""
     if not peer.heartbeat:
         return "", "never joined this run: it has no heartbeat"
     beat = peer.heartbeat
@@ -236,7 +246,7 @@ def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
     }[peer.state]
     pending = peer.pending_collective
     if peer.state == "here" and pending and verdict != LATE:
-        where = f"{pending['operation']} {pending['sequence']} of {pending['group']}, from {peer.location}"
+        where = f"{pending.operation} {pending.sequence} of {pending.group}, from {peer.location}"
     return beat["phase"], where
 
 
@@ -246,25 +256,27 @@ def _format_hosts(peers: Sequence[PeerStatus]) -> str:
 
 
 def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
-    """For how long the ranks have been where they are."""
+    """How long the ranks have been in their phase."""
     known = [peer.heartbeat["written"] - peer.heartbeat["since"] + peer.silent_seconds for peer in peers if peer.heartbeat]
     return _format_seconds(max(known)) if known else ""
 
 
 def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
-    """What the ranks had in common last, and a guess at where they parted."""
+    """The last collective that the ranks had in common, and a guess at where they diverged."""
     pending = [peer.pending_collective for peer in waiting if peer.pending_collective]
-    same = {(each["group"], each["sequence"]) for each in pending}
-    if len(same) == 1 and len({each["operation"] for each in pending}) > 1:
+    same = {(each.group, each.sequence) for each in pending}
+    if len(same) == 1 and len({each.operation for each in pending}) > 1:
         group, sequence = same.pop()
-        told = {
-            each["operation"]
+        operations = {
+            each.operation
             for peer in waiting
             for each in peer.collectives
-            if each["group"] == group and each["sequence"] == sequence - 1
+            if each.group == group and each.sequence == sequence - 1
         }
         last = (
-            f"last in common: {sequence - 1} of {group}{f', {told.pop()}' if len(told) == 1 else ''}. " if sequence > 1 else ""
+            f"last in common: {sequence - 1} of {group}{f', {operations.pop()}' if len(operations) == 1 else ''}. "
+            if sequence > 1
+            else ""
         )
         return [f"  {last}Likely a branch that not every rank took, before one of these lines."]
     return ["  Likely a branch that not every rank took, or two threads that use one group."]

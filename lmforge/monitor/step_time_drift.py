@@ -1,36 +1,36 @@
-"""Slow drifts of the step time: a run that has become slower by a fifth and stays so is told of, with when it was quicker.
+"""Drift of the step time: a line where steps have become slower by a fifth and stay so.
 
-Single log steps vary with everything else a machine does. So what is compared are medians of several, and most of
-the late ones have to be slow, not one of them very slow.
+Single log steps vary with everything else that a machine does. So medians of several are compared, and most of the late
+ones must be slow.
 """
 
 import statistics
 from collections import deque
 
-# Log steps in a median; quick ones are taken together until they cover a second.
+# Log steps in a median; short ones are combined until they cover a second.
 WINDOW_READINGS = 20
 MIN_READING_SECONDS = 1.0
-# So much slower than the best median is told, and again for each as much again; recovered is below half of it.
+# How much slower than the best median is reported, and again at each multiple; recovered is below half of it.
 DRIFT_THRESHOLD = 0.2
-# So many of the late readings have to be slower than the baseline by half of that.
+# This fraction of the late readings must be slower than the baseline by half of that.
 SLOW_FRACTION = 0.8
 
 
 class DriftDetector:
-    """Step times in, lines out. The baseline is the median of twenty neighbouring readings at its quickest so far."""
+    """Step times in, lines out. The baseline is the smallest median of twenty neighbouring readings so far."""
 
     def __init__(self) -> None:
         self._readings: deque[float] = deque(maxlen=WINDOW_READINGS)
         self._steps: deque[int] = deque(maxlen=WINDOW_READINGS)
         self._seconds = self._num_steps = 0.0
         self._last_step: int | None = None
-        # (median, its step, of the readings that have left the window) and what has been told of.
+        # (median, its step) of the best window so far, and the slowdown that was reported last.
         self._baseline: tuple[float, int] | None = None
         self._new_readings = 0
         self._reported = 0.0
 
     def update(self, step: int, step_seconds: float) -> list[str]:
-        """Hear that the steps since the last reading took `step_seconds` each; what to say of it."""
+        """Lines about the steps since the last reading, which took `step_seconds` each."""
         if self._last_step is None:  # the first steps compile and allocate
             self._last_step = step
             return []
@@ -47,7 +47,7 @@ class DriftDetector:
             return []
         now = statistics.median(self._readings)
         lines = self._compare(now)
-        if self._new_readings >= WINDOW_READINGS:  # windows that do not overlap: the quickest of many that do is a lucky one
+        if self._new_readings >= WINDOW_READINGS:  # windows do not overlap: the fastest of many that do is luck
             self._new_readings = 0
             if self._baseline is None or now < self._baseline[0]:
                 self._baseline = (now, self._steps[WINDOW_READINGS // 2])

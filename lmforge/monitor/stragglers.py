@@ -1,9 +1,9 @@
-"""Stragglers: ranks whose own work in a phase takes clearly longer than the others'.
+"""Stragglers: ranks whose own work in a phase takes clearly longer than that of the others.
 
-Whoever is quick waits for whoever is slow, inside the same phases, so that times as such accuse the wrong rank: what is
-compared is a rank's own seconds. On a CPU waiting is measured where it happens, in torch's `Work.wait`. On a GPU the
-device's own clock is read at the marks of one step in each interval; there `forward` and `backward` contain what
-the device waited for in sharding's all-gathers, which makes ranks look alike, never the quick one slow.
+Fast ranks wait for slow ones inside the same phases, so that phase times alone accuse the wrong rank. A rank's own
+seconds are compared. On a CPU, waiting is measured in torch's `Work.wait` and subtracted. On a GPU, events time the phases of
+one step in each interval; there `forward` and `backward` include waiting in the all-gathers of sharding, which makes
+ranks look alike, but never a fast one slow.
 """
 
 import statistics
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.monitor.heartbeat import Heartbeat
 
-# Phases in which a rank works on its own; reduce and barrier are waiting.
+# Phases in which a rank works by itself; reduce and barrier are waiting.
 COMPARED_PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluate")
-# Healthy ranks differ by a few per cent; what takes half as long again is worth a line where it is a tenth of the step,
-# since only that much can be won by mending it. Once may be a page fault or a neighbour: it has to be seen twice.
+# Healthy ranks differ by a few per cent. A phase that takes half as long again is reported where the difference is a tenth of
+# the step, and where it is seen twice: once may be a page fault or another process.
 SLOW_RATIO, SLOW_FRACTION, TIMES_SEEN = 1.5, 0.1, 2
 RECOVERED_RATIO = 1.25
-# Over less than this, quick steps are judged together: a pause of the system's is not the rank's pace.
+# Short steps are combined until they cover this: a pause of the system is not the rank's pace.
 MIN_WINDOW_SECONDS = 1.0
 
 
@@ -36,7 +36,7 @@ class _Suspect:
 
 
 class StragglerDetector:
-    """Own seconds of every rank in, lines out: who stands out, and who no longer does. Everything here is arithmetic."""
+    """Own seconds of every rank in, lines out: which ranks are slow, and which no longer are."""
 
     def __init__(self) -> None:
         self._suspects: dict[tuple[int, str], _Suspect] = {}
@@ -44,15 +44,12 @@ class StragglerDetector:
         self._sums: list[list[float]] = []
 
     def update(
-        self,
-        seconds_by_rank: Sequence[Sequence[float]],
-        pipeline_parallel_degree: Sequence[int],
-        steps: float,
-        step_seconds: float,
+        self, seconds_by_rank: Sequence[Sequence[float]], pipeline_ranks: Sequence[int], steps: float, step_seconds: float
     ) -> list[str]:
-        """`table[rank][phase]` own seconds over `steps` steps, phases as COMPARED; only ranks of one part are compared.
+        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s a step); …".
 
-        Returns (rank, what to say), as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s a step)".
+        `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES. Only ranks of one
+        pipeline rank are compared.
         """
         sums = self._sums or [[0.0] * len(COMPARED_PHASES) for _ in seconds_by_rank]
         self._sums = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(sums, seconds_by_rank, strict=True)]
@@ -61,11 +58,11 @@ class StragglerDetector:
         if self._seconds < MIN_WINDOW_SECONDS or not self._steps:
             return []
         lines = []
-        for part in sorted(set(pipeline_parallel_degree)):
-            ranks = [rank for rank, its in enumerate(pipeline_parallel_degree) if its == part]
+        for part in sorted(set(pipeline_ranks)):
+            ranks = [rank for rank, its in enumerate(pipeline_ranks) if its == part]
             for number, phase in enumerate(COMPARED_PHASES):
                 own = {rank: self._sums[rank][number] / self._steps for rank in ranks}
-                # The lower one: of two ranks, the slower is compared with the quicker.
+                # The lower median: of two ranks, the slower is compared with the faster.
                 usual = statistics.median_low(own.values())
                 for rank, seconds in own.items():
                     lines += self._compare(rank, phase, seconds, usual, self._seconds / self._steps)
@@ -93,7 +90,7 @@ def _format_comparison(seconds: float, median_seconds: float) -> str:
 
 
 class StragglerMonitor:
-    """This rank's own seconds, told to the others at each log step, and what that shows. With one rank it does nothing."""
+    """Exchanges the own seconds of all ranks at each log step. With one rank it does nothing."""
 
     def __init__(self, dist_ctx: DistributedContext, heartbeat: Heartbeat) -> None:
         self._dist_ctx, self._heartbeat = dist_ctx, heartbeat
@@ -108,7 +105,7 @@ class StragglerMonitor:
             self._phase_timer = _CudaPhaseTimer(heartbeat)
 
     def exchange(self, step: int, step_seconds: float, pipeline_rank: int) -> list[str]:
-        """Lines about what was told at the last log step, and tell the others of this one: nobody waits for anybody."""
+        """Lines about the last log step; starts the exchange of this one. No rank waits."""
         if self._dist_ctx.control_group is None:
             return []
         own = self._heartbeat.take_busy_seconds()
@@ -116,7 +113,7 @@ class StragglerMonitor:
         if self._phase_timer is not None:
             own |= {phase: seconds * steps for phase, seconds in self._phase_timer.read().items()}
         lines = self._finish_exchange()
-        # The first interval has what happens once: compiling, allocating, reading ahead.
+        # The first interval contains what happens once: compiling, allocating, reading ahead.
         first, self._last_step = self._last_step is None, step
         if first:
             return lines
@@ -144,7 +141,7 @@ class StragglerMonitor:
 
 
 def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
-    """Take what this thread waits in collectives out of its phases. Returns what undoes it."""
+    """Subtract what this thread waits in collectives from its phases. Returns a function that undoes it."""
     thread, wait = threading.get_ident(), dist.Work.wait
 
     def counted(work: dist.Work, *arguments: Any) -> Any:
@@ -165,7 +162,7 @@ def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
 
 
 class _CudaPhaseTimer:
-    """The GPU's own times of the phases of one step: an event at each mark, read once something has waited for the device."""
+    """GPU times of the phases of one step: an event at each phase, read after something has waited for the device."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
@@ -174,7 +171,7 @@ class _CudaPhaseTimer:
         self._arm()
 
     def _arm(self) -> None:
-        """From the next step on, note its marks."""
+        """Record the phases of the next step."""
         self._events, self._timed_step = [], None
         self._heartbeat.on_phase = self._record_event
 
@@ -190,7 +187,7 @@ class _CudaPhaseTimer:
             self._heartbeat.on_phase = None
 
     def read(self) -> dict[str, float]:
-        """Seconds of forward, backward and optimizer in the step that was timed; data and files are the host's affair."""
+        """Seconds of forward, backward and optimizer in the step that was timed; the other phases are the host's work."""
         seconds: dict[str, float] = {}
         complete = self._heartbeat.on_phase is None
         if complete:

@@ -1,8 +1,8 @@
-"""The watch over a run: heartbeats, stalls told while they last, stragglers, drift, and the disk.
+"""The watchdog of a run: heartbeats, reports of stalls while they last, stragglers, drift, and the disk.
 
-The loop says where it is (`mark`) and what a log step took (`log_step`). A thread of its own writes the heartbeat and looks
-at this rank's clock alone; only when a phase has lasted too long does it read what the other ranks wrote. So a run that
-goes on pays for a small file every two seconds, and a rank that hangs need not answer anyone.
+The loop sets its phase (`set_phase`) and gives the time of its steps (`check_step_times`). A thread writes the heartbeat and
+looks only at this rank's clock; when a phase lasts too long it reads what the other ranks wrote. So a healthy run writes a
+small file every two seconds, and a rank that hangs need not answer.
 """
 
 import os
@@ -20,22 +20,22 @@ from lmforge.monitor.heartbeat import Heartbeat
 from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import StragglerMonitor
 
-# Between two heartbeats; less where a stall is to be told sooner.
+# Between two heartbeats; less where a stall must be reported sooner.
 MAX_HEARTBEAT_SECONDS = 2.0
-# A stall is noticed so many heartbeats before it is told: the ranks that wait for each other notice it within one
-# of each other, and what they write is to be there when one of them tells.
+# A stall is noticed this many heartbeats before it is reported: ranks that wait for each other notice it within one
+# heartbeat, and what they write must exist when one of them reports.
 HEARTBEATS_BEFORE_REPORT = 3
-# A phase that is known to take long may take so many times that before it is a stall.
+# A phase may take this many times its usual time before it is a stall.
 PATIENCE_FACTOR = 3.0
-# A file server may be late with what another host wrote.
+# A file server may show what another host wrote this much later.
 SILENT_AFTER_SECONDS = 10.0
-# A rank that has moved less in half the time to give up reads nothing large: it hangs.
+# A rank that has read and written less in half of `timeout_seconds` is not reading anything large: it hangs.
 MIN_PROGRESS_BYTES = 16 * 2**20
 
 
 @dataclass
 class _Stall:
-    """A stall that this rank has noticed: the mark it stands at, when it is told next, and how far all ranks were then."""
+    """A stall that this rank has noticed: its phase, when it is reported next, and the progress of all ranks at a time."""
 
     started: float
     phase: str
@@ -47,10 +47,9 @@ class _Stall:
 
 
 class Watchdog:
-    """`mark(phase, step)` says what this rank does from now on; `barrier()` is around waiting for other ranks.
+    """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, if there is one.
 
-    `folder` is for heartbeats, `log` this rank's log file (None: reports go to standard error only). The first rank also
-    watches `disk`.
+    Rank 0 starts `disk_monitor` too.
     """
 
     def __init__(
@@ -81,29 +80,29 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
-    def set_phase(self, phase: str, step: int) -> None:
-        """Say what this rank does from now on; phases are those of heartbeat.PHASES."""
-        self._heartbeat.set_phase(phase, step)
+    def set_phase(self, phase: str, step: int | None = None) -> None:
+        """Say what this rank does from now on, at the same step unless one is given. Phases are those of heartbeat.PHASES."""
+        self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
     def describe_progress(self) -> str:
         """Step and phase, in words."""
         return f"step {self._heartbeat.current.step}, {self._heartbeat.current.phase}"
 
     def barrier(self) -> AbstractContextManager[None]:
-        """Around waiting for other ranks: the phase is `barrier` inside. Changes nothing in other threads."""
+        """See `Heartbeat.barrier`."""
         return self._heartbeat.barrier()
 
     def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int = 0) -> list[str]:
-        """What stands out by now, in lines for the reader; every rank calls it at the same steps and none waits.
+        """Lines about stragglers and drift. Every rank calls it at the same steps, and none waits.
 
-        `step_seconds` is what a step took since the last log step, of training alone. Ranks of the same `part` do equal
-        work. Call it where something has just waited for the device.
+        `step_seconds` is the mean since the last log step, of training alone. Ranks of the same `pipeline_rank` do equal work.
+        Call it after something has waited for the device.
         """
         self._step_seconds = step_seconds
         return [*self._stragglers.exchange(step, step_seconds, pipeline_rank), *self._drift.update(step, step_seconds)]
 
     def stop(self, final_phase: str) -> None:
-        """Write the last word and end."""
+        """Write the final phase and end the thread."""
         self._dist_ctx.wait_context = None
         self._stragglers.close()
         if self._disk_monitor is not None:
@@ -115,7 +114,7 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             last = self._stopped.wait(self._heartbeat_seconds)
-            # What cannot be written or read must not stop the training it tells of.
+            # A heartbeat that cannot be written or read must not stop the training.
             with suppress(OSError):
                 self._heartbeat.write()
             if last:
@@ -129,7 +128,7 @@ class Watchdog:
         if self._stall is not None and self._stall.started != now.started:
             self._end_stall(self._stall, now.started)
         gathering = HEARTBEATS_BEFORE_REPORT * self._heartbeat_seconds
-        # Whoever stalls with this rank may lose patience earlier, and then wants to know where this rank is.
+        # Another rank of this stall may report it earlier, and needs to know where this rank is.
         if age >= self._stall_seconds - gathering and self._evidence_mark != now.started:
             self._evidence_mark = now.started
             self._write_evidence()
@@ -173,15 +172,15 @@ class Watchdog:
         return [stall.read_peer(self._folder, rank, written, patience) for rank in range(self._dist_ctx.world_size)]
 
     def _is_reporter(self, peers: list[stall.PeerStatus]) -> bool:
-        """Whether this rank is the one that tells: the one that has told of this stall already, or the lowest that noticed."""
+        """Whether this rank reports: the one that has reported this stall before, or the lowest that has noticed it."""
         able = [peer for peer in peers if peer.state == "here" and peer.heartbeat["noticed"]]
-        telling = [peer.rank for peer in able if peer.heartbeat["reported"]] or [peer.rank for peer in able]
-        return min(telling, default=self._dist_ctx.rank_info.rank) == self._dist_ctx.rank_info.rank
+        reporters = [peer.rank for peer in able if peer.heartbeat["reported"]] or [peer.rank for peer in able]
+        return min(reporters, default=self._dist_ctx.rank_info.rank) == self._dist_ctx.rank_info.rank
 
     def _report_stall(self, observed: _Stall, age: float) -> None:
         rank = self._dist_ctx.rank_info.rank
         if rank and not self._heartbeat.stall_reported:
-            # The first rank tells as a rule: of thousands, not each has to read what all the others wrote.
+            # Usually rank 0 reports: thousands of ranks should not each read what all the others wrote.
             self._heartbeat.write()
             first = stall.read_peer(self._folder, 0, self._heartbeat.path.stat().st_mtime, SILENT_AFTER_SECONDS)
             if first.state == "here" and first.heartbeat["noticed"]:
@@ -211,9 +210,9 @@ class Watchdog:
         self._stall, self._heartbeat.stall_noticed, self._heartbeat.stall_reported = None, False, False
 
     def _check_timeout(self, observed: _Stall, age: float, limit: float) -> None:
-        """End this process where no rank has gone on, nor moved much data, for `limit` seconds.
+        """End this process where no rank has made progress, or read and written much, for `limit` seconds.
 
-        Looked at twice, half of that apart: a peer that is slow, and alive, has gone on or read something by then.
+        The ranks are read twice, half of that apart: a slow rank has made progress in between.
         """
         if age < limit / 2 or (observed.progress is not None and age < observed.progress_at + limit / 2):
             return
@@ -228,13 +227,13 @@ class Watchdog:
                 f" with status {EXIT_PEER_LOST}; the same command continues it from its last checkpoint"
             )
         else:
-            time.sleep(3 * self._heartbeat_seconds)  # the launcher ends all when one has ended: let it be told why before
+            time.sleep(3 * self._heartbeat_seconds)  # the launcher ends all ranks when one has ended: let the report come first
         with suppress(OSError):
             self._heartbeat.write("failed")
         os._exit(EXIT_PEER_LOST)
 
     def _log_lines(self, lines: str) -> None:
-        """On standard error, which a rank has even where its own output goes to a file, and in the log."""
+        """Write to standard error, which a rank has even where its output goes to a file, and to the log."""
         with suppress(OSError):
             os.write(
                 2, "".join(f"lmforge: {line}\n" if line[:1] != " " else f"{line}\n" for line in lines.split("\n")).encode()

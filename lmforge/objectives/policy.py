@@ -6,15 +6,17 @@ constant in a completion; "old", the log-probability of each label when it was s
 model, where the KL divergence from it is part of the loss; "overlong", 1 in truncated completions, where they are masked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from lmforge.config.align import RolloutOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.labels import IGNORE_INDEX
+from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import broadcast_to_tokens, document_label_counts, document_sums, token_logprobs_and_entropy
 from lmforge.objectives.objective import apply_head
@@ -86,6 +88,19 @@ LOSS_TYPE_PRESETS = MappingProxyType(
         ),
     }
 )
+
+
+def build_policy_loss_config(options: RolloutOptions) -> PolicyLossConfig:
+    """The preset of `rollout.loss_type` with the options of `[rollout]` that the recipe sets."""
+    given = {field.name: getattr(options, field.name) for field in fields(PolicyLossConfig)}
+    preset = LOSS_TYPE_PRESETS[options.loss_type]
+    loss_config = replace(preset, **{name: value for name, value in given.items() if value is not None})
+    if loss_config.kl_estimator != "none" and not loss_config.beta:
+        raise UserError(
+            f"rollout.kl_estimator = {loss_config.kl_estimator}: without a weight it does nothing; give rollout.beta, such as"
+            " 0.04"
+        )
+    return loss_config
 
 
 def compute_advantages(rewards: Tensor, config: PolicyLossConfig) -> Tensor:

@@ -1,9 +1,8 @@
-"""How a recipe of alignment becomes an objective, and where what it needs beside the batches comes from."""
+"""Preference methods: the objective of a recipe, and its batches with the log-probabilities of the reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 
@@ -11,6 +10,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import StageConfig
 from lmforge.data.dataset import PackedDataset
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
@@ -18,6 +18,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.objective import Objective
+from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.objectives.preference import (
     PreferenceObjective,
     RewardModelObjective,
@@ -29,22 +30,16 @@ from lmforge.objectives.preference import (
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.validate import choose_engine
-from lmforge.stages.feed import StageBatches, StageContext
-from lmforge.stages.pretrained import find_pretrained
-from lmforge.stages.reference import (
-    BatchesWithExtras,
-    PackingWithReference,
-    ReferenceModel,
-    precompute_reference_logprobs,
-    reference_logprobs,
-)
-from lmforge.stages.setup import MASTER_DTYPES
-from lmforge.train.loop import BatchSource
+from lmforge.stages.build_model import MASTER_DTYPES
+from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.stages.inputs import find_required_pretrained
+from lmforge.stages.reference import PackingWithReference, ReferenceModel, precompute_reference_logprobs, reference_logprobs
 from lmforge.train.metrics import MetricsAccumulator
+from lmforge.train.trainer import BatchSource, Trainer
 
 
 def build_preference_objective(config: AlignConfig) -> Objective:
-    """The objective of a recipe on pairs or labelled completions."""
+    """The objective of a preference method."""
     options, beta = config.align, config.beta
     match options.method:
         case "dpo":
@@ -62,96 +57,94 @@ def build_preference_objective(config: AlignConfig) -> Objective:
     raise AssertionError(options.method)
 
 
-def build_preference_batches(context: StageContext, config: AlignConfig) -> StageBatches:
+def has_frozen_reference(config: StageConfig) -> bool:
+    """Whether a run keeps a frozen copy of its first weights beside the policy."""
+    if not isinstance(config, AlignConfig) or config.reference != "copy":
+        return False
+    return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
+
+
+def build_preference_batches(trainer: Trainer) -> BatchSource:
     """The batches of a preference method, with the reference's log-probabilities where it has one. Every rank calls it."""
+    config, inputs = _align_config(trainer), trainer.inputs
     if config.reference is None:
-        return StageBatches(context.loader)
+        return DatasetBatches(trainer)
     if config.reference == "precomputed":
-        held_out = context.inputs.validation_dataset
-        # Made only where a number is missing: of a run that goes on, none is.
-        reference_then = cache(partial(build_reference, context, config))
-        for rows in (context.inputs.train_dataset, *([held_out] if held_out else [])):
-            _precompute_reference(rows, context, config, reference_then)
-        feed = StageBatches(context.loader)
+        # Built only where numbers are missing: a run that resumes finds all of them.
+        get_reference = cache(partial(build_reference, trainer))
+        for dataset in filter(None, (inputs.train_dataset, inputs.validation_dataset)):
+            _precompute_reference(trainer, dataset, get_reference)
+        batches = DatasetBatches(trainer)
     else:
-        reference = build_reference(context, config)
-        feed = StageBatches(BatchesWithExtras(context.loader, reference.add_logprobs), reference.add_logprobs)
-    if context.start_step == 0:
-        _check_reference_agrees(feed.batch_source, context)
-    return feed
+        batches = DatasetBatches(trainer, build_reference(trainer).add_logprobs)
+    if trainer.start_step == 0:
+        _check_reference_agrees(trainer, batches)
+    return batches
 
 
-def build_reference(context: StageContext, config: AlignConfig, temperature: float = 1.0) -> ReferenceModel:
-    """The reference of a recipe. With numbers that are computed once it is the policy itself, before its first update, or
-    what that was."""
-    if config.reference == "adapters-off" or (config.lora.rank is not None and config.reference == "precomputed"):
-        return ReferenceModel(context.parallel_model, partial(disable_adapters, context.parallel_model.model), temperature)
-    if config.reference == "precomputed" and context.start_step == 0:
-        return ReferenceModel(context.parallel_model, temperature=temperature)
-    return ReferenceModel(_build_frozen_reference(config, context), temperature=temperature)
+def _align_config(trainer: Trainer) -> AlignConfig:
+    assert isinstance(trainer.ctx.config, AlignConfig)
+    return trainer.ctx.config
 
 
-def _build_frozen_reference(config: AlignConfig, context: StageContext) -> ParallelModel:
-    """The model that the policy began as, spread like the policy and never trained."""
-    assert config.model.source is not None
-    origin, ranks = find_pretrained(config.model.source, "weights"), context.parallel_model.dist_ctx
-    model = build_model(context.inputs.model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
+def build_reference(trainer: Trainer, temperature: float = 1.0) -> ReferenceModel:
+    """The reference of a recipe. Where its numbers are precomputed, it is the policy before its first update."""
+    config, policy = _align_config(trainer), trainer.parallel_model
+    precomputed = config.reference == "precomputed"
+    if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
+        return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
+    if precomputed and trainer.start_step == 0:
+        return ReferenceModel(policy, temperature=temperature)
+    return ReferenceModel(_build_frozen_reference(trainer), temperature=temperature)
+
+
+def _build_frozen_reference(trainer: Trainer) -> ParallelModel:
+    """The model that the policy began as, distributed like the policy and never trained."""
+    config, dist_ctx = _align_config(trainer), trainer.ctx.dist_ctx
+    model = build_model(trainer.inputs.model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
     model.requires_grad_(False)
     options = config.parallel
-    if choose_engine(options, ranks.world_size, ranks.device.type) in ("single", "ddp"):
-        # What is not trained has nothing to exchange.
-        options, ranks = ParallelOptions(), DistributedContext(RankInfo(), ranks.device, None)
+    if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
+        # There are no gradients to exchange.
+        options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
 
     def fill(model: LanguageModel) -> None:
-        with context.parallel_model.dist_ctx.raise_on_all():
-            origin.load_weights(model)
+        with trainer.ctx.dist_ctx.raise_on_all():
+            find_required_pretrained(config).load_weights(model)
 
-    # In the policy's arithmetic, or the two would differ before anything is learnt.
     return parallelize(
         model,
         reference_logprobs,
-        dist_ctx=ranks,
-        dtype=context.dtype,
+        dist_ctx=dist_ctx,
+        dtype=trainer.dtype,  # the policy's, or the two would differ before anything is learned
         float8=config.train.float8,
         options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,
     )
 
 
-def _precompute_reference(
-    dataset: PackedDataset, context: StageContext, config: AlignConfig, get_reference: Callable[[], ReferenceModel]
-) -> None:
-    assert config.model.source is not None
-    about: dict[str, object] = {
-        "weights": find_pretrained(config.model.source, "weights").digest,
-        "shape": to_config_json(context.inputs.model_config),
-        "dtype": str(context.dtype),
+def _precompute_reference(trainer: Trainer, dataset: PackedDataset, get_reference: Callable[[], ReferenceModel]) -> None:
+    config = _align_config(trainer)
+    depends_on: dict[str, object] = {
+        "weights": find_required_pretrained(config).digest,
+        "shape": to_config_json(trainer.inputs.model_config),
+        "dtype": str(trainer.dtype),
         "masters": config.train.master_dtype,
         "float8": config.train.float8,
     }
-    folder, batch_rows = Path(context.inputs.data_source), context.inputs.batch_plan.micro_batch_size
-    table = precompute_reference_logprobs(
-        dataset,
-        get_reference,
-        context.parallel_model.dist_ctx,
-        folder,
-        about,
-        context.info,
-        batch_rows,
-        partial(context.watch.set_phase, "evaluate"),
-    )
-    dataset.packing = PackingWithReference(dataset.packing, table)
+    logprobs = precompute_reference_logprobs(trainer, dataset, get_reference, depends_on)
+    dataset.packing = PackingWithReference(dataset.packing, logprobs)
 
 
-def _check_reference_agrees(batch_source: BatchSource, context: StageContext) -> None:
-    """Say whether policy and reference are the same before the first update, as they have to be."""
-    first = replace(batch_source.batches(0)[0], rng_keys=None)
-    meter = MetricsAccumulator(context.parallel_model.dist_ctx)
+def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
+    """Log whether policy and reference are the same before the first update, as they have to be."""
+    batch = replace(batches.batches(0)[0], rng_keys=None)
+    accumulator = MetricsAccumulator(trainer.ctx.dist_ctx)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        _, metrics = context.parallel_model.score(first, score_fn=context.objective.loss)
-    meter.add(metrics)
-    means = meter.reduce_and_reset()
-    if complaint := reference_mismatch_warning(means):
-        context.warn(complaint)
+        _, metrics = trainer.parallel_model.score(batch, score_fn=trainer.objective.loss)
+    accumulator.add(metrics)
+    means = accumulator.reduce_and_reset()
+    if mismatch := reference_mismatch_warning(means):
+        trainer.ctx.console.warn(mismatch)
     else:
-        context.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")
+        trainer.ctx.console.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")

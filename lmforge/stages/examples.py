@@ -1,10 +1,10 @@
-"""What fine-tuning and alignment are made from: files of examples, read once into rows by the tokenizer of the model."""
+"""The inputs of fine-tuning and preference methods: files of examples, tokenized once by the tokenizer of the model."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,12 +23,13 @@ from lmforge.data.chat.examples import (
 )
 from lmforge.data.chat.preferences import read_preference_pairs, read_unpaired_preferences
 from lmforge.data.chat.spill_buffer import ExampleGroup
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.parallel.dims import plan_batches
-from lmforge.stages.inputs import RunInputs, check_has_weights, check_model
-from lmforge.stages.pretrained import Pretrained, find_pretrained
+from lmforge.stages.inputs import check_model, find_required_pretrained, open_tuned_model
+from lmforge.train.context import RunInputs
 
 COUNT_LABELS = {
     "overlong": "left out as too long",
@@ -38,7 +39,7 @@ COUNT_LABELS = {
 
 
 def read_examples(options: ExampleOptions, example_type: str, path: Path, tokenizer: Tokenizer) -> Iterator[ExampleGroup]:
-    """The examples of a file. Raises UserError naming the record where one makes no sense."""
+    """The examples of a file. Raises UserError naming the record where one is not valid."""
     if isinstance(options, ConversationOptions):
         for example in read_conversations(path, tokenizer, format=options.format, mask=options.mask, fields=options.renamed):
             yield ExampleGroup((example,))
@@ -61,13 +62,12 @@ def read_examples(options: ExampleOptions, example_type: str, path: Path, tokeni
 
 
 def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
-    """The example with one more token, which nobody predicts: what comes last in a row of tokens is never read, and who judges
-    a text reads all of it."""
+    """The example with its last token twice. The last one of a sequence is only a label, and a reward model reads all."""
     return TokenizedExample(np.append(example.tokens, example.tokens[-1:]), np.append(example.loss_mask, False))
 
 
 def examples_folder(config: TunedConfig, tokenizer: Tokenizer) -> Path:
-    """Where the examples of a recipe are kept. Raises UserError where a file cannot be read."""
+    """The folder of a recipe's tokenized examples. Raises UserError where a file cannot be read."""
     return config.data.folder / xxhash.xxh3_64_hexdigest(json.dumps(_cache_key(config, tokenizer), sort_keys=True).encode())
 
 
@@ -80,8 +80,9 @@ def _cache_key(config: TunedConfig, tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def prepare_examples(config: TunedConfig) -> None:
-    """Have the examples of a recipe on this host, as tokens. Raises UserError where there is something wrong with them."""
-    options = config.data
+    """Tokenize the examples of a recipe on this host. Raises UserError where one of them is not valid."""
+    options, length = config.data, config.data.sequence_length
+    paired = config.kind == "judged"  # such a completion shares its sequence with another one of the same prompt
     tokenizer = find_required_pretrained(config).tokenizer()
     if not options.files:
         raise UserError("data.files: name the files to learn from, such as --data.files chats.jsonl")
@@ -95,59 +96,57 @@ def prepare_examples(config: TunedConfig) -> None:
         read,
         tokenizer,
         plan=_cache_key(config, tokenizer),
-        # A judged answer shares its row with another one to the same prompt (see Packed).
-        sequence_length=options.sequence_length // 2 if config.kind == "judged" else options.sequence_length,
-        limit_description=f"half of data.sequence_length = {options.sequence_length}"
-        if config.kind == "judged"
-        else f"data.sequence_length = {options.sequence_length}",
+        sequence_length=length // 2 if paired else length,
+        limit_description=f"{'half of ' if paired else ''}data.sequence_length = {length}",
         overlong=options.overlong,
         validation_ratio=None if options.validation_files else options.validation_ratio,
     )
 
 
-def find_required_pretrained(config: TunedConfig) -> Pretrained:
-    """The model that a recipe tunes. Raises UserError where it names none."""
-    if config.model.source is None:
-        raise UserError(
-            "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
-        )
-    return find_pretrained(config.model.source, "weights")
-
-
 def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
-    """What `prepare_examples` has left on this host, and the model. Raises UserError where they do not fit."""
-    plan = plan_batches(config, world_size)
-    origin = find_required_pretrained(config)
-    tokenizer = origin.tokenizer()
-    shape = origin.resolve_model_config(config.model, tokenizer.vocab_size)
+    """Open what `prepare_examples` has written on this host, and the model. Raises UserError where they do not fit together."""
+    batch_plan = plan_batches(config, world_size)
+    pretrained, tokenizer, model_config = open_tuned_model(config)
     if config.kind == "ranked":
-        if shape.family == "transformers":
+        if model_config.family == "transformers":
             raise UserError(
                 f"{config.model.source}: transformers computes it, and gives it no head for rewards; import it first"
             )
-        shape = replace(shape, reward=True)
-    prompts = [len(tokenizer.encode(prompt)) for prompt in config.sample.prompts]
-    check_model(config, shape, plan, longest_prompt_tokens=max(prompts, default=0))
-    check_has_weights(origin)
+        model_config = replace(model_config, reward=True)
+    check_model(config, model_config, batch_plan, tokenizer)
     folder = ExampleFolder.open(examples_folder(config, tokenizer))
-    about: dict[str, Any] = {"sequence_length": config.data.sequence_length, "pack": config.data.packing == "best-fit"}
-    train = example_dataset(folder, "train", **about, seed=config.train.seed)
-    there = folder.manifest["splits"]
-    held_out = example_dataset(folder, "validation", **about, shuffle=False) if there["validation"]["examples"] else None
-    if (
-        config.kind == "judged"
-        and isinstance(train.packing, ExamplePacking)
-        and 2 * train.packing.num_single_example_sequences > train.sequences_per_epoch
-    ):
-        raise UserError(
-            f"data.sequence_length = {config.data.sequence_length}: {train.packing.num_single_example_sequences} of {train.sequences_per_epoch} rows hold one answer, and"
-            f" kto compares those of a row; use a longer one, such as {4 * config.data.sequence_length}"
-        )
-    counts = folder.manifest["counts"]
-    words = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts[name]]
-    about_data = (
-        f"{folder.path}: {there['train']['examples']:,} examples in {train.sequences_per_epoch:,} rows an epoch,"
-        f" {there['train']['scored']:,} of {there['train']['tokens']:,} tokens scored; {there['validation']['examples']:,} held"
-        f" out{''.join(words)}"
+    splits, counts = folder.manifest["splits"], folder.manifest["counts"]
+    open_split = partial(
+        example_dataset, folder, sequence_length=config.data.sequence_length, pack=config.data.packing == "best-fit"
     )
-    return RunInputs(tokenizer, train, held_out, shape, plan, str(folder.path), about_data, origin)
+    train = open_split("train", seed=config.train.seed)
+    _check_pairs_of_completions(config, train)
+    left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts[name]]
+    return RunInputs(
+        tokenizer,
+        train,
+        open_split("validation", shuffle=False) if splits["validation"]["examples"] else None,
+        model_config,
+        batch_plan,
+        data_source=str(folder.path),
+        data_summary=f"{folder.path}: {splits['train']['examples']:,} examples in {train.sequences_per_epoch:,} sequences an"
+        f" epoch, {splits['train']['scored']:,} of {splits['train']['tokens']:,} tokens scored;"
+        f" {splits['validation']['examples']:,} for validation{''.join(left_out)}",
+        load_weights=pretrained.load_weights,
+    )
+
+
+def _check_pairs_of_completions(config: TunedConfig, dataset: PackedDataset) -> None:
+    """Raise UserError where most sequences hold one completion: kto compares those of a sequence."""
+    if config.kind != "judged" or not isinstance(dataset.packing, ExamplePacking):
+        return
+    single, count, length = (
+        dataset.packing.num_single_example_sequences,
+        dataset.sequences_per_epoch,
+        config.data.sequence_length,
+    )
+    if 2 * single > count:
+        raise UserError(
+            f"data.sequence_length = {length}: {single} of {count} sequences hold one completion, and kto compares the"
+            f" completions of a sequence; use a longer one, such as {4 * length}"
+        )

@@ -1,7 +1,10 @@
-"""Where a model comes from that is trained on: its shape, tokenizer and first weights, of a checkpoint of ours or a
-Hugging Face folder, with the adapters of a PEFT folder merged where that is what was named."""
+"""The model that a run begins from: its config, tokenizer and weights, from a checkpoint or a Hugging Face folder.
+
+Where a recipe names a PEFT folder, that is its base model with the adapters merged.
+"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,31 +32,30 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder of weights; with `manifest` it is a checkpoint of ours. `adapters`: a PEFT folder for these weights."""
+    """A folder of weights; with `manifest` it is a checkpoint. `adapters` is a PEFT folder for these weights."""
 
     folder: Path
     manifest: Manifest | None
     adapters: Path | None = None
 
     def resolve_model_config(self, options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
-        """Raises UserError where the options ask for another shape than the checkpoint's."""
+        """The model config. Raises UserError where the options change that of a checkpoint."""
         if self.manifest is None:
             return model_config_from_options(options.model_copy(update={"source": self.folder}), vocab_size)
         if changed := options.overrides():
-            raise UserError(f"model.{next(iter(changed))}: a checkpoint's shape stays as it is; leave it out")
+            raise UserError(f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave it out")
         return self.manifest.model_config
 
     @property
     def digest(self) -> str:
-        """A hash that is another one where the weights are others: of a checkpoint by its checksums, of a folder by the sizes
-        and times of its files."""
+        """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and times of a folder's files."""
         if self.manifest is not None:
-            told: Any = {name: dict(written) for name, written in self.manifest.files.items()}
+            described: Any = {name: dict(written) for name, written in self.manifest.files.items()}
         else:
             folders = [self.folder, *([self.adapters] if self.adapters else [])]
             files = [(path.name, path.stat()) for folder in folders for path in sorted(folder.glob("*.safetensors"))]
-            told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-        return xxhash.xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+            described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
     def has_tokenizer(self) -> bool:
         return (self.folder / "tokenizer.json").exists()
@@ -62,15 +64,12 @@ class Pretrained:
         return Tokenizer.open(self.folder)
 
     def load_weights(self, model: LanguageModel) -> frozenset[str]:
-        """Give a model, sharded or not, the weights; each rank reads its own parts. Raises UserError, and CorruptCheckpoint.
+        """Fill a model, sharded or not; each rank reads its own parts. Raises UserError and CorruptCheckpoint.
 
-        Returns what is new to them and was left as it is: the head of a model that is to give rewards, where these do not.
+        Returns the names that these weights lack and that were left as they were: the head of a reward model.
         """
-        new = frozenset(
-            {LM_HEAD_WEIGHT}
-            if model.config.reward and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
-            else ()
-        )
+        lacks_head = model.config.reward and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
+        new = frozenset({LM_HEAD_WEIGHT} if lacks_head else ())
         if self.manifest is None:
             load_folder(self.folder, model, new)
         else:
@@ -81,7 +80,7 @@ class Pretrained:
 
 
 def find_pretrained(source: Path, required_file: Literal["weights", "config.json"] = "config.json") -> Pretrained:
-    """What a recipe's model.source names. Raises UserError where that is nothing to begin from."""
+    """The model that `source` names. Raises UserError where there is none."""
     if is_peft_folder(source):
         return replace(find_pretrained(base_model_of(source), required_file), adapters=source)
     if is_hub_name(source) or (source / "config.json").exists():
@@ -93,37 +92,48 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:
-    """The recipe with checkpoints in place of the runs that model.source and rollout.reward_functions name, so that a run that goes on
-    has the same ones, whatever the others have saved since."""
+    """The recipe with checkpoints in place of runs in model.source and rollout.reward_functions.
+
+    So a run that resumes has the same ones, whatever those runs have saved since.
+    """
+    rewards = None
     if isinstance(config, AlignConfig):
-        judges = tuple(
-            str(_pin_checkpoint(Path(spec))) if is_model_folder(spec) else spec for spec in config.rollout.reward_functions
-        )
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rewards": judges})})
-    if config.model.source is None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"source": _pin_checkpoint(config.model.source)})})
+        rewards = [str(_pin(Path(spec))) if is_model_folder(spec) else spec for spec in config.rollout.reward_functions]
+    return _with_sources(config, config.model.source and _pin(config.model.source), rewards)
 
 
-def _pin_checkpoint(source: Path) -> Path:
-    origin = find_pretrained(source)
-    return source if origin.manifest is None or origin.adapters is not None else origin.folder
+def _pin(source: Path) -> Path:
+    pretrained = find_pretrained(source)
+    return source if pretrained.manifest is None or pretrained.adapters is not None else pretrained.folder
 
 
 def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[ConfigT, list[str]]:
-    """The recipe of a run that goes on, with the model that it began from, which its reference is, and the judges that it had;
-    and a line where the model is not the one that was asked for. What is gone is not gone back to."""
-    if isinstance(config, AlignConfig) and manifest is not None:
-        had = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("rewards", [])]
-        of_run = {path.parent: str(path) for path in had if (path / MANIFEST).exists()}
-        judges = tuple(
-            of_run.get(Path(spec).parent, spec) if is_model_folder(spec) else spec for spec in config.rollout.reward_functions
-        )
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rewards": judges})})
-    begun, asked = manifest.recipe["model"].get("source") if manifest else None, config.model.source
-    if begun is None or asked is None or Path(begun) == asked:
+    """The recipe of a run that resumes, with the model and the reward models that it began with, and lines about that.
+
+    The reference is computed from that model. Where it no longer exists, the one that was requested takes its place.
+    """
+    if manifest is None:
         return config, []
-    if not (is_hub_name(begun) or Path(begun).exists()):
-        return config, [f"{begun}, from which this run began, is gone; {asked} stands for it"]
-    going_on = config.model_copy(update={"model": config.model.model_copy(update={"source": Path(begun)})})
-    return going_on, [f"model.source: this run began from {begun} and goes on from its own checkpoint; {asked} is not read"]
+    rewards = None
+    if isinstance(config, AlignConfig):
+        before = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("reward_functions", [])]
+        of_run = {path.parent: str(path) for path in before if (path / MANIFEST).exists()}
+        rewards = [
+            of_run.get(Path(spec).parent, spec) if is_model_folder(spec) else spec for spec in config.rollout.reward_functions
+        ]
+    original, requested = manifest.recipe["model"].get("source"), config.model.source
+    if original is None or requested is None or Path(original) == requested:
+        return _with_sources(config, requested, rewards), []
+    if not (is_hub_name(original) or Path(original).exists()):
+        note = f"{original}, from which this run began, no longer exists; {requested} takes its place"
+        return _with_sources(config, requested, rewards), [note]
+    note = f"model.source: this run began from {original} and goes on from its own checkpoint; {requested} is not read"
+    return _with_sources(config, Path(original), rewards), [note]
+
+
+def _with_sources(config: ConfigT, source: Path | None, rewards: Sequence[str] | None) -> ConfigT:
+    """The recipe with another model.source and, unless None, other rollout.reward_functions."""
+    update: dict[str, Any] = {"model": config.model.model_copy(update={"source": source})}
+    if isinstance(config, AlignConfig) and rewards is not None:
+        update["rollout"] = config.rollout.model_copy(update={"reward_functions": tuple(rewards)})
+    return config.model_copy(update=update)

@@ -1,4 +1,4 @@
-"""Reward models as judges: what a trained one gives answers, wherever reward functions are asked."""
+"""Reward models as reward functions: the scores that a trained one gives completions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +16,10 @@ SCORING_BATCH_SIZE = 16
 
 
 class RewardModelScorer:
-    """A reward model under the name by which it is asked for, whole on one device. Raises UserError where it is none.
+    """A reward model, unsharded on one device. Raises UserError where the model is none.
 
-    It reads prompt and answer with its own tokenizer and chat template, to the end of the answer's turn; `alive` is called as
-    it does.
+    It reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch`
+    is called before each batch.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class RewardModelScorer:
         self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools"]}
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """What it gives each of the job's completions; None for one that is longer than it reads."""
+        """The score of each completion of the request; None for one that is longer than the model reads."""
         tools = request["columns"].get("tools")
         encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], tools)
         limit = self._loaded.config.max_sequence_length
-        places = [place for place, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
-        places.sort(key=lambda place: len(encoded[place]))  # rows of like length share a batch
+        indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
+        indices.sort(key=lambda index: len(encoded[index]))  # sequences of similar length share a batch
         given: list[float | None] = [None] * len(encoded)
-        for first in range(0, len(places), SCORING_BATCH_SIZE):
+        for first in range(0, len(indices), SCORING_BATCH_SIZE):
             self._on_batch()
-            some = places[first : first + SCORING_BATCH_SIZE]
-            for place, reward in zip(some, self._score([encoded[place] for place in some]), strict=True):
-                given[place] = reward
+            batch = indices[first : first + SCORING_BATCH_SIZE]
+            for index, reward in zip(batch, self._score([encoded[index] for index in batch]), strict=True):
+                given[index] = reward
         return {self._spec: FunctionResult(given)}
 
     @torch.no_grad()
@@ -53,4 +53,4 @@ class RewardModelScorer:
         return rewards
 
     def close(self) -> None:
-        """There is no process to be ended."""
+        """Nothing: there is no process to end."""

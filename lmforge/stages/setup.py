@@ -1,97 +1,136 @@
-"""A recipe's model, spread over the ranks and filled, with its optimizer; and what it will take and can reach."""
+"""The one place where a Trainer is built: model, optimizer, weights, checkpointer; and the summary that is logged."""
 
 from functools import partial
 
 import torch
 
-from lmforge.checkpoint import CorruptCheckpoint
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.stage import StageConfig
-from lmforge.config.tuning import TunedConfig
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import peak_flops
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import add_lora
+from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.interop.config_json import to_config_json
+from lmforge.model.attention import attention_backend_name
+from lmforge.model.flops import FLOPS_CONVENTION
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import parallelize
-from lmforge.stages.inputs import get_lora_config
-from lmforge.stages.pretrained import Pretrained
-from lmforge.train.metrics import measured_peak_flops
-from lmforge.train.optimizer import build_optimizer
+from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.plan.memory import checkpoint_bytes
+from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
+from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.checkpoint_schedule import CheckpointSchedule
+from lmforge.train.context import RunContext, RunInputs
+from lmforge.train.metrics import MetricsFile, device_peak_flops
+from lmforge.train.resume import ResumePoint, load_resume_point
+from lmforge.train.trainer import Trainer
 
-MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective) -> Trainer:
+    """Everything that the loop drives, with the weights of `point`; `batch_source` is left to the stage.
 
-def build_model_and_optimizer(
-    config: StageConfig,
-    model_config: ModelConfig,
-    objective: Objective,
-    dist_ctx: DistributedContext,
-    dtype: torch.dtype,
-    compiled: bool,
-    init_weights: bool,
-    pretrained: Pretrained | None = None,
-) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """The model of a recipe spread over the ranks, with first weights unless others are about to be loaded, and its optimizer.
-
-    Raises UserError, on every rank, where the recipe does not fit them.
+    Every rank calls it. Raises UserError or RunFailed where the recipe does not fit the ranks or the disk.
     """
-    model = build_model(model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
-    model.dropout = config.model.dropout
-    if isinstance(config, TunedConfig):
-        model.neftune_noise_alpha = config.model.neftune_noise_alpha
-        if (adapters := get_lora_config(config)) is not None:
-            add_lora(model, adapters)
-    trained = parallelize(
-        model,
-        objective.loss,
-        dist_ctx=dist_ctx,
-        dtype=dtype,
-        compile_model=compiled,
-        float8=config.train.float8,
-        options=config.parallel,
-        init_weights=partial(_init_weights, config, pretrained, dist_ctx, fresh=init_weights),
-    )
-    return trained, build_optimizer(trained.model, config.optimizer, trained.parameter_shapes())
-
-
-def _init_weights(
-    config: StageConfig, pretrained: Pretrained | None, dist_ctx: DistributedContext, model: LanguageModel, fresh: bool
-) -> None:
-    """Give a model its first weights; with `fresh` false they are about to be loaded. Nothing is sent between ranks."""
-    if not fresh:
-        return
+    config, dist_ctx = ctx.config, ctx.dist_ctx
+    ctx.watch.set_phase("building", point.step)
+    dtype, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
-        try:
-            if pretrained is not None:
-                init_adapters(model, config.train.seed, new_names=pretrained.load_weights(model))
-            else:
-                init_weights(model, config.train.seed, config.model.embedding_initializer_range)
-        except CorruptCheckpoint as reason:
-            raise UserError(f"{config.model.source}: {reason}; name another checkpoint") from None
+        compiled, compile_reason = choose_compile(config.train.compile, dist_ctx.device, config.train.steps - point.step)
+    begins = point.manifest is None
+    fill = partial(fill_weights, config, dist_ctx, inputs.load_weights) if begins else None
+    parallel_model, optimizer = build_model_and_optimizer(
+        config, inputs.model_config, objective, dist_ctx, dtype, compiled, fill
+    )
+    detector = BadStepDetector(dist_ctx, spike_sigmas=config.faults.spike_sigmas, window_steps=config.faults.spike_window_steps)
+    if not begins:
+        ctx.watch.set_phase("loading", point.step)
+        point = load_resume_point(ctx, point, parallel_model, optimizer)
+        assert point.manifest is not None
+        detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.skipped_batches)
+    checkpointer = _build_checkpointer(ctx, inputs, parallel_model, dtype)
+    trainer = Trainer(
+        ctx,
+        inputs,
+        point,
+        objective,
+        dtype,
+        parallel_model,
+        optimizer,
+        detector,
+        checkpointer,
+        CheckpointSchedule(
+            checkpointer, config.checkpoint, every_steps=config.checkpoint_every_steps, is_rank0=dist_ctx.is_rank0
+        ),
+        _open_metrics_file(ctx),
+        flops_per_token=training_flops_per_token(config, inputs.model_config),
+        peak_flops=device_peak_flops(dist_ctx.device, dtype),
+    )
+    _log_summary(trainer, f"compile {'on' if compiled else 'off'} ({compile_reason})", dtype_reason)
+    with dist_ctx.raise_on_all():
+        if dist_ctx.is_rank0:
+            checkpointer.check_free_space()
+    return trainer
 
 
-def token_rng_seed(config: StageConfig) -> int | None:
-    """What the keys of tokens are made from; None where nothing is drawn from them."""
-    drawn = config.model.dropout > 0
-    if isinstance(config, TunedConfig):
-        drawn = drawn or config.model.neftune_noise_alpha > 0 or (config.lora.rank is not None and config.lora.dropout > 0)
-    return config.train.seed if drawn else None
+def _open_metrics_file(ctx: RunContext) -> MetricsFile | None:
+    if not ctx.dist_ctx.is_rank0:
+        return None
+    return MetricsFile(ctx.run.metrics_path, ctx.run.path / "tensorboard" if ctx.config.log.tensorboard else None)
 
 
-def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a rank at best: a GPU's from its data sheet (None if unknown), a CPU's timed now."""
-    if device.type == "cuda":
-        return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
-    return measured_peak_flops(dtype)
+def _build_checkpointer(
+    ctx: RunContext, inputs: RunInputs, parallel_model: ParallelModel, dtype: torch.dtype
+) -> AsyncCheckpointer:
+    options, counts = ctx.config.checkpoint, count_parameters(ctx.config, inputs.model_config)
+    return AsyncCheckpointer(
+        ctx.run,
+        ctx.dist_ctx,
+        RetentionPolicy(options.keep_last, options.keep_best, options.best_metric, options.best_mode == "max"),
+        metadata={
+            "plan_hash": inputs.train_dataset.plan_hash,
+            "global_batch_size": inputs.batch_plan.rows,
+            "hf_config": to_config_json(inputs.model_config),
+            "recipe": ctx.config.model_dump(mode="json"),
+            "tokenizer_hash": inputs.tokenizer.hash,
+            "written_by": {
+                "ranks": ctx.dist_ctx.world_size,
+                "engine": parallel_model.description,
+                "dtype": str(dtype),
+                "data": inputs.data_source,
+            },
+        },
+        tokenizer=inputs.tokenizer,
+        log=ctx.console.warn,
+        async_save=options.async_save,
+        expected_bytes=checkpoint_bytes(ctx.config.optimizer, ctx.config.train.master_dtype, counts),
+    )
 
 
-def describe_peak_flops(flops_per_second: float | None, device: torch.device) -> str:
-    if flops_per_second is None:
-        return "an unknown peak (this GPU is not in the table), so it is left out"
-    source = "a large matrix product, timed just now" if device.type == "cpu" else "data sheet"
-    return f"{flops_per_second / 1e9:,.0f} GFLOP/s a rank ({source})"
+def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> None:
+    """Log what is about to be trained, on what, and how."""
+    ctx, inputs, log = trainer.ctx, trainer.inputs, trainer.ctx.console.info
+    config, model_config, dist_ctx = ctx.config, inputs.model_config, ctx.dist_ctx
+    counts = count_parameters(config, model_config)
+    partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
+    log(
+        f"model      {counts.total:,} parameters ({model_config.model_type}){partly},"
+        f" {trainer.flops_per_token:.3g} FLOPs a token"
+    )
+    if trainer.resume_point.manifest is None:
+        log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
+    log(f"data       {inputs.data_summary}")
+    log(f"batch      {inputs.batch_plan}")
+    on_gpu = dist_ctx.device.type == "cuda"
+    device = torch.cuda.get_device_name(dist_ctx.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
+    ranks = "1 rank" if dist_ctx.world_size == 1 else f"{dist_ctx.world_size} ranks"
+    log(f"engine     {trainer.parallel_model.description}, {ranks} on {device}")
+    wrapped = model_config.family == "transformers"
+    attention = "transformers', dense mask" if wrapped else attention_backend_name(dist_ctx.device)
+    float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
+    log(
+        f"compute    {str(trainer.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"
+        f" masters {config.train.master_dtype}, attention {attention}, {compile_words}"
+    )
+    if config.train.deterministic:
+        log("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
+    peak = "an unknown peak (this GPU is not in the table), so it is left out"
+    if trainer.peak_flops is not None:
+        source = "data sheet" if on_gpu else "a large matrix product, timed just now"
+        peak = f"{trainer.peak_flops / 1e9:,.0f} GFLOP/s a rank ({source})"
+    log(f"MFU is of  {peak}: {FLOPS_CONVENTION}")

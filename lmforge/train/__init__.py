@@ -1,1 +1,8 @@
-"""The loop and what it needs: stages, optimizer, metrics, health."""
+"""The loop, and everything that it drives: optimizers, metrics, bad steps, rollback, resume, stop signals, validation.
+
+What differs between the stages is not here: stages/ opens the data and builds the Trainer. Begin with loop.py, which reads from
+top to bottom, then trainer.py, which says what the loop is given.
+
+For other packages: `loop.train` and `train_step`; `trainer.Trainer` and `BatchSource`; `context.RunContext` and `RunInputs`;
+`optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
+"""

@@ -1,9 +1,9 @@
-"""Which steps are bad, what is done about them, and what is told.
+"""Which steps are bad.
 
-A step whose loss or gradient is not finite, or whose loss is a spike, changes nothing: its update is left out and
-counted. After some in a row the run goes back to a checkpoint and on with later batches (as PaLM did, arXiv 2204.02311,
-section 5.1). The judgement is made on the device and read one step later, so that the host does not wait for it; it
-depends on what all ranks know, so that all of them judge alike.
+A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted. After several in a row
+the run rolls back to a checkpoint and goes on with later batches (as PaLM did, arXiv 2204.02311, section 5.1). A step is
+checked on the device and the result is read one step later, so that the host does not wait for it. It depends on sums over
+all ranks, so that all of them decide alike.
 """
 
 import math
@@ -21,7 +21,7 @@ from lmforge.data.batch import Metrics
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that was left out: its number from 1, the batch it was given, from 0, and why."""
+    """A step that was skipped: its number from 1, the index of its batch from 0, and its numbers."""
 
     step: int
     batch_index: int
@@ -37,11 +37,12 @@ class BadStep:
 
 
 class BadStepDetector:
-    """Judges every step and counts.
+    """Checks every step and counts the bad ones.
 
-    skipped     steps left out so far        in_a_row    those just now, up to the last one heard of
-    left_out    batches passed over by going back; the batch of step k is k + left_out
-    rollbacks   times the run has gone back
+    skipped_steps          bad steps so far
+    consecutive_bad_steps  bad steps in a row, up to the last one that was read
+    skipped_batches        batches that rollbacks passed over: step k has batch k + skipped_batches
+    rollbacks              times the run has rolled back
     """
 
     def __init__(self, dist_ctx: DistributedContext, *, spike_sigmas: float | None, window_steps: int) -> None:
@@ -56,8 +57,8 @@ class BadStepDetector:
 
     def check(self, step: int, metrics: Sequence[Metrics], gradient_norm: Tensor) -> Tensor:
         """Whether step `step` (from 1) is bad: bool, on the device. `metrics` are this rank's, of each micro-batch."""
-        told = [torch.stack([part.detach().double() for part in each["loss"]]) for each in metrics if "loss" in each]
-        total = torch.stack(told).sum(0) if told else torch.zeros(2, dtype=torch.float64, device=self._dist_ctx.device)
+        losses = [torch.stack([part.detach().double() for part in each["loss"]]) for each in metrics if "loss" in each]
+        total = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=self._dist_ctx.device)
         total, count = self._dist_ctx.all_reduce_sum(total)
         loss, norm = total / count.clamp(min=1), gradient_norm.double()
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
@@ -78,15 +79,15 @@ class BadStepDetector:
         count = known.sum()
         mean = self._recent_losses.nansum() / count.clamp(min=1)
         deviation = (torch.where(known, self._recent_losses - mean, 0.0).square().sum() / count.clamp(min=1)).sqrt()
-        # Of few losses one does not know how far they usually lie apart.
+        # The deviation of a few losses says little.
         return (count * 2 >= len(self._recent_losses)) & (loss > mean + self._spike_sigmas * deviation)
 
     def take_bad_steps(self, wait: bool, max_consecutive: int) -> list[BadStep]:
-        """The bad ones of the steps that were judged before the last, or `of_all`, for which the host waits.
+        """The bad steps among those checked before the last one; with `wait` also the last, for which the host waits.
 
-        After `enough` in a row no more are looked at, so that when they are heard of makes no difference.
+        After `max_consecutive` in a row the later ones are not read, so that it makes no difference when they are.
         """
-        found: list[BadStep] = []
+        bad_steps: list[BadStep] = []
         while len(self._pending) > (0 if wait else 1) and self.consecutive_bad_steps < max_consecutive:
             step, batch, values, event = self._pending.popleft()
             if event is not None:
@@ -95,33 +96,32 @@ class BadStepDetector:
             self.consecutive_bad_steps = self.consecutive_bad_steps + 1 if bad else 0
             self.skipped_steps += bool(bad)
             if bad:
-                found.append(BadStep(step, batch, loss, norm))
-        return found
+                bad_steps.append(BadStep(step, batch, loss, norm))
+        return bad_steps
 
     def rolled_back_to(self, step: int, next_batch: int) -> None:
-        """The run went back to `done` steps done, and goes on with this batch."""
+        """The run rolled back to `step` and goes on with batch `next_batch`."""
         self.skipped_batches = next_batch - step
         self.consecutive_bad_steps = 0
         self._pending.clear()
         self.rollbacks += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, for a run that goes on to judge alike; with all that was heard."""
-        losses = [None if math.isnan(loss) else loss for loss in self._recent_losses.tolist()]
+        """What a checkpoint keeps, so that a run that resumes decides alike. All checked steps have been read."""
         return {
-            "skipped": self.skipped_steps,
-            "in_a_row": self.consecutive_bad_steps,
+            "skipped_steps": self.skipped_steps,
+            "consecutive_bad_steps": self.consecutive_bad_steps,
             "rollbacks": self.rollbacks,
-            "losses": losses,
+            "losses": [None if math.isnan(loss) else loss for loss in self._recent_losses.tolist()],
         }
 
     def load_state_dict(self, state: dict[str, Any], skipped_batches: int) -> None:
-        self.skipped_steps, self.consecutive_bad_steps = state.get("skipped", 0), state.get("in_a_row", 0)
-        self.rollbacks, self.skipped_batches = state.get("rollbacks", 0), skipped_batches
+        self.skipped_steps, self.consecutive_bad_steps = state["skipped_steps"], state["consecutive_bad_steps"]
+        self.rollbacks, self.skipped_batches = state["rollbacks"], skipped_batches
         self.load_losses(state)
 
     def load_losses(self, state: dict[str, Any]) -> None:
-        """Take over the losses of a checkpoint; as many as this run's window has room for."""
-        losses = [math.nan if loss is None else loss for loss in state.get("losses", [])][-len(self._recent_losses) :]
+        """Take over the newest losses of a checkpoint, as many as this run's window holds."""
+        losses = [math.nan if loss is None else loss for loss in state["losses"]][-len(self._recent_losses) :]
         if len(self._recent_losses) and losses:
             self._recent_losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)

@@ -1,102 +1,72 @@
-"""When a run is saved, what with, and what happens when saving fails."""
+"""When a run saves a checkpoint: by steps, by the clock, and again after a save that failed."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from enum import IntEnum
 
 from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.checkpoint.async_save import StateDict
 from lmforge.config.sections import CheckpointOptions
-from lmforge.errors import RunFailed
 
-# Wishes, the stronger the larger: all ranks follow the largest.
-REGULAR, KEPT, GIVE_UP = 1, 2, 3
-# At the end there is no later step to try again at.
-FINAL_SAVE_ATTEMPTS = 3
-FINAL_RETRY_SECONDS = 5.0
+
+class SaveRequest(IntEnum):
+    """What a rank requests of all at this step. The largest request of any rank counts."""
+
+    NONE = 0
+    REGULAR = 1
+    KEPT = 2
+    GIVE_UP = 3
 
 
 class CheckpointSchedule:
-    """Decides on saves by steps and by the clock, and hands them to the saver.
+    """Decides at which steps a checkpoint is saved. Every rank has one.
 
-    Every rank has one. What goes by the clock is wished for by the first rank only and agreed on by all (`Wishes`).
-
-    state(holds)    the tensors of those kinds, as a checkpoint has them
-    about(step)     the manifest's fields of this step
+    Requests by the clock come from rank 0 only; `StopSignals` makes all ranks follow them at the same step.
     """
 
     def __init__(
-        self,
-        checkpointer: AsyncCheckpointer,
-        options: CheckpointOptions,
-        *,
-        every_steps: int,
-        total_steps: int,
-        is_rank0: bool,
-        get_state: Callable[[tuple[str, ...]], StateDict],
-        get_metadata: Callable[[int], dict[str, Any]],
+        self, checkpointer: AsyncCheckpointer, options: CheckpointOptions, *, every_steps: int, is_rank0: bool
     ) -> None:
-        self.checkpointer = checkpointer
-        self._options = options
-        self._every_steps, self._total_steps, self._is_rank0 = every_steps, total_steps, is_rank0
-        self._get_state, self._get_metadata = get_state, get_metadata
+        self._checkpointer, self._options = checkpointer, options
+        self._every_steps, self._is_rank0 = every_steps, is_rank0
         now = time.monotonic()
-        self._last_saved = {REGULAR: now, KEPT: now}
-        self._last_request, self._deferred_request = REGULAR, 0
+        self._last_saved = {SaveRequest.REGULAR: now, SaveRequest.KEPT: now}
+        self._last_request, self._deferred_request = SaveRequest.REGULAR, SaveRequest.NONE
 
     @property
     def needs_validation(self) -> bool:
-        """Whether a checkpoint is to be judged by a validation at its step."""
+        """Whether each checkpoint needs a validation at its step, because the best ones are kept."""
         return self._options.keep_best > 0 and self._options.best_metric.startswith("val/")
 
-    def requested_by_clock(self) -> int:
-        """What the clock asks for now, on the first rank; 0 is nothing."""
+    def requested_by_clock(self) -> SaveRequest:
+        """What rank 0 requests now."""
         if not self._is_rank0:
-            return 0
-        options, saver, now = self._options, self.checkpointer, time.monotonic()
-        if options.max_failures and saver.consecutive_failures >= options.max_failures:
-            return GIVE_UP
-        if saver.failed_at is not None and now - saver.failed_at >= options.retry_seconds:
-            saver.failed_at = None
+            return SaveRequest.NONE
+        options, checkpointer, now = self._options, self._checkpointer, time.monotonic()
+        if options.max_failures and checkpointer.consecutive_failures >= options.max_failures:
+            return SaveRequest.GIVE_UP
+        if checkpointer.failed_at is not None and now - checkpointer.failed_at >= options.retry_seconds:
+            checkpointer.failed_at = None
             return self._last_request
         if self._deferred_request:
-            owed, self._deferred_request = self._deferred_request, 0
-            return owed
-        for kind, minutes in ((KEPT, options.keep_every_minutes), (REGULAR, options.every_minutes)):
-            if minutes is not None and now - self._last_saved[kind] >= 60 * minutes:
-                self._last_saved[kind] = now
-                return kind
-        return 0
+            deferred, self._deferred_request = self._deferred_request, SaveRequest.NONE
+            return deferred
+        every_minutes = {SaveRequest.KEPT: options.keep_every_minutes, SaveRequest.REGULAR: options.every_minutes}
+        for request, minutes in every_minutes.items():
+            if minutes is not None and now - self._last_saved[request] >= 60 * minutes:
+                self._last_saved[request] = now
+                return request
+        return SaveRequest.NONE
 
-    def defer(self, request: int) -> None:
-        """A wish that the run has no use for now, since it goes back, to be wished for again."""
+    def defer(self, request: SaveRequest) -> None:
+        """Repeat a request later: the run rolls back now, so this step is not worth saving."""
         self._deferred_request = request
 
-    def requested_by_step(self, step: int, stopping: bool) -> int:
-        """What the number of steps done asks for."""
-        permanent = self._options.keep_every_steps
-        if permanent is not None and step % permanent == 0:
-            return KEPT
-        return REGULAR if stopping or step % self._every_steps == 0 else 0
+    def requested_by_step(self, step: int, stopping: bool) -> SaveRequest:
+        """What the number of steps done requests."""
+        if self._options.keep_every_steps is not None and step % self._options.keep_every_steps == 0:
+            return SaveRequest.KEPT
+        return SaveRequest.REGULAR if stopping or step % self._every_steps == 0 else SaveRequest.NONE
 
-    def save(self, step: int, metrics: dict[str, Any], keep: bool, stopping: bool) -> None:
-        """Save this step; where the run is `stopping`, until it is saved. Raises RunFailed where that cannot be."""
-        self._last_saved[REGULAR] = time.monotonic()
-        self._save(step, metrics, keep)
-        if not stopping:
-            return
-        self.checkpointer.wait()
-        tries = 1
-        while self.checkpointer.consecutive_failures:
-            if tries == FINAL_SAVE_ATTEMPTS:
-                raise RunFailed(f"step {step}: could not be saved in {tries} tries: {self.checkpointer.last_error}")
-            time.sleep(min(FINAL_RETRY_SECONDS, self._options.retry_seconds))
-            tries += 1
-            self._save(step, metrics, keep)
-            self.checkpointer.wait()
-
-    def _save(self, step: int, metrics: dict[str, Any], keep: bool) -> None:
-        self._last_request = KEPT if keep else REGULAR
-        only_model = self._options.last_save_model_only and step == self._total_steps
-        kinds = ("model",) if only_model else ("model", "optimizer")
-        self.checkpointer.save(step, self._get_state(kinds), metrics=metrics, kept=keep, **self._get_metadata(step))
+    def record_save(self, kept: bool) -> None:
+        """Called at each save: the clock of regular checkpoints starts again."""
+        self._last_saved[SaveRequest.REGULAR] = time.monotonic()
+        self._last_request = SaveRequest.KEPT if kept else SaveRequest.REGULAR

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: `metrics.jsonl` always, TensorBoard if asked, and one line a log step."""
+"""Metrics and messages of a run: `metrics.jsonl`, TensorBoard where requested, and the console with the log."""
 
 import json
 import math
@@ -13,17 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.model.flops import peak_flops
 
 
 class MetricsAccumulator:
-    """Sums of metrics since the last reading, kept on the device as (sum, count) pairs: adding to them never waits."""
+    """Sums of metrics since the last log step, on the device as (sum, count) pairs: adding to them never waits."""
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], skip_if: torch.Tensor | None = None) -> None:
-        """Count these in, unless a condition on the device holds."""
+        """Add metrics, unless the condition `skip_if`, on the device, holds."""
         for name, pair in metrics.items():
             both = torch.stack([part.detach().double() for part in pair])
             if skip_if is not None:
@@ -31,8 +32,10 @@ class MetricsAccumulator:
             self._sums[name] = self._sums[name] + both if name in self._sums else both
 
     def reduce_and_reset(self) -> dict[str, float]:
-        """Mean of each metric over every rank and micro-batch since the last reading, of which nothing counted none; the
-        host waits here."""
+        """The mean of each metric over all ranks and micro-batches since the last call; the host waits.
+
+        Metrics that were never counted are omitted.
+        """
         if not self._sums:
             return {}
         names = sorted(self._sums)
@@ -42,16 +45,22 @@ class MetricsAccumulator:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that this process has held: on the GPU, or resident on the CPU."""
+    """Peak memory of this process in GiB: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a rank: a GPU's from its data sheet (None if unknown), a CPU's measured now."""
+    if device.type == "cuda":
+        return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
+    return measured_peak_flops(dtype)
+
+
 def measured_peak_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product with this process's CPU threads: what MFU is measured against where no data
-    sheet applies. Takes a fraction of a second."""
+    """FLOP/s of a large matrix product with this process's CPU threads. Takes a quarter of a second."""
     size = 1024
     left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
     best = float("inf")

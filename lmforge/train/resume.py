@@ -1,6 +1,5 @@
-"""How a run directory is entered: begun, continued from the newest checkpoint that can be used, or refused."""
+"""Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.runs import Run
-from lmforge.stages.inputs import RunInputs
+from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.optimizer import named_optimizer_state
 
 NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
@@ -21,141 +20,111 @@ NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); r
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """How a run is entered: the checkpoint it goes on from, if any, and what to tell of that."""
+    """The checkpoint that a run goes on from, None where it begins, and what to tell people about it."""
 
-    checkpoint_folder: Path | None
-    manifest: Manifest | None
-    messages: list[str]
+    checkpoint_folder: Path | None = None
+    manifest: Manifest | None = None
+    messages: tuple[str, ...] = ()
 
-
-def lock_run(run: Run, config: StageConfig) -> bool:
-    """Decide what becomes of a run directory: begun (False), continued (True) or refused (UserError). Changes nothing but the
-    lock."""
-    if run.path.exists() and not run.path.is_dir():
-        raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
-    if run.is_not_a_run():
-        raise UserError(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
-    # Of a run on another machine the checkpoints alone may be at hand.
-    there = run.exists() or bool(run.external_checkpoints and run.checkpoint_steps())
-    if not there and config.run.resume == "required":
-        raise UserError(f"{run.path}: there is no such run to resume")
-    if there and config.run.resume == "never" and not config.run.overwrite:
-        raise UserError(
-            f"{run.path}: this run exists; continue it (leave out --resume never), delete it with --run.overwrite,"
-            " or give this one another --run.name"
-        )
-    run.lock()
-    return there and not config.run.overwrite
+    @property
+    def step(self) -> int:
+        """Steps done at this point."""
+        return self.manifest.step if self.manifest else 0
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
-    """The newest checkpoint (of a step below `before`) that looks whole and that a run of `steps` can go on from.
+    """The newest checkpoint (of a step below `before_step`) that a run of `steps` steps can go on from. Tensors are not read.
 
-    Raises UserError where there are some and none of them can be used.
+    Raises UserError where there are checkpoints and none of them can be used.
     """
-    passed_over: list[str] = []
-    for folder, manifest in checkpoint.candidates(run, passed_over, before_step):
+    skipped: list[str] = []
+    for folder, manifest in checkpoint.candidates(run, skipped, before_step):
         if "optimizer" in manifest.contents or manifest.step >= steps:
-            return ResumePoint(folder, manifest, [*passed_over, f"continuing {run.path} from step {manifest.step}"])
-        passed_over.append(f"{folder}: holds the model alone; skipped")
-    if run.checkpoint_steps() and passed_over:
-        reason = passed_over[0].removesuffix("; skipped")
-        raise UserError(NO_USABLE_CHECKPOINT.format(run=run.path, reason=reason))
-    return ResumePoint(
-        None, None, [*passed_over, f"{run.path}: has no checkpoint yet; it begins at step 0"] if run.exists() else []
-    )
+            return ResumePoint(folder, manifest, (*skipped, f"continuing {run.path} from step {manifest.step}"))
+        skipped.append(f"{folder}: holds the model alone; skipped")
+    if run.checkpoint_steps() and skipped:
+        raise UserError(NO_USABLE_CHECKPOINT.format(run=run.path, reason=skipped[0].removesuffix("; skipped")))
+    begins = f"{run.path}: has no checkpoint yet; it begins at step 0"
+    return ResumePoint(messages=(*skipped, begins) if run.exists() else ())
 
 
-def verify_finished(run: Run, resume_point: ResumePoint, steps: int) -> ResumePoint:
-    """The entry of a run that has nothing left to train, read whole; or one to train on from, where it is spoiled."""
-    assert resume_point.checkpoint_folder is not None
-    assert resume_point.manifest is not None
+def verify_finished(run: Run, point: ResumePoint, steps: int) -> ResumePoint:
+    """Check every byte of the checkpoint of a run that has no steps left. Returns an older point where it is corrupt."""
+    assert point.checkpoint_folder is not None
     try:
-        checkpoint.verify(resume_point.checkpoint_folder)
-        return resume_point
+        checkpoint.verify(point.checkpoint_folder)
+        return point
     except CorruptCheckpoint as reason:
-        older = find_resume_point(run, steps, before_step=resume_point.manifest.step)
-        return ResumePoint(
-            older.checkpoint_folder, older.manifest, [f"{resume_point.checkpoint_folder}: {reason}; skipped", *older.messages]
-        )
+        older = find_resume_point(run, steps, before_step=point.step)
+        messages = (f"{point.checkpoint_folder}: {reason}; skipped", *older.messages)
+        return ResumePoint(older.checkpoint_folder, older.manifest, messages)
 
 
 def load_resume_point(
-    run: Run,
-    resume_point: ResumePoint,
-    steps: int,
-    parallel_model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    log: Callable[[str], None],
+    ctx: RunContext, point: ResumePoint, parallel_model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> ResumePoint:
-    """Load the checkpoint of `entry`, or where it turns out to be spoiled the newest one before it that is not.
+    """Load model and optimizer from a checkpoint, or from the newest one before it that is not corrupt.
 
-    Every rank calls it. Returns the entry that was loaded. Raises UserError where there is none.
+    Every rank calls it. Returns the point that was loaded. Raises UserError where no checkpoint can be used.
     """
-    ranks = parallel_model.dist_ctx
     while True:
-        assert resume_point.checkpoint_folder is not None
-        assert resume_point.manifest is not None
+        assert point.checkpoint_folder is not None
+        assert point.manifest is not None
         state = parallel_model.state_dict(optimizer, named_optimizer_state)
         try:
-            with ranks.raise_on_all():
-                checkpoint.load(resume_point.checkpoint_folder, state)
+            with ctx.dist_ctx.raise_on_all():
+                checkpoint.load(point.checkpoint_folder, state)
             break
-        except CorruptCheckpoint as reason:
-            spoiled = f"{resume_point.checkpoint_folder}: {reason}"
-            log(f"{spoiled}; skipped")
-            resume_point = ranks.decide_on_rank0(partial(find_resume_point, run, steps, resume_point.manifest.step))
-            if resume_point.manifest is None:
-                raise UserError(NO_USABLE_CHECKPOINT.format(run=run.path, reason=spoiled)) from None
-            for line in resume_point.messages:
-                log(line)
+        except CorruptCheckpoint as error:
+            reason = f"{point.checkpoint_folder}: {error}"
+            ctx.console.info(f"{reason}; skipped")
+            point = ctx.dist_ctx.decide_on_rank0(partial(find_resume_point, ctx.run, ctx.config.train.steps, point.step))
+            if point.manifest is None:
+                raise UserError(NO_USABLE_CHECKPOINT.format(run=ctx.run.path, reason=reason)) from None
+            for line in point.messages:
+                ctx.console.info(line)
     parallel_model.load_state_dict(optimizer, state)
-    # Nothing here draws from torch's generators: weights, rows, dropout and samples are functions of seeds and numbers, and
-    # no rank has a random state of its own. What is kept is for what else may run in the process.
-    checkpoint.set_rng_state(resume_point.manifest.rng)
-    return resume_point
+    # Weights, order, dropout and samples are functions of seeds and numbers; nothing here draws from torch's generator.
+    # Its state is restored for other code in this process that may.
+    checkpoint.set_rng_state(point.manifest.rng)
+    return point
 
 
-def check_resumable(resume_point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:
-    """Raise UserError where the checkpoint of `entry` is of another run than `config` describes."""
-    manifest = resume_point.manifest
-    if manifest is None:
+def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:
+    """Raise UserError where the checkpoint belongs to another run than `config` describes."""
+    if (manifest := point.manifest) is None:
         return
-    ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
+    optimizer, batch_size = manifest.recipe["optimizer"]["name"], inputs.batch_plan.rows
+    differs = ""
     if manifest.model_config != inputs.model_config:
-        theirs, ours = asdict(manifest.model_config), asdict(inputs.model_config)
-        for described in (theirs, ours):  # a wrapped model is all that its config.json says
-            described |= described.pop("content", {})
-        differing = [
-            f"{name} {theirs.get(name)} there, {ours.get(name)} here"
-            for name in ours | theirs
-            if theirs.get(name) != ours.get(name)
-        ] or [f"computed by {manifest.model_config.family} there, by {inputs.model_config.family} here"]
-        raise UserError(f"{resume_point.checkpoint_folder}: a model of another shape ({'; '.join(differing[:3])}); {ways}")
-    optimizer = manifest.recipe["optimizer"].get("name", "adamw")  # the only one there was, before it had a name
-    if optimizer != config.optimizer.name:
-        raise UserError(
-            f"{resume_point.checkpoint_folder}: saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}; {ways}"
-        )
-    if manifest.tokenizer_hash != inputs.tokenizer.hash:
-        raise UserError(
-            f"{resume_point.checkpoint_folder}: trained with another tokenizer than {inputs.data_source} was prepared with; {ways}"
-        )
-    if manifest.global_batch_size != inputs.batch_plan.rows:
-        raise UserError(
-            f"{resume_point.checkpoint_folder}: its global batch has {manifest.global_batch_size} rows, this recipe's {inputs.batch_plan.rows}; {ways}"
-        )
-    if manifest.plan_hash != inputs.train_dataset.plan_hash:
-        raise UserError(
-            f"{resume_point.checkpoint_folder}: trained on other data, or with another data.sequence_length or train.seed; {ways}"
-        )
+        differs = f"another model config ({_model_difference(manifest, inputs)})"
+    elif optimizer != config.optimizer.name:
+        differs = f"saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}"
+    elif manifest.tokenizer_hash != inputs.tokenizer.hash:
+        differs = f"trained with another tokenizer than {inputs.data_source} was prepared with"
+    elif manifest.global_batch_size != batch_size:
+        differs = f"its global batch has {manifest.global_batch_size} sequences, this recipe's {batch_size}"
+    elif manifest.plan_hash != inputs.train_dataset.plan_hash:
+        differs = "trained on other data, or with another data.sequence_length or train.seed"
+    if differs:
+        ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
+        raise UserError(f"{point.checkpoint_folder}: {differs}; {ways}")
 
 
-def describe_config_changes(resume_point: ResumePoint, config: StageConfig) -> list[str]:
+def _model_difference(manifest: Manifest, inputs: RunInputs) -> str:
+    theirs, ours = asdict(manifest.model_config), asdict(inputs.model_config)
+    for described in (theirs, ours):  # a wrapped model is described by its config.json alone
+        described |= described.pop("content", {})
+    names = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+    differing = [f"{name} {theirs.get(name)} there, {ours.get(name)} here" for name in names[:3]]
+    return "; ".join(differing) or f"computed by {manifest.model_config.family} there, by {inputs.model_config.family} here"
+
+
+def describe_config_changes(point: ResumePoint, config: StageConfig) -> list[str]:
     """A line that names the options that differ from the checkpoint's recipe."""
-    if resume_point.manifest is None:
+    if point.manifest is None:
         return []
-    then, now = resume_point.manifest.recipe, config.model_dump(mode="json")
+    then, now = point.manifest.recipe, config.model_dump(mode="json")
     changed = [
         f"{section}.{name} {then.get(section, {}).get(name)} → {value}"
         for section, options in now.items()

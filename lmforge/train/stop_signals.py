@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, heard by all ranks at the same step."""
+"""Signals that stop a run, at the same step on all ranks."""
 
 import signal
 from types import FrameType
@@ -10,11 +10,11 @@ from lmforge.cluster.distributed import DistributedContext
 
 
 class StopSignals:
-    """What one rank wants of all, heard by all at the same step: to stop, by a signal, and to save, by the first rank's clock.
+    """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to save, by the clock of rank 0.
 
-    SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time is up) ask to stop. A handler may only set a flag: a collective
-    inside it could pair with one that the training thread has in flight. Wishes are all-reduced each step, and read one
-    step later so that nobody waits for them.
+    SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time limit) request to stop. The handler only sets a flag: a collective
+    in it could pair with one that the training thread has in flight. Requests are all-reduced at each step and read at
+    the next one, so that no rank waits for them.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -27,27 +27,26 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt  # asked twice at the keyboard: leave at once
+            raise KeyboardInterrupt  # Ctrl-C twice: leave at once
         self._signal = number
 
     def exchange(self, save_request: int = 0) -> tuple[int, int]:
-        """(signal, save): the largest that any rank had by the last call, 0 for none; the same on all. Called once a step."""
+        """(signal, save request): the largest of any rank at the last call, 0 for none; the same on all. Called each step."""
         if self._dist_ctx.control_group is None:
             return self._signal, save_request
-        answer = 0, 0
+        requested = 0, 0
         if self._pending is not None:
             flags, work = self._pending
             work.wait()
-            heard, wanted = flags.tolist()
-            answer = heard, wanted
+            requested = int(flags[0]), int(flags[1])
         flags = torch.tensor([self._signal, save_request], dtype=torch.int32)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._dist_ctx.control_group, async_op=True)
         assert work is not None
         self._pending = (flags, work)
-        return answer
+        return requested
 
     def close(self) -> None:
-        """Finish what is in flight and put the former handlers back."""
+        """Wait for the request in flight and restore the previous handlers."""
         if self._pending is not None:
             self._pending[1].wait()
             self._pending = None

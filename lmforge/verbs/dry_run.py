@@ -48,7 +48,10 @@ def describe_batch_and_cost(config: StageConfig) -> str:
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
     flops, at_rest = float(flops_per_token(model, config.data.sequence_length)), _at_rest_bytes(model, optimizer, master_dtype)
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
-        from lmforge.stages.inputs import count_parameters, training_flops_per_token  # with torch, which knows the layers
+        from lmforge.plan.parameter_counts import (  # with torch, which knows the layers
+            count_parameters,
+            training_flops_per_token,
+        )
 
         counts, flops = count_parameters(config, model), training_flops_per_token(config, model)
         at_rest = checkpoint_bytes(optimizer, master_dtype, counts)

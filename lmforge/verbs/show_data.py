@@ -191,7 +191,8 @@ def _data_folder(config: StageConfig) -> tuple[Path, bool]:
     assert isinstance(config, TunedConfig)
     if config.kind == "prompts":
         raise UserError("the batches of rollouts are answers, which are in the run's folder completions")
-    from lmforge.stages.examples import examples_folder, find_required_pretrained
+    from lmforge.stages.examples import examples_folder
+    from lmforge.stages.inputs import find_required_pretrained
 
     return examples_folder(config, find_required_pretrained(config).tokenizer()), config.data.packing == "best-fit"
 

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.seeds import fresh_seed
 
 ROOT = Path(__file__).parents[2]
 FAULTS = 10
 
 
+@pytest.mark.slow
 def test_runs_that_are_killed_stopped_filled_up_and_damaged_end_as_if_nothing_had_been(tmp_path: Path) -> None:
     seed = fresh_seed(32)
     print(f"to repeat: python -m tests.chaos --faults {FAULTS} --seed {seed}")

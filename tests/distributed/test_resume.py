@@ -155,16 +155,17 @@ def test_stopped_killed_and_continued_gives_the_same_bits(history: History) -> N
     assert_identical(history.broken, history.unbroken)
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the_same_bits(
-    history: History, recipe: Recipe, tmp_path: Path
+    history: History, recipe: Recipe, tmp_path: Path, kills: int
 ) -> None:
-    """At random moments, twice: in a step, in a save, or while the ranks start."""
+    """At random moments: in a step, in a save, or while the ranks start."""
     chance = fresh_random()
     run = Run(tmp_path / "restarted")
 
     def kill_ranks(process: subprocess.Popen[str]) -> None:
         lost: set[int] = set()
-        for step in sorted(chance.sample(range(2, STEPS - 8), 2)):
+        for step in sorted(chance.sample(range(2, STEPS - 8), kills)):
             reach(run, step, process)
             time.sleep(chance.uniform(0, 0.1))
             # The step may be one that ranks of before had reached: those that are starting now have to show themselves.
@@ -177,8 +178,8 @@ def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the
     words = ["pretrain", *recipe(tmp_path, "restarted", *SCHEDULE, "--launch.processes", "2", "--run.overwrite")]
     ended = started(words, tmp_path, kill_ranks)
     assert ended.status == 0, ended
-    assert ended.errors.count("was killed by SIGKILL\n") == 2, ended
-    assert "all ranks are started again (2 of 3)" in ended.errors
+    assert ended.errors.count("was killed by SIGKILL\n") == kills, ended
+    assert f"all ranks are started again ({kills} of 3)" in ended.errors
     assert_identical(run, history.unbroken)
 
 

@@ -218,7 +218,7 @@ def test_what_a_greedy_answer_to_held_out_prompts_earns_is_measured(world: World
     run = world.run("grpo")
     assert set(losses(run, "val/reward")) == set(losses(run, "val/pass@1")) == {0, 3, STEPS}
     assert losses(run, "unjudged")[1] == 0
-    assert sorted((run.path / "completions").glob("step-*-held-out-rank-0.jsonl"))
+    assert sorted((run.path / "completions").glob("step-*-validation-rank-0.jsonl"))
 
 
 def test_what_is_taught_is_learnt(world: World) -> None:
@@ -322,7 +322,7 @@ def test_a_set_of_answers_that_was_kept_by_other_options_is_written_anew(world: 
     assert set(losses(run)) == {1, 2, 3}
     assert set(losses(run, "kl")) == {2, 3}
     said = "".join(file.read_text() for file in (run.path / "logs" / "attempt-2").glob("*.log"))
-    assert "the answers of this set are written anew" in said
+    assert "the completions of this set are sampled again" in said
 
 
 def test_a_divergence_that_lessens_rewards_is_told_too(world: World) -> None:

@@ -109,11 +109,11 @@ def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     counts = {
         token: [number for number, has in enumerate(batches) if token in has] for token in range(folder.tokenizer.vocab_size)
     }
-    # Four batches, the first of them after a checkpoint, and no two in a row.
+    # Four batches or a few more, the first of them after a checkpoint, and no two in a row.
     token, hit = next(
         (token, hit)
         for token, hit in counts.items()
-        if len(hit) == 4 and hit[0] > 3 and all(b - a > 2 for a, b in itertools.pairwise(hit))
+        if 4 <= len(hit) <= 6 and hit[0] > 3 and all(b - a > 2 for a, b in itertools.pairwise(hit))
     )
     shape = resolve_model_config(
         "nano", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, len(counts)
@@ -139,7 +139,7 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
         run = Run(tmp_path / name)
         files = sorted((run.path / "bad").iterdir())
         assert [json.loads(file.read_text())["samples"] for file in files] == [[4 * at, 4 * at + 4] for at in hit]
-        assert run.read_metrics()[-1]["skipped_steps"] == 4
+        assert run.read_metrics()[-1]["skipped_steps"] == len(hit)
         told = [line for line in done.stderr.splitlines() if line.startswith("lmforge: step ")]
         assert [int(line.split()[2].rstrip(":")) for line in told] == [at + 1 for at in hit], done.stderr
         assert set(range(1, 41)) - losses(run).keys() == {at + 1 for at in hit}
@@ -211,14 +211,14 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
     answers = [json.loads(line)["completion"] for table in tables for line in table.read_text().splitlines()[2:]]
     shown = lmforge("show", "data", bad[1], cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert "its answers are in runs/bad/completions/set-000000-rank-*.jsonl" in done.stderr
+    assert "its completions are in runs/bad/completions/set-000000-rank-*.jsonl" in done.stderr
     assert shown.stdout.startswith("step 2: loss is ")
     texts = [line for line in shown.stdout.splitlines() if line.startswith(("'", '"'))]  # prompts and answers by turns
     assert texts[1::2] == [repr(answer) for answer in answers]
     later = lmforge("show", "data", bad[2], cwd=tmp_path)
     assert (later.returncode == 0) == (every == 1)
-    assert ("the answers of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
-    assert ("its answers were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
+    assert ("the completions of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
+    assert ("its completions were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
 
 
 def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_after_them(
@@ -247,7 +247,7 @@ def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_afte
     run = Run(tmp_path / "a")
     assert sorted(losses(run)) == list(range(1, hit[1] + 5))
     manifest = json.loads((run.checkpoint_path(run.checkpoint_steps()[-1]) / "manifest.json").read_text())
-    left_out = manifest["samples"] // 4 - manifest["step"]
+    left_out = manifest["consumed_sequences"] // 4 - manifest["step"]
     assert left_out == (hit[0] + 1 - back[0]) + (hit[1] + 1 - (hit[0] + 1 - back[0]) - back[1])
     # Continued, it goes on with the same batches as it would have.
     assert command([str(word) for word in [*words, "--train.steps", hit[2] + 2, "--schedule.name", "constant"]]) == 0

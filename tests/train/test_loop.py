@@ -1,6 +1,5 @@
 """The loop: what it keeps in which dtype, when it says that it compiled again, and that it never waits for a GPU."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +11,11 @@ from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cli import run as command
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.sections import CheckpointOptions, OptimizerOptions, ParallelOptions
+from lmforge.config.options import validate_options
+from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.sections import OptimizerOptions
 from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
+from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import train_tokenizer
@@ -27,10 +28,12 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.loop import Trainer, train
+from lmforge.train.context import RunContext, RunInputs
+from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.optimizer import build_optimizer
-from lmforge.train.rollback import Rollback
+from lmforge.train.resume import ResumePoint
+from lmforge.train.trainer import Trainer
 from tests.conftest import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -61,105 +64,102 @@ def test_with_bf16_masters_a_run_learns_is_half_as_large_and_goes_on_to_the_same
     assert size(whole) < 0.75 * size(Run(tiny_run))
 
 
-class Rows:
-    """Batches of random tokens; from step `changed` on, a row longer."""
+class RandomBatches:
+    """Batches of random tokens; from step `changed_at` on, a sequence more."""
 
-    data_seconds = 0.0
+    data_wait_seconds = 0.0
 
-    def __init__(self, changed: int | None) -> None:
-        self._changed = changed
+    def __init__(self, changed_at: int | None) -> None:
+        self._changed_at = changed_at
 
     def batches(self, step: int) -> list[Batch]:
-        rows = 3 if self._changed is not None and step >= self._changed else 2
-        tokens = torch.randint(0, 64, (rows, 16))
-        return [Batch(tokens, tokens, torch.arange(16).expand(rows, 16), torch.zeros(rows, 16, dtype=torch.int32))]
+        size = 3 if self._changed_at is not None and step >= self._changed_at else 2
+        tokens = torch.randint(0, 64, (size, 16))
+        return [Batch(tokens, tokens, torch.arange(16).expand(size, 16), torch.zeros(size, 16, dtype=torch.int32))]
+
+    def validate(self, step: int) -> dict[str, float]:
+        return {}
 
 
-def trained(
-    batches: Any, steps: int, tmp_path: Path, *, device: str, compiled: bool, rate: Callable[[int], float] = lambda step: 1e-3
-) -> None:
-    ranks = cluster.init_distributed(device, threads=1)
-    objective = NextTokenObjective()
-    model = init_weights(
-        build_model(
-            ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2),
-            ranks.device,
-        ),
-        0,
-    )
-    spreaded = parallelize(
-        model, objective.loss, dist_ctx=ranks, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled
-    )
+class LoaderBatches(RandomBatches):
+    """Batches of a loader."""
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self.batches = loader.batches  # type: ignore[method-assign]
+
+
+def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, compiled: bool) -> None:
+    """The loop by itself, with a small model, under the default options."""
+    dist_ctx = cluster.init_distributed(device, threads=1)
+    objective, tokenizer = NextTokenObjective(), train_tokenizer(["some text"], 300)
+    model_config = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    model = init_weights(build_model(model_config, dist_ctx.device), 0)
+    parallel_model = parallelize(model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, compile_model=compiled)
     (tmp_path / "health").mkdir()
-    watch, teller = Watchdog(ranks, tmp_path / "health"), ConsoleLogger(ranks, steps, None)
-    optimizer = build_optimizer(model, OptimizerOptions())
-    about = {"plan_hash": "", "rows": 2, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
-    tokenizer = train_tokenizer(["some text"], 300)
-    saves = CheckpointSchedule(
-        AsyncCheckpointer(Run(tmp_path), ranks, RetentionPolicy(1), metadata=about, tokenizer=tokenizer, log=teller.info),
-        CheckpointOptions(),
-        every_steps=1000,
-        total_steps=steps,
-        is_rank0=True,
-        get_state=lambda kinds: {"model": dict(model.named_parameters())},
-        get_metadata=lambda step: {"samples": 2 * step},
+    never = {"every_steps": 1000}
+    options = {"train": {"steps": steps}, "schedule": {"warmup_steps": 0}, "log": never, "checkpoint": never}
+    ctx = RunContext(
+        validate_options(PretrainConfig, options),
+        Run(tmp_path),
+        dist_ctx,
+        Watchdog(dist_ctx, tmp_path / "health"),
+        ConsoleLogger(dist_ctx, steps, None),
+        tmp_path / "log",
     )
+    metadata = {"plan_hash": "", "global_batch_size": 2, "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
+    checkpointer = AsyncCheckpointer(
+        ctx.run, dist_ctx, RetentionPolicy(1), metadata=metadata, tokenizer=tokenizer, log=ctx.console.info
+    )
+    dataset = PackedDataset(cast(Any, None), name="", location="", plan=[], sequence_length=16)
+    trainer = Trainer(
+        ctx,
+        RunInputs(tokenizer, dataset, None, model_config, BatchPlan(2, 16, 1, 2, 1), "", "", None),
+        ResumePoint(),
+        objective,
+        torch.float32,
+        parallel_model,
+        build_optimizer(model, OptimizerOptions()),
+        BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=4),
+        checkpointer,
+        CheckpointSchedule(checkpointer, ctx.config.checkpoint, every_steps=1000, is_rank0=True),
+        metrics_file=None,
+        flops_per_token=1.0,
+        peak_flops=None,
+    )
+    batch_source.state_dict = dict
+    trainer.batch_source = batch_source
     try:
-        train(
-            Trainer(
-                parallel_model=spreaded,
-                num_items=objective.num_items,
-                optimizer=optimizer,
-                lr_schedule=rate,
-                batch_source=batches,
-                batch_plan=BatchPlan(2, 16, 1, 2, 1),
-                dist_ctx=ranks,
-                watch=watch,
-                console=teller,
-                metrics_file=None,
-                steps=steps,
-                max_grad_norm=1.0,
-                log_every=1000,
-                validate_every=None,
-                sample_every=None,
-                bad_step_detector=BadStepDetector(ranks, spike_sigmas=6.0, window_steps=4),
-                max_bad_steps=5,
-                rollback=cast(Rollback, None),  # there are no bad steps here
-                checkpoint_schedule=saves,
-                validate=lambda step: {},
-                sample=lambda step: None,
-                flops_per_token=1.0,
-                peak_flops=None,
-            ),
-            0,
-        )
+        train(trainer)
     finally:
-        watch.stop("done")
-        teller.close()
+        ctx.watch.stop("done")
+        ctx.console.close()
 
 
 @pytest.mark.needs("a C++ compiler")
-@pytest.mark.parametrize("changed", [None, 5])
-def test_blocks_that_are_compiled_again_are_told_of(capsys: Capture, tmp_path: Path, changed: int | None) -> None:
-    trained(Rows(changed), 8, tmp_path, device="cpu", compiled=True)
-    told = [line for line in capsys.readouterr().out.splitlines() if "compiled again" in line]
+@pytest.mark.parametrize("changed_at", [None, 5])
+def test_blocks_that_are_compiled_again_are_reported(capsys: Capture, tmp_path: Path, changed_at: int | None) -> None:
+    run_loop(RandomBatches(changed_at), 8, tmp_path, device="cpu", compiled=True)
+    reported = [line for line in capsys.readouterr().out.splitlines() if "compiled again" in line]
     line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
-    assert told == ([] if changed is None else [f"step {changed + 1}: {line}"])
+    assert reported == ([] if changed_at is None else [f"step {changed_at + 1}: {line}"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_between_log_steps_the_host_never_waits_for_the_gpu(tiny_tokens: Path, tmp_path: Path, compiled: bool) -> None:
-    stream = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=128)
-    loader = BatchLoader(stream, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0))
+def test_between_log_steps_the_host_never_waits_for_the_gpu(
+    tiny_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    dataset = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=128)
+    loader = BatchLoader(dataset, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0))
 
-    def watched(step: int) -> float:
-        # The learning rate is asked for once a step: from the third on, whatever waits raises. The last step logs.
+    def learning_rate(trainer: Trainer, step: int) -> float:
+        # Called once a step: from the third on, whatever waits raises. The last step logs.
         torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
         return 1e-3
 
+    monkeypatch.setattr(Trainer, "learning_rate", learning_rate)
     try:
-        trained(loader, 9, tmp_path, device="cuda", compiled=compiled, rate=watched)
+        run_loop(LoaderBatches(loader), 9, tmp_path, device="cuda", compiled=compiled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         loader.close()

@@ -10,7 +10,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.lora import add_lora, lora_layers
-from lmforge.stages.inputs import count_parameters, get_lora_config, training_flops_per_token
+from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
 
 LENGTH, ROWS = 40, 2
 
@@ -21,8 +21,8 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     config = AlignConfig.model_validate(
         {
             "model": {"source": Path("somewhere")},
-            "data": {"length": LENGTH},
-            "lora": {"rank": 3, "targets": targets},
+            "data": {"sequence_length": LENGTH},
+            "lora": {"rank": 3, "target_modules": targets},
             "align": {"method": method},
         }
     )

@@ -19,7 +19,7 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemorySetting, is_out_of_memory, suggest_what_fits
-from lmforge.stages.inputs import count_parameters
+from lmforge.plan.parameter_counts import count_parameters
 from tests.seeds import fresh_random
 
 STEPS = 2

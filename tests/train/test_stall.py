@@ -134,6 +134,6 @@ def test_what_happened_once_does_not_make_a_phase_patient(tmp_path: Path) -> Non
     seconds = [chance.uniform(0.0, 1.0) for _ in range(20)]
     for number, took in enumerate([*seconds, 500.0]):
         heart.set_phase("data", number)
-        heart.current = heart.current._replace(began=heart.current.started - took)
+        heart.current = heart.current._replace(started=heart.current.started - took)
     heart.set_phase("forward", 30)
     assert heart.usual_seconds("data") == pytest.approx(max(seconds), abs=0.1)

@@ -15,10 +15,10 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.options import validate_options
 from lmforge.config.sft import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
-from lmforge.stages.examples import examples_folder, find_required_pretrained, open_example_inputs, prepare_examples
-from lmforge.stages.grpo import check_prompts_and_rewards, open_prompt_inputs
-from lmforge.stages.inputs import RunInputs
-from lmforge.stages.rollouts import PromptPacking
+from lmforge.stages.examples import examples_folder, open_example_inputs, prepare_examples
+from lmforge.stages.inputs import find_required_pretrained
+from lmforge.stages.prompt_inputs import PromptPacking, check_prompts_and_rewards, open_prompt_inputs
+from lmforge.train.context import RunInputs
 from tests.conftest import Command, Refusal
 
 Tuned = TypeVar("Tuned", SftConfig, AlignConfig)
@@ -95,7 +95,7 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
     given: dict[str, Mapping[str, object]] = {
         "model": {"source": str(source)},
         "run": {"folder": str(place / "runs")},
-        "data": {"length": 64, "folder": str(place / "examples")},
+        "data": {"sequence_length": 64, "folder": str(place / "examples")},
         "train": {"steps": 2, "global_batch_size": 4, "device": "cpu"},
     }
     return validate_options(kind, {**tables, **{name: {**table, **tables.get(name, {})} for name, table in given.items()}})
@@ -122,7 +122,11 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
             ["--data.files", "chats.jsonl", "--lora.rank", "2", "--lora.target_modules", "nose"],
             "lora.target_modules: no linear layer",
         ),
-        ("sft", ["--data.files", "chats.jsonl", "--model.hidden_size", "64"], "model.hidden_size: a checkpoint's shape stays"),
+        (
+            "sft",
+            ["--data.files", "chats.jsonl", "--model.hidden_size", "64"],
+            "model.hidden_size: a checkpoint's model config cannot be changed",
+        ),
         ("align", ["--data.files", "chats.jsonl"], "chats.jsonl, record 1: "),
         ("align", ["--data.files", "equal.jsonl"], "equal.jsonl, record 2: chosen and rejected are equal"),
         (
@@ -377,7 +381,7 @@ def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(place))
     asked = []
     for files in ([str(folder)], ["~/chats/a.jsonl", "~/chats/b.jsonl"]):
-        rollout = {"rewards": [f"{place / 'rewards.py'}:right"], "samples": 4, "max_tokens": 8}
+        rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
         data = {"files": files, "validation": files}
         recipe = recipe_of(AlignConfig, place, tiny_run, align={"method": "grpo"}, rollout=rollout, data=data)
         check_prompts_and_rewards(recipe)
@@ -417,7 +421,7 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
     assert "chat_template.jinja: never scores the end of turn: no special token ends the assistant's words" in said
     assert not any(path.name != ".lock" for path in place.glob("runs/*/*"))
     # Texts are ended by the separator, and an answer that is begun for the model needs no place in a conversation.
-    rollout = {"rewards": [f"{place / 'rewards.py'}:right"], "samples": 4, "max_tokens": 8}
+    rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
     for template, file in ((ENDLESS, "plain.jsonl"), (THINKING, "prompts.jsonl")):
         (model / "chat_template.jinja").write_text(template)
         data = {"files": [str(place / file)]}
@@ -425,7 +429,7 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
 
 
 def prompts_of(place: Path, source: Path, **data: object) -> RunInputs:
-    rollout = {"rewards": [f"{place / 'rewards.py'}:right"], "samples": 4, "max_tokens": 8}
+    rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
     data = {"files": [str(place / "many.jsonl")], **data}
     return open_prompt_inputs(recipe_of(AlignConfig, place, source, align={"method": "grpo"}, rollout=rollout, data=data), 1)
 
@@ -445,7 +449,7 @@ def test_a_share_of_the_prompts_is_held_out_and_equal_ones_are_on_one_side(place
         assert not set(prompts) & set(held_out)
         assert prompts == [each for each in asked if each in set(prompts)]
         assert held_out == [each for each in asked if each in set(held_out)]
-        assert f"80 of 80 records; {len(held_out)} held out; 4 answers each" in material.data_summary
+        assert f"80 of 80 records; {len(held_out)} for validation; 4 completions each" in material.data_summary
     assert set(sides_of(materials[0.1])[1]) < set(sides_of(materials[0.25])[1])
     assert len({material.train_dataset.plan_hash for material in materials.values()}) == len(materials)
 
@@ -453,11 +457,12 @@ def test_a_share_of_the_prompts_is_held_out_and_equal_ones_are_on_one_side(place
 def test_files_that_are_held_out_leave_the_others_whole_and_are_told_of(place: Path, tiny_run: Path) -> None:
     (place / "both.jsonl").write_text((place / "long.jsonl").read_text() + '{"prompt": "1 + 2 ="}\n')
     materials = [
-        prompts_of(place, tiny_run, held_out=[str(place / "both.jsonl")], validation_ratio=share) for share in (0.1, 0.2)
+        prompts_of(place, tiny_run, validation_files=[str(place / "both.jsonl")], validation_ratio=share)
+        for share in (0.1, 0.2)
     ]
     prompts, held_out = sides_of(materials[0])
     assert (len(prompts), held_out) == (80, ["1 + 2 ="])
-    assert "80 of 80 records; held out: 1 of 4 records, 3 left out as too long; 4 answers" in materials[0].data_summary
+    assert "80 of 80 records; validation: 1 of 4 records, 3 left out as too long; 4 completions" in materials[0].data_summary
     assert materials[0].train_dataset.plan_hash == materials[1].train_dataset.plan_hash
 
 
@@ -473,5 +478,5 @@ def test_what_answers_to_a_share_of_the_prompts_earn_is_measured(place: Path, ti
     ]
     done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
-    assert "80 of 80 records; 2 held out; 4 answers each" in done.stdout
+    assert "80 of 80 records; 2 for validation; 4 completions each" in done.stdout
     assert "val/reward" in steps_of(place / "runs" / "run")[-1]

@@ -1,7 +1,7 @@
 """Python imports this as it starts, where its folder is on the path: a fault in one rank, put there from outside.
 
-FAULTY_RANK names the rank; FAULT is `data` (sleep for SLEEP seconds before the rows of step 7), `forward` (sleep so long
-in every forward pass) or `skip` (leave the weighing of step 7's batch out, and with it a collective).
+FAULTY_RANK names the rank; FAULT is `data` (sleep for SLEEP seconds before the batch of step 7), `forward` (sleep as long in
+every forward pass) or `skip` (skip the seventh all-reduce, with a barrier in its place).
 """
 
 import importlib.abc
@@ -26,20 +26,20 @@ def sleeps_in_the_data(module: Any) -> None:
 
 
 def sleeps_in_forward(module: Any) -> None:
-    before = module.Scored.forward
+    before = module.ModelWithLoss.forward
 
     def forward(self: Any, *given: Any, **named: Any) -> Any:
         time.sleep(SLEEP)
         return before(self, *given, **named)
 
-    module.Scored.forward = forward
+    module.ModelWithLoss.forward = forward
 
 
 def skips_a_collective(module: Any) -> None:
-    before = module.DistributedContext.sum_
+    before = module.DistributedContext.all_reduce_sum
     calls = 0
 
-    def sum_(self: Any, tensor: Any) -> Any:
+    def all_reduce_sum(self: Any, tensor: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 7:
@@ -49,7 +49,7 @@ def skips_a_collective(module: Any) -> None:
             return tensor
         return before(self, tensor)
 
-    module.DistributedContext.sum_ = sum_
+    module.DistributedContext.all_reduce_sum = all_reduce_sum
 
 
 FAULTS = {

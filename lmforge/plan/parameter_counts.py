@@ -1,0 +1,57 @@
+"""How many parameters a recipe trains, and what training on a token costs; adapters included."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.flops import flops_per_token, parameter_count
+from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
+from lmforge.plan.memory import ParameterCounts
+
+
+def get_lora_config(config: StageConfig) -> LoraConfig | None:
+    """The adapters of a recipe; None where all weights are trained."""
+    if not isinstance(config, TunedConfig) or config.lora.rank is None:
+        return None
+    return LoraConfig(**config.lora.model_dump())
+
+
+def build_meta_model(config: StageConfig, model_config: ModelConfig) -> LanguageModel:
+    """The model of a recipe, with its adapters, on the meta device: shapes and names without memory."""
+    model = build_model(model_config, "meta")
+    if (lora := get_lora_config(config)) is not None:
+        add_lora(model, lora)
+    return model
+
+
+def count_parameters(config: StageConfig, model_config: ModelConfig) -> ParameterCounts:
+    """Numbers of parameters of a recipe's model, adapters included."""
+    count = parameter_count(model_config)
+    if get_lora_config(config) is None:
+        return ParameterCounts(count.total, count.total, count.block_matrices)
+
+    def trained(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+    # Frozen weights are counted as flops.py counts them, which knows wrapped models too.
+    model = build_meta_model(config, model_config)
+    adapters = sum(tensor.numel() for tensor in adapter_parameters(model).values())
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    return ParameterCounts(count.total + adapters, trained(model.parameters()), trained(matrices))
+
+
+def training_flops_per_token(config: StageConfig, model_config: ModelConfig) -> float:
+    """FLOPs of training on one token: those of model/flops.py, less the gradients of frozen weights.
+
+    A weight takes two FLOPs in the forward pass, two for the gradient of its input, and two for its own.
+    """
+    flops = float(flops_per_token(model_config, config.data.sequence_length))
+    if get_lora_config(config) is None:
+        return flops
+    counts, count = count_parameters(config, model_config), parameter_count(model_config)
+    return flops - 2 * count.active_matmul + 4 * (counts.total - count.total) + 2 * counts.trained

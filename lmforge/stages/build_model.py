@@ -1,0 +1,72 @@
+"""A recipe's model, distributed over the ranks and with its first weights, and its optimizer."""
+
+from collections.abc import Callable
+
+import torch
+
+from lmforge.checkpoint import CorruptCheckpoint
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.errors import UserError
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import init_adapters, init_weights
+from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import add_lora
+from lmforge.objectives.objective import Objective
+from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallelize import parallelize
+from lmforge.plan.parameter_counts import get_lora_config
+from lmforge.train.optimizer import build_optimizer
+
+MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_model_and_optimizer(
+    config: StageConfig,
+    model_config: ModelConfig,
+    objective: Objective,
+    dist_ctx: DistributedContext,
+    dtype: torch.dtype,
+    compiled: bool,
+    fill: Callable[[LanguageModel], None] | None,
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """The model of a recipe, distributed over the ranks, and its optimizer. `fill` gives it weights; None: left unset.
+
+    Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
+    """
+    model = build_model(model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
+    model.dropout = config.model.dropout
+    if isinstance(config, TunedConfig):
+        model.neftune_noise_alpha = config.model.neftune_noise_alpha
+        if (adapters := get_lora_config(config)) is not None:
+            add_lora(model, adapters)
+    parallel_model = parallelize(
+        model,
+        objective.loss,
+        dist_ctx=dist_ctx,
+        dtype=dtype,
+        compile_model=compiled,
+        float8=config.train.float8,
+        options=config.parallel,
+        init_weights=fill or (lambda model: None),
+    )
+    return parallel_model, build_optimizer(parallel_model.model, config.optimizer, parallel_model.parameter_shapes())
+
+
+def fill_weights(
+    config: StageConfig,
+    dist_ctx: DistributedContext,
+    load_weights: Callable[[LanguageModel], frozenset[str]] | None,
+    model: LanguageModel,
+) -> None:
+    """Give a model its first weights: those that `load_weights` reads, or random ones. Nothing is sent between ranks."""
+    with dist_ctx.raise_on_all():
+        try:
+            if load_weights is None:
+                init_weights(model, config.train.seed, config.model.embedding_initializer_range)
+            else:
+                init_adapters(model, config.train.seed, new_names=load_weights(model))
+        except CorruptCheckpoint as reason:
+            raise UserError(f"{config.model.source}: {reason}; name another checkpoint") from None

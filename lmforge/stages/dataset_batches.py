@@ -1,0 +1,120 @@
+"""The batches of a dataset, and the validation on another: the batch source of every stage but policy optimization."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.data.batch import Batch
+from lmforge.data.dataset import PackedDataset
+from lmforge.data.loader import BatchLoader
+from lmforge.evaluate.perplexity import evaluate_loss, local_batches
+from lmforge.objectives.language import NextTokenObjective, score_text
+from lmforge.parallel.dims import data_parallel_rank_and_size
+from lmforge.train.metrics import MetricsAccumulator
+from lmforge.train.trainer import Trainer
+
+
+def build_loader(
+    config: StageConfig, dataset: PackedDataset, batch_plan: BatchPlan, dist_ctx: DistributedContext
+) -> BatchLoader:
+    """The loader of this rank's part of every global batch."""
+    rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
+    return BatchLoader(
+        dataset,
+        global_batch_size=batch_plan.rows,
+        micro_batch_size=batch_plan.micro_batch_size,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        device=dist_ctx.device,
+        rng_seed=_token_rng_seed(config),
+    )
+
+
+def _token_rng_seed(config: StageConfig) -> int | None:
+    """The seed of the tokens' rng keys; None where nothing random is drawn for them."""
+    drawn = config.model.dropout > 0
+    if isinstance(config, TunedConfig):
+        drawn = drawn or config.model.neftune_noise_alpha > 0 or (config.lora.rank is not None and config.lora.dropout > 0)
+    return config.train.seed if drawn else None
+
+
+class DatasetBatches:
+    """A BatchSource over the datasets of the inputs. `add_extras` adds what the objective needs beside the tokens."""
+
+    def __init__(self, trainer: Trainer, add_extras: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+        self._trainer, self._add_extras = trainer, add_extras
+        inputs = trainer.inputs
+        self._loader = build_loader(trainer.ctx.config, inputs.train_dataset, inputs.batch_plan, trainer.ctx.dist_ctx)
+
+    @property
+    def data_wait_seconds(self) -> float:
+        return self._loader.data_wait_seconds
+
+    def batches(self, batch_index: int) -> list[Batch]:
+        return [self._add_extras(batch) for batch in self._loader.batches(batch_index)]
+
+    def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
+        """The samples of a batch, and the dataset that `lmforge show data` opens to print them."""
+        config, inputs = self._trainer.ctx.config, self._trainer.inputs
+        size = inputs.batch_plan.rows
+        record = {
+            "samples": [batch_index * size, (batch_index + 1) * size],
+            "data": inputs.data_source,
+            "sequence_length": config.data.sequence_length,
+            "seed": config.train.seed,
+            "plan_hash": inputs.train_dataset.plan_hash,
+        }
+        if isinstance(config, TunedConfig):
+            record["fit"] = config.data.packing == "best-fit"
+        return record, None
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Loss and bits per byte of a language model; of other objectives the mean of each metric. Every rank calls it."""
+        dataset = self._trainer.inputs.validation_dataset
+        if dataset is None:
+            return {}
+        if isinstance(self._trainer.objective, NextTokenObjective):
+            return self._validate_language(dataset, step)
+        return self._validate_objective(dataset, step)
+
+    def _validate_language(self, dataset: PackedDataset, step: int) -> dict[str, float]:
+        device = self._trainer.ctx.dist_ctx.device
+        token_bytes = torch.from_numpy(self._trainer.inputs.tokenizer.token_byte_lengths()).to(device)
+        score = partial(self._score, step=step, score_fn=partial(score_text, token_bytes=token_bytes))
+        measured = evaluate_loss(score, dataset, self._trainer.ctx.dist_ctx, **self._validation_plan())
+        return {"val/loss": measured["loss"], "val/bits_per_byte": measured["bits_per_byte"]}
+
+    def _validate_objective(self, dataset: PackedDataset, step: int) -> dict[str, float]:
+        accumulator = MetricsAccumulator(self._trainer.ctx.dist_ctx)
+        for batch in local_batches(dataset, **self._validation_plan()):
+            batch = self._add_extras(batch.to(self._trainer.ctx.dist_ctx.device))
+            _, metrics = self._score(batch, step, self._trainer.objective.loss)
+            accumulator.add(metrics)
+        return {f"val/{name}": value for name, value in accumulator.reduce_and_reset().items()}
+
+    def _validation_plan(self) -> dict[str, Any]:
+        config, dist_ctx = self._trainer.ctx.config, self._trainer.ctx.dist_ctx
+        return {
+            "shard": data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size),
+            "num_sequences": config.validation.sequences,
+            "batch_size": self._trainer.inputs.batch_plan.micro_batch_size,
+        }
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, step: int, score_fn: Callable[..., Any]) -> Any:
+        self._trainer.ctx.watch.set_phase("evaluate", step)  # each batch is progress, however many there are
+        return self._trainer.parallel_model.score(batch, score_fn=score_fn)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Empty: a batch follows from its number."""
+        return {}
+
+    def close(self) -> None:
+        self._loader.close()

@@ -1,0 +1,136 @@
+"""How a run is entered: its directory is locked, its inputs are opened and checked, and an attempt at it is begun."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from lmforge import checkpoint
+from lmforge.atomic_files import DISK_FULL_ERRNOS
+from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.stage import StageConfig
+from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.monitor.disk import DiskMonitor
+from lmforge.monitor.watchdog import Watchdog
+from lmforge.parallel.dims import parallel_dims
+from lmforge.parallel.validate import choose_engine
+from lmforge.runs import Run, is_local
+from lmforge.stages.inputs import check_tracker
+from lmforge.stages.pretrained import pin_checkpoints, with_original_sources
+from lmforge.train.context import RunContext, RunInputs
+from lmforge.train.determinism import explain_nondeterministic_op
+from lmforge.train.metrics import ConsoleLogger
+from lmforge.train.resume import ResumePoint, check_resumable, find_resume_point, last_checkpoint_message
+from lmforge.train.validation import open_validation_tasks
+
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
+# What gloo and NCCL say when the other end is gone.
+PEER_LOST_PATTERN = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
+)
+
+
+def enter_run(
+    config: ConfigT,
+    run: Run,
+    dist_ctx: DistributedContext,
+    prepare_data: Callable[[Any], None],
+    open_inputs: Callable[[Any, int], RunInputs],
+) -> tuple[ConfigT, RunInputs, ResumePoint]:
+    """Lock the run, and open and check everything that it needs. Every rank calls it, and gets the recipe as it was resolved.
+
+    Raises UserError; the run is as it was then, its lock apart.
+    """
+    resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
+    with dist_ctx.raise_on_all():
+        check_tracker(config)
+        choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
+        parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
+    config = dist_ctx.decide_on_rank0(partial(pin_checkpoints, config))
+    dist_ctx.run_once_per_host(partial(prepare_data, config))
+    with dist_ctx.raise_on_all():
+        inputs = open_inputs(config, dist_ctx.world_size)
+        sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
+        config = config.with_steps(sequences_per_epoch, inputs.batch_plan.rows)
+    inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
+    point = ResumePoint()
+    if resumes:
+        point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps))
+    config, notes = with_original_sources(config, point.manifest)
+    with dist_ctx.raise_on_all():
+        check_resumable(point, config, inputs)
+    return config, inputs, replace(point, messages=(*point.messages, *notes))
+
+
+def lock_run(run: Run, config: StageConfig) -> bool:
+    """Lock a run directory that may be trained in. Returns whether the run is resumed. Changes nothing but the lock.
+
+    Raises UserError where there is something else, or `run.resume` forbids it.
+    """
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
+    if run.is_not_a_run():
+        raise UserError(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
+    # A run of another machine may have nothing here but its checkpoints.
+    exists = run.exists() or bool(run.external_checkpoints and run.checkpoint_steps())
+    if not exists and config.run.resume == "required":
+        raise UserError(f"{run.path}: there is no such run to resume")
+    if exists and config.run.resume == "never" and not config.run.overwrite:
+        raise UserError(
+            f"{run.path}: this run exists; continue it (leave out --resume never), delete it with --run.overwrite,"
+            " or give this one another --run.name"
+        )
+    run.lock()
+    return exists and not config.run.overwrite
+
+
+def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -> RunContext:
+    """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
+    attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
+    log = run.log_path(attempt, dist_ctx.rank_info.rank)
+    if not dist_ctx.is_rank0:
+        sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
+    folder = run.checkpoints_folder
+    watch = Watchdog(
+        dist_ctx,
+        run.health_folder,
+        log,
+        stall_seconds=config.watch.stall_seconds,
+        timeout_seconds=config.watch.timeout_seconds,
+        disk_monitor=DiskMonitor(folder, partial(next_checkpoint_bytes, run)) if is_local(folder) else None,
+    )
+    return RunContext(config, run, dist_ctx, watch, ConsoleLogger(dist_ctx, config.train.steps, log), log)
+
+
+def next_checkpoint_bytes(run: Run) -> int:
+    """How large the next checkpoint will be: as large as the newest one; 0 where there is none yet."""
+    steps = run.checkpoint_steps()
+    if not steps:
+        return 0
+    try:
+        return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
+    except (UserError, OSError):
+        return 0  # it is being written or deleted
+
+
+@contextmanager
+def explain_failures(run: Run) -> Iterator[None]:
+    """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one line."""
+    try:
+        yield
+    except Exception as problem:
+        # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
+        cluster.claim_error_reporting()
+        if isinstance(problem, RuntimeError) and (lost := PEER_LOST_PATTERN.search(str(problem))):
+            reason = f"another rank was lost ({lost[0].lower()})"
+            raise PeerLost(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem
+        if nondeterministic := explain_nondeterministic_op(problem):
+            raise RunFailed(f"{run.path}: {nondeterministic}; {last_checkpoint_message(run)}") from problem
+        if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            reason = f"no room to write ({problem.strerror})"
+            raise RunFailed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem
+        raise

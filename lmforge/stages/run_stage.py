@@ -1,0 +1,117 @@
+"""A stage from beginning to end: enter the run, build the Trainer, train, say how it ended."""
+
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lmforge.cluster import distributed as cluster
+from lmforge.config.stage import StageConfig
+from lmforge.errors import RunFailed, UserError
+from lmforge.monitor.loss_curve import draw_loss_curve
+from lmforge.objectives.objective import Objective
+from lmforge.parallel.precision import choose_dtype
+from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
+from lmforge.plan.parameter_counts import count_parameters
+from lmforge.runs import Run
+from lmforge.stages.align import has_frozen_reference
+from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
+from lmforge.stages.setup import build_trainer
+from lmforge.train.context import RunContext, RunInputs
+from lmforge.train.determinism import set_determinism
+from lmforge.train.loop import train
+from lmforge.train.metrics import format_duration
+from lmforge.train.resume import ResumePoint, describe_config_changes, last_checkpoint_message, verify_finished
+from lmforge.train.trainer import BatchSource, Trainer
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What a stage does in its own way.
+
+    prepare_data     downloads and converts what the recipe names; called once a host
+    open_inputs      opens and checks data, tokenizer and model config for a number of ranks
+    build_objective  the loss
+    build_batches    where batches come from, once the model is built; every rank calls it
+    """
+
+    prepare_data: Callable[[Any], None]
+    open_inputs: Callable[[Any, int], RunInputs]
+    build_objective: Callable[[Any], Objective]
+    build_batches: Callable[[Trainer], BatchSource]
+
+
+def run_stage(config: StageConfig, spec: StageSpec) -> int:
+    """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
+    set_determinism(config.train.deterministic)
+    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads)
+    run = Run.from_config(config)
+    try:
+        with explain_failures(run):
+            config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            ctx = start_attempt(config, run, dist_ctx)
+            final_phase = "failed"
+            try:
+                status = _train(ctx, spec, inputs, point)
+                final_phase = "interrupted" if status else "done"
+                return status
+            except RunFailed as failed:
+                raise type(failed)(f"{failed}; {last_checkpoint_message(run)}; log: {ctx.log_path}") from failed
+            finally:
+                ctx.watch.stop(final_phase)
+                ctx.console.close()
+    finally:
+        cluster.destroy_distributed()
+        run.unlock()
+
+
+def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoint) -> int:
+    config, steps = ctx.config, ctx.config.train.steps
+    if point.step >= steps:
+        point = ctx.dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
+    for line in [*point.messages, *describe_config_changes(point, config)]:
+        ctx.console.info(line)
+    if point.step >= steps:
+        ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
+        return 0
+    dtype, _ = choose_dtype(config.train.dtype, ctx.dist_ctx.device)
+    on_gpu = ctx.dist_ctx.device.type == "cuda"
+    estimator = MemoryEstimator(
+        config,
+        inputs.model_config,
+        inputs.batch_plan,
+        dtype.itemsize,
+        on_gpu,
+        count_parameters(config, inputs.model_config),
+        has_frozen_reference(config),
+    )
+    with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress):
+        trainer = build_trainer(ctx, inputs, point, spec.build_objective(config))
+        began = time.perf_counter()
+        try:
+            trainer.batch_source = spec.build_batches(trainer)
+            done, stopped_by = train(trainer)
+        except UserError as problem:  # such as a corrupt shard: the run has begun, so it has failed
+            raise RunFailed(str(problem)) from problem
+        finally:
+            trainer.close()
+    return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
+
+
+def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) -> int:
+    ctx = trainer.ctx
+    if stopped_by:
+        ctx.console.info(
+            f"stopped by {signal.Signals(stopped_by).name} after step {done}, which is saved;"
+            f" to continue: lmforge {ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
+        )
+        return 128 + stopped_by
+    ctx.console.info(
+        f"trained {done - trainer.start_step} steps in {format_duration(seconds)}: {ctx.run.checkpoint_path(done)}"
+    )
+    if ctx.dist_ctx.is_rank0 and any(record.get("loss") is not None for record in ctx.run.read_metrics()):
+        ctx.console.info(f"loss curve: {draw_loss_curve(ctx.run)}")
+    return 0

@@ -1,0 +1,96 @@
+"""What is measured of the model while it trains: validation, scores of tasks, and text that it writes.
+
+Scores are those that `lmforge evaluate --tasks` gives of the checkpoint of the same step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS
+from lmforge.config.stage import StageConfig
+from lmforge.errors import UserError
+from lmforge.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_task, run_task
+from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
+from lmforge.generate.sampling import SamplingParams
+from lmforge.model.layers import LanguageModel
+from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.train.context import RunInputs
+from lmforge.train.trainer import Trainer
+
+# Most sequences of a batch of a task; the same on any number of ranks, or the last bits of scores would differ.
+MAX_TASK_BATCH_SIZE = 16
+# val/NAME/… are metrics of alignment.
+RESERVED_TASK_NAMES = ("rewards", "logps", "tokens")
+
+
+def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple[QuestionTask, int], ...]:
+    """The tasks of a recipe, each with its batch size.
+
+    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the run has been written.
+    """
+    options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
+    prefix_ids, _ = prefix_and_stop_ids(inputs.tokenizer, config.of_stage)
+    for path in options.tasks:
+        task = load_task(path)
+        if task.name in opened:
+            other = opened[task.name][0].path
+            raise UserError(f"validation.tasks: {other} and {path} would both be logged as val/{task.name}/…; rename one")
+        if task.name in RESERVED_TASK_NAMES:
+            raise UserError(f"validation.tasks: {path}: val/{task.name}/… are metrics of alignment; give the file another name")
+        settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
+        longest = check_task(task, inputs.tokenizer, inputs.model_config, prefix_ids, settings)
+        opened[task.name] = task, max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest))
+    return tuple(opened.values())
+
+
+@contextmanager
+def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageModel]:
+    """The model with all its weights on this rank, not compiled, in its compute dtype. All ranks enter and leave together."""
+    with parallel_model.unsharded() as model, torch.compiler.set_stance("force_eager"), parallel_model.autocast():
+        yield model
+
+
+def validate(trainer: Trainer, step: int) -> dict[str, float]:
+    """Metrics of validation and scores of tasks, by name. Every rank calls it."""
+    return trainer.batch_source.validate(step) | _score_tasks(trainer, step)
+
+
+def _score_tasks(trainer: Trainer, step: int) -> dict[str, float]:
+    ctx, inputs, options = trainer.ctx, trainer.inputs, trainer.ctx.config.validation
+    if not inputs.tasks:
+        return {}
+    scores: dict[str, float] = {}
+    with unsharded_for_decoding(trainer.parallel_model) as model:
+        prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
+        loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
+        for task, batch_size in inputs.tasks:
+            settings = TaskSettings(
+                num_fewshot=options.num_fewshot,
+                limit=options.task_limit,
+                batch_size=batch_size,
+                on_batch=partial(ctx.watch.set_phase, "evaluate", step),  # each batch is progress
+            )
+            result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
+            ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")
+            scores |= {f"val/{task.name}/{name}": score for name, score in result.items()}
+    return scores
+
+
+def write_samples(trainer: Trainer, step: int) -> None:
+    """Log what the model writes after the prompts of the recipe. Every rank calls it and generates the same text."""
+    config = trainer.ctx.config
+    with unsharded_for_decoding(trainer.parallel_model) as model:
+        completions = generate(
+            model,
+            trainer.inputs.tokenizer,
+            config.sample.prompts,
+            max_tokens=config.sample.max_tokens,
+            sampling=SamplingParams(config.sample.temperature),
+            seed=config.train.seed + step,
+        )
+    for prompt, completion in zip(config.sample.prompts, completions, strict=True):
+        trainer.ctx.console.info(f"  sample: {(prompt + completion.text)!r}")
