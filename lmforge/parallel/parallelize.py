@@ -40,19 +40,8 @@ def parallelize(
     fp32; the other engines use autocast, whose gradients are fp32 as well. With `float8` the matrix products of the blocks
     are in float8.
 
-    The order is float8 → tensor parallel → activation checkpointing → compile → shard → init weights:
-
-    1. float8 replaces the linear layers, so it comes before everything that holds on to a layer or its parameters. It
-       converts whole matrices: tensor parallelism and FSDP then split what float8 multiplies.
-    2. Tensor parallelism turns parameters into DTensors and puts collectives into the forward passes of a block's layers.
-       FSDP shards DTensors further on a 2-D mesh; a parameter that FSDP holds could no longer be split.
-    3. Activation checkpointing wraps the forward pass of a block: what it recomputes must include the collectives of 2.
-       It must not include FSDP's hooks, or weights would be gathered again within the recomputation.
-    4. Compilation comes after 1-3, which change what a block computes, so that one graph holds all of it. It comes
-       before FSDP, whose hooks communicate and stay outside the graph.
-    5. Sharding comes after all that changes modules. What it wraps is final.
-    6. Weights are initialized last, on the meta device until then: no rank ever holds the whole model. DDP and FSDP1
-       need real weights when they wrap, so for them initialization comes just before.
+    The order is float8 → tensor parallel → activation checkpointing → compile → shard → init weights; docs/architecture.md says
+    why each stands where it does.
 
     Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the model.
     """
