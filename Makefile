@@ -18,7 +18,7 @@ help:
 	@echo "make test         set up, then run the tests            make test-gpu   those that need a GPU"
 	@echo "make test-all     all tests, slow ones, faults and repetitions too, with fresh seeds; PART=NAME runs one part of them"
 	@echo "make repeat       TESTS=tests/FILE TIMES=20: the same tests again and again, each time with another seed"
-	@echo "make lint         style, types, floors                  make bench      speed, side by side with others"
+	@echo "make lint         style, types, imports                 make bench      speed, side by side with others"
 	@echo "make chaos        200 faults over runs, and their cost"
 	@echo "                                                        make bench-gpu  the same on one GPU"
 

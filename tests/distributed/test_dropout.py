@@ -34,7 +34,7 @@ def test_masks_do_not_depend_on_the_strategy(trials: SampledTrials, world_size: 
 
 @pytest.fixture(scope="module")
 def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Whole runs with dropout: on one rank, in micro-batches, on two, there resumed from the middle; and one without dropout."""
+    """Whole runs with dropout: on one rank, in micro-batches, on two, resumed there; and one without."""
     folder = tmp_path_factory.mktemp("dropout-runs")
     drop = ["--model.dropout", "0.2"]
     cut = ["--train.micro_batch_size", "3", "--parallel.activation_checkpointing", "full"]

@@ -47,7 +47,8 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
     """The finished runs by "KIND SPREAD"."""
     place = tmp_path_factory.mktemp("foreign")
     common = f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS} --train.global_batch_size 4"
-    common += " --train.dtype fp32 --train.compile off --train.device cpu --train.threads 1 --schedule.name constant --schedule.warmup_steps 2"
+    common += " --train.dtype fp32 --train.compile off --train.device cpu --train.threads 1"
+    common += " --schedule.name constant --schedule.warmup_steps 2"
     # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but for rounding.
     common += (
         " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.sequences 4"
