@@ -149,8 +149,10 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         (["rewards.jsonl"], "rewards.jsonl: val/rewards/… is told of alignment; give the file another name"),
         (
             ["fine.jsonl", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2"],
-            "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model;"
-            " leave it out, and evaluate",
+            (
+                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model;"
+                " leave it out, and evaluate"
+            ),
         ),
         (["fine.jsonl", "--validation.task_limit", "0"], "validation.task_limit"),
         (["--validation.num_fewshot", "1"], "validation.num_fewshot: only with validation.tasks; leave it out"),

@@ -241,8 +241,10 @@ def test_it_is_told_in_one_line_and_nothing_is_made(
         ),
         (
             ["--rollout.reward_functions", "rewards.py:right", "--data.validation_files", "long.jsonl"],
-            "data.validation_files: no prompt is left (0 of 3 records, 3 left out as too long);"
-            " make data.sequence_length longer",
+            (
+                "data.validation_files: no prompt is left (0 of 3 records, 3 left out as too long);"
+                " make data.sequence_length longer"
+            ),
         ),
         (
             ["--rollout.reward_functions", "rewards.py:right", "--rollout.reward_weights", "1", "2"],
