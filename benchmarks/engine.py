@@ -24,7 +24,7 @@ from setting import RESULTS, machine, machine_lines, spread_of, write_result
 
 from lmforge.cluster.distributed import keep_freed_memory
 from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.generate.engine import decode
+from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
@@ -70,12 +70,16 @@ def ours(work: Work) -> Write:
     model = opened(work.folder, config)
 
     def write(sampling: SamplingParams) -> list[list[int]]:
-        written: list[list[int]] = [[] for _ in work.prompts]
-        about = {"vocab_size": config.vocab_size, "max_tokens": work.new_tokens, "stop_ids": frozenset[int]()}
-        for step in decode(model, work.prompts, sampling=sampling, seed=0, **about):
-            for token in step:
+        max_length = max(map(len, work.prompts)) + work.new_tokens
+        engine = Engine(model, vocab_size=config.vocab_size, max_batch_size=len(work.prompts), max_length=max_length)
+        requests = [
+            GenerationRequest(prompt, work.new_tokens, sampling, seed, frozenset()) for seed, prompt in enumerate(work.prompts)
+        ]
+        written = {engine.add_request(request): list[int]() for request in requests}
+        while engine.num_unfinished:
+            for token in engine.step():
                 written[token.request_id].append(token.token_id)
-        return written
+        return list(written.values())
 
     return write
 

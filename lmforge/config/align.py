@@ -56,7 +56,9 @@ class AlignOptions(Options):
         if self.loss_type == "exo" and not self.label_smoothing:
             raise ValueError("align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1")
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo"):
-            raise ValueError(f"align.label_smoothing: not with align.loss_type = {self.loss_type}; leave it out")
+            raise ValueError(
+                f"align.label_smoothing: not with align.loss_type = {self.loss_type}; it is for sigmoid, robust and exo"
+            )
         return self
 
 

@@ -40,8 +40,8 @@ def parallelize(
     fp32; the other engines use autocast, whose gradients are fp32 as well. With `float8` the matrix products of the blocks
     are in float8.
 
-    The order is float8 → tensor parallel → activation checkpointing → compile → shard → init weights; docs/architecture.md says
-    why each stands where it does.
+    The order is float8 → tensor parallel → context parallel → activation checkpointing → compile → shard → init weights;
+    docs/architecture.md says why each stands where it does.
 
     Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the model.
     """

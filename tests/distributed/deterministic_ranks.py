@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lmforge.cli import load_config
+from lmforge.config.load import load_config
 from lmforge.stages.run import pretrain
 from lmforge.train import loop
 from lmforge.train.determinism import REQUIRED_ENVIRONMENT

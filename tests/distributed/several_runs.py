@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from lmforge.cli import load_config
+from lmforge.config.load import load_config
 from lmforge.stages import run as stages
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_every_loss_type_trains_from_its_first_loss_to_a_larger_margin(
         *(
             (
                 ["--align.loss_type", loss_type, "--align.label_smoothing", "0.1"],
-                f"align.label_smoothing: align.loss_type = {loss_type} does not read it; it is for sigmoid, robust, exo",
+                f"align.label_smoothing: not with align.loss_type = {loss_type}; it is for sigmoid, robust and exo",
             )
             for loss_type in ("ipo", "hinge", "nca", "apo-zero", "apo-down")
         ),
