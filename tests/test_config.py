@@ -44,8 +44,8 @@ def test_a_batch_plan_cuts_the_global_batch_without_remainder(rows: int, length:
     divisors = [size for size in range(1, rows // ranks + 1) if rows // ranks % size == 0]
     micro = data.draw(st.none() | st.sampled_from(divisors))
     plan = batch_plan(TrainOptions(global_batch_size=rows, micro_batch_size=micro), length, ranks)
-    assert plan.rows == rows == plan.ranks * plan.accumulation * plan.micro_batch_size
-    assert plan.ranks == ranks
+    assert plan.global_batch_size == rows == plan.data_parallel_size * plan.accumulation * plan.micro_batch_size
+    assert plan.data_parallel_size == ranks
     assert plan.tokens == rows * length
     if micro is not None:
         assert plan.micro_batch_size == micro

@@ -57,9 +57,9 @@ class RandomBatches:
 
     def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        size = plan.micro_batch_size, plan.length
+        size = plan.micro_batch_size, plan.sequence_length
         tokens = torch.randint(0, vocab_size, size, generator=generator)
-        positions = torch.arange(plan.length).expand(size).contiguous()
+        positions = torch.arange(plan.sequence_length).expand(size).contiguous()
         # Random too, and used only where the model has dropout.
         keys = torch.randint(-(2**63), 2**63 - 1, size, generator=generator)
         batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys)
@@ -232,7 +232,7 @@ class _Trial:
         """What was timed, its rates, and what they hold for."""
         median, on_gpu = statistics.median(seconds), self._device.type == "cuda"
         tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
-        flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.length)
+        flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
         peak = device_peak_flops(self._device, self._dtype)  # that of bf16 for float8 too, so that the two compare
         float8 = ", float8 in blocks" if self._config.train.float8 else ""
         return {

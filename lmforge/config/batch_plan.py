@@ -8,42 +8,42 @@ from lmforge.errors import UserError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is cut: `rows = ranks × accumulation × micro_batch_size`, in sequences of `length` tokens."""
+    """How one global batch is cut: `global_batch_size = data_parallel_size × accumulation × micro_batch_size`, in sequences."""
 
-    rows: int
-    length: int
-    ranks: int
+    global_batch_size: int
+    sequence_length: int
+    data_parallel_size: int
     micro_batch_size: int
     accumulation: int
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        return self.global_batch_size * self.sequence_length
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} data-parallel {'rank' if self.ranks == 1 else 'ranks'}"
+        ranks = f"{self.data_parallel_size} data-parallel {'rank' if self.data_parallel_size == 1 else 'ranks'}"
         return (
-            f"{self.rows} sequences × {self.length} tokens = {self.tokens:,} tokens a step"
+            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,} tokens a step"
             f" = {ranks} × {self.accumulation} micro-batches × {self.micro_batch_size} sequences"
         )
 
 
 def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
     """Cut the global batch for `ranks` data-parallel ranks. Raises UserError with the nearest sizes that divide."""
-    rows = train.global_batch_size or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_SIZE * length) // length
-    if rows < ranks:
+    size = train.global_batch_size or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_SIZE * length) // length
+    if size < ranks:
         raise UserError(
-            f"{ranks} ranks for a global batch of {rows} sequences: a rank would have none; use at most {rows} ranks"
+            f"{ranks} ranks for a global batch of {size} sequences: a rank would have none; use at most {size} ranks"
         )
     micro = train.micro_batch_size
     unit = ranks * (micro or 1)
-    if rows % unit:
-        below = rows // unit * unit
+    if size % unit:
+        below = size // unit * unit
         near = f"{below} or {below + unit}" if below else str(unit)
         divisor = f"{ranks} ranks" + (f" × micro-batches of {micro}" if micro else "")
-        raise UserError(f"a global batch of {rows} sequences does not divide by {divisor}; nearest global_batch_size: {near}")
-    per_rank = rows // ranks
+        raise UserError(f"a global batch of {size} sequences does not divide by {divisor}; nearest global_batch_size: {near}")
+    per_rank = size // ranks
     if micro is None:
         most = max(1, COMFORTABLE_MICRO_BATCH_TOKENS // length)
-        micro = max(size for size in range(1, min(most, per_rank) + 1) if per_rank % size == 0)
-    return BatchPlan(rows, length, ranks, micro, per_rank // micro)
+        micro = max(part for part in range(1, min(most, per_rank) + 1) if per_rank % part == 0)
+    return BatchPlan(size, length, ranks, micro, per_rank // micro)

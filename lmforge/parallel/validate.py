@@ -69,8 +69,10 @@ def check_parallel(options: ParallelOptions, model_config: ModelConfig, plan: Ba
     """Raise UserError, which says the way out, where tensor, context or pipeline parallelism does not fit model or batch."""
     if model_config.family == "transformers" and options.model_parallel_size > 1:
         raise UserError(f"{_DEGREES}: not with model.implementation = transformers")
-    _check_context_parallel(plan.length, options.context_parallel_degree)
-    _check_tensor_parallel(model_config, options.tensor_parallel_degree, plan.length // options.context_parallel_degree)
+    _check_context_parallel(plan.sequence_length, options.context_parallel_degree)
+    _check_tensor_parallel(
+        model_config, options.tensor_parallel_degree, plan.sequence_length // options.context_parallel_degree
+    )
     _check_pipeline_parallel(model_config, options.pipeline_parallel_degree, options.stages_per_rank, plan)
 
 

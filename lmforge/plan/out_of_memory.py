@@ -191,7 +191,7 @@ class MemoryEstimator:
         model.
         """
         options, model_config, number_bytes = setting.options, self.model_config, self.compute_dtype_bytes
-        length, checkpointing = self.plan.length // options.context_parallel_degree, options.activation_checkpointing
+        length, checkpointing = self.plan.sequence_length // options.context_parallel_degree, options.activation_checkpointing
         size, dense_mask = setting.micro_batch_size, not self.on_gpu
         block = block_activation_bytes(model_config, size, length, dtype_bytes=number_bytes, dense_mask=dense_mask)
         bytes_now = activation_bytes(
@@ -209,7 +209,7 @@ class MemoryEstimator:
         logits = min(CHUNK_TOKENS, size * length) * model_config.vocab_size * (2 * 4 + number_bytes)
         bytes_now += max(logits, model_config.vocab_size * model_config.hidden_size * 4)
         if dense_mask:
-            bytes_now += 3 * size * length * self.plan.length  # the mask, while it is built
+            bytes_now += 3 * size * length * self.plan.sequence_length  # the mask, while it is built
         return bytes_now
 
     def required_bytes(self, setting: MemorySetting) -> int:
@@ -262,8 +262,8 @@ def suggest_what_fits(estimator: MemoryEstimator, current: MemorySetting, availa
     smallest = min((replace(each, micro_batch_size=1) for each in settings), key=needed)
     sizes = [
         current.world_size * factor
-        for factor in range(2, estimator.plan.rows + 1)
-        if estimator.plan.rows % (estimator.plan.ranks * factor) == 0
+        for factor in range(2, estimator.plan.global_batch_size + 1)
+        if estimator.plan.global_batch_size % (estimator.plan.data_parallel_size * factor) == 0
     ]
     enough = first_fitting(replace(smallest.fully_sharded(), world_size=size) for size in sizes)
     on_more = f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that would fit" if enough else ""

@@ -28,7 +28,7 @@ def build_loader(
     rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
     return BatchLoader(
         dataset,
-        global_batch_size=batch_plan.rows,
+        global_batch_size=batch_plan.global_batch_size,
         micro_batch_size=batch_plan.micro_batch_size,
         data_parallel_rank=rank,
         data_parallel_size=size,
@@ -63,7 +63,7 @@ class DatasetBatches:
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """The samples of a batch, and the dataset that `lmforge show data` opens to print them."""
         config, inputs = self._trainer.ctx.config, self._trainer.inputs
-        size = inputs.batch_plan.rows
+        size = inputs.batch_plan.global_batch_size
         record = {
             "samples": [batch_index * size, (batch_index + 1) * size],
             "data": inputs.data_source,

@@ -55,7 +55,7 @@ def enter_run(
     with dist_ctx.raise_on_all():
         inputs = open_inputs(config, dist_ctx.world_size)
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
-        config = config.with_steps(sequences_per_epoch, inputs.batch_plan.rows)
+        config = config.with_steps(sequences_per_epoch, inputs.batch_plan.global_batch_size)
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
     point = ResumePoint()
     if resumes:

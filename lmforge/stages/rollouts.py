@@ -153,7 +153,7 @@ class Rollouts:
         self._trainer, self._options, self._loss_config = trainer, options, loss_config
         self._packing, self._scorer, self._stop_token_ids, self._reference = packing, scorer, stop_token_ids, reference
         self._dist_ctx, self._batch_plan = trainer.ctx.dist_ctx, trainer.inputs.batch_plan
-        self._local_batch_size = self._batch_plan.rows // self._dist_ctx.world_size
+        self._local_batch_size = self._batch_plan.global_batch_size // self._dist_ctx.world_size
         # The set of this rank: its completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
@@ -251,7 +251,7 @@ class Rollouts:
             model,
             vocab_size=self._trainer.inputs.tokenizer.vocab_size,
             max_batch_size=min(self._options.decode_batch_size, len(prompts)),
-            max_length=self._batch_plan.length,
+            max_length=self._batch_plan.sequence_length,
         )
         completions = [SampledCompletion([], [], False) for _ in prompts]
         index_of_request: dict[int, int] = {}
@@ -272,7 +272,7 @@ class Rollouts:
         return completions
 
     def _to_sequence(self, prompt: TokenizedPrompt, completion: SampledCompletion) -> PackedSequence:
-        sequence = PackedSequence.all_padding(self._batch_plan.length)
+        sequence = PackedSequence.all_padding(self._batch_plan.sequence_length)
         tokens = np.concatenate([prompt.tokens, np.array(completion.tokens, np.int32)])
         count = len(tokens) - 1
         sequence.tokens[:count] = tokens[:-1]
@@ -324,7 +324,7 @@ class Rollouts:
         """Tensors with the names, shapes and dtypes of `state_dict`, to be filled."""
         names = ["old", "advantage", *completion_metric_names(self._options.num_generations)]
         names += [] if self._reference is None else ["reference"]
-        size = self._options.num_iterations, self._batch_plan.rows, self._batch_plan.length
+        size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
         tensors = {name: torch.zeros(size, dtype=dtype) for name, dtype in BATCH_TENSORS.items()}
         return {**tensors, **{name: torch.zeros(size) for name in names}, "set": torch.tensor(0)}
 

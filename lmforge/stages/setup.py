@@ -84,7 +84,7 @@ def _build_checkpointer(
         RetentionPolicy(options.keep_last, options.keep_best, options.best_metric, options.best_mode == "max"),
         metadata={
             "plan_hash": inputs.train_dataset.plan_hash,
-            "global_batch_size": inputs.batch_plan.rows,
+            "global_batch_size": inputs.batch_plan.global_batch_size,
             "hf_config": to_config_json(inputs.model_config),
             "recipe": ctx.config.model_dump(mode="json"),
             "tokenizer_hash": inputs.tokenizer.hash,

@@ -22,8 +22,8 @@ def build_optimizer(
     """The optimizer of `model`'s trainable parameters. Raises UserError for a group that has none.
 
     Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head is `embedding_lr_ratio`
-    times that of the rest. Where a group of the options says otherwise for a parameter, that counts. `shapes` has the
-    whole shape of each parameter by name, where parameters do not show it (FSDP1's are flat).
+    times that of the rest. Where a group of the options says otherwise for a parameter, that counts. `full_shapes` has the
+    full shape of each parameter by name, where parameters do not show it (FSDP1's are flat).
     """
     flat = any(len(shape) != parameter.ndim for shape, parameter in _with_shapes(model, full_shapes or {}))
     if flat and (options.name == "muon" or options.state_dtype != "fp32"):
@@ -158,7 +158,7 @@ def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: floa
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """One step, or where `bad` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
+    """One step, or where `skip` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
 
     torch's fused AdamW is told on the device. For the others the host waits for the answer.
     """

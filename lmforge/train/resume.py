@@ -94,7 +94,7 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
     """Raise UserError where the checkpoint belongs to another run than `config` describes."""
     if (manifest := point.manifest) is None:
         return
-    optimizer, batch_size = manifest.recipe["optimizer"]["name"], inputs.batch_plan.rows
+    optimizer, batch_size = manifest.recipe["optimizer"]["name"], inputs.batch_plan.global_batch_size
     differs = ""
     if manifest.model_config != inputs.model_config:
         differs = f"another model config ({_model_difference(manifest, inputs)})"

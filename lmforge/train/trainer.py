@@ -113,7 +113,7 @@ class Trainer:
             self._state_dict(model_only=config.checkpoint.last_save_model_only and step == config.train.steps),
             metrics=metrics,
             kept=kept,
-            consumed_sequences=(step + self.bad_step_detector.skipped_batches) * self.inputs.batch_plan.rows,
+            consumed_sequences=(step + self.bad_step_detector.skipped_batches) * self.inputs.batch_plan.global_batch_size,
             rng=checkpoint.get_rng_state(),
             bad_step_detector=self.bad_step_detector.state_dict(),
         )
