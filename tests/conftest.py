@@ -4,6 +4,7 @@ And what pytest does here around each test: where its draws come from, what it n
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,10 @@ from tests import seeds, tools
 from tests.preloaded import preloaded
 from tests.text import write_documents
 
+# A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start: those that
+# are interrupted in a test would wait for its time-out.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A folder that is not there may be the name of a model: no test but those with a hub of their own asks for it.
