@@ -22,8 +22,8 @@ from tests import seeds, tools
 from tests.preloaded import preloaded
 from tests.text import write_documents
 
-# A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start: those that
-# are interrupted in a test would wait for its time-out.
+# A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start. A test
+# that interrupts one would wait for its time-out.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
