@@ -24,9 +24,10 @@ SLOW_BATCH_WARNING_SECONDS = 10.0
 class BatchLoader:
     """This data-parallel rank's part of every global batch.
 
-    The global batch of step k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r of W
-    (`data_parallel_rank_and_size` in parallel/dims.py) takes the r-th of W equal contiguous parts of it, in micro-batches of `micro_batch_size`. So the global batch is the same for any
-    number of ranks. With `rng_seed` batches have keys to draw randomness from. Raises ValueError if a size does not divide.
+    The global batch of step k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r
+    of W (`data_parallel_rank_and_size` in parallel/dims.py) takes the r-th of W equal contiguous parts of it, in micro-batches
+    of `micro_batch_size`. So the global batch is the same for any number of ranks. With `rng_seed` batches have keys to draw
+    randomness from. Raises ValueError if a size does not divide.
 
     `data_wait_seconds` is the total time for which callers of `batches` waited. Close it, or use it in a `with`.
     """

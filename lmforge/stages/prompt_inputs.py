@@ -151,11 +151,11 @@ def _check_sizes(config: AlignConfig, batch_plan: BatchPlan, world_size: int) ->
             f" data.sequence_length = {length}"
         )
     unit = world_size * options.num_generations
-    if batch_plan.global_batch_size % unit:
+    size = batch_plan.global_batch_size
+    if size % unit:
         raise UserError(
-            f"train.global_batch_size = {batch_plan.global_batch_size}: {world_size} ranks with groups of rollout.num_generations"
-            f" = {options.num_generations} completions need a multiple of {unit};"
-            f" nearest: {max(1, round(batch_plan.global_batch_size / unit)) * unit}"
+            f"train.global_batch_size = {size}: {world_size} ranks with groups of rollout.num_generations"
+            f" = {options.num_generations} completions need a multiple of {unit}; nearest: {max(1, round(size / unit)) * unit}"
         )
 
 
