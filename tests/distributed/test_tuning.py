@@ -381,7 +381,7 @@ def test_an_exported_reward_model_gives_in_transformers_what_it_gives_here(
     both = [
         RewardModelScorer(str(spec), torch.device("cpu"), torch.float32) for spec in (world.folder / "reward", tmp_path / "out")
     ]
-    ours, opened = (judge.score(job, 60.0)[name]["given"] for judge in both for name in judge.required_columns)
+    ours, opened = (judge.score(job, 60.0)[name].rewards for judge in both for name in judge.required_columns)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert theirs.num_labels == 1
     tokenizer = Tokenizer.open(tmp_path / "out")
@@ -400,7 +400,7 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     assert Path(spec).is_relative_to(world.folder / "reward")
     job: dict[str, object] = {name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")}
     job["columns"] = {}
-    [given] = (told["given"] for told in RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values())
+    [given] = (told.rewards for told in RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values())
     assert [record["parts"][spec] for record in records] == pytest.approx(given, abs=1e-5)
     assert [record["reward"] for record in records] == pytest.approx(given, abs=1e-5)
 
@@ -408,8 +408,8 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["generate", "{}/reward", "--prompts", "Hm"], "a reward model, which judges answers and writes none"),
-        (["evaluate", "{}/reward"], "a reward model, which judges answers and writes none"),
+        (["generate", "{}/reward", "--prompts", "Hm"], "a reward model, which generates no text"),
+        (["evaluate", "{}/reward"], "a reward model, which generates no text"),
         (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model, whose head is new and no adapter"),
         (
             ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
