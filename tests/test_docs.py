@@ -38,6 +38,7 @@ from tests.preloaded import preloaded
 from tests.text import corpus
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lmforge"
 README = ROOT / "README.md"
 EXECUTED = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -199,6 +200,15 @@ def make_line(line: str) -> str | None:
     return None
 
 
+RENAMES = re.compile(r"^\| old \| new \|.*\n(?:\|.*\n?)+", re.M)
+CELLS = re.compile(r"^\|([^|\n]*)\|([^|\n]*)\|(.*)$", re.M)
+
+
+def without_old_names(text: str) -> str:
+    """Of the tables "old | new | now in" only what is new. Modules are looked up by themselves."""
+    return RENAMES.sub(lambda table: CELLS.sub(r"|\2|", table[0]), text)
+
+
 PIECES = pieces()
 LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page == README)
 
@@ -286,7 +296,7 @@ def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
     # The options of torchrun and of programs are tried out with the line that has them.
-    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = without_old_names(page.read_text(encoding="utf-8")).splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("torchrun ", "python ")))
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN
@@ -294,6 +304,14 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
     sections = {name.partition(".")[0] for name in OF_A_RUN}
     written = {name for name in re.findall(r"`([a-z]+\.[a-z_]+)`", text) if name.partition(".")[0] in sections}
     assert {name for name in written if not name.endswith((".py", ".toml"))} <= OF_A_RUN
+
+
+def test_every_module_that_the_changelog_says_a_name_is_now_in_exists() -> None:
+    tables = RENAMES.findall((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    named = {name for table in tables for cells in CELLS.findall(table) for name in re.findall(r"`([\w.]+)`", cells[2])}
+    modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    assert len(named) > 50
+    assert named <= modules
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

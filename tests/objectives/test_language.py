@@ -129,7 +129,7 @@ def test_the_scored_bytes_are_those_of_the_text(model: LanguageModel, tokens: To
     ids = split.read(0, split.num_tokens).tolist()
     starts = [0, *split.document_starts(0, split.num_tokens).tolist()]
     whole_text = len(tokens.tokenizer.decode(ids).encode())
-    assert whole_text == tokens.manifest["text_bytes"]["validation"]
+    assert whole_text == tokens.manifest.text_bytes["validation"]
     assert text_bytes == whole_text - sum(int(sizes[ids[start]]) for start in starts)
 
 
