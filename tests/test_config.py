@@ -66,7 +66,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes_that_do(
     named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
     assert named == [size for size in (rows // unit * unit, rows // unit * unit + unit) if size]
     for size in named:
-        assert batch_plan(train.model_copy(update={"global_batch_size": size}), 64, ranks).rows == size
+        assert batch_plan(train.model_copy(update={"global_batch_size": size}), 64, ranks).global_batch_size == size
 
 
 @given(rows=st.integers(1, 15), more=st.integers(1, 15))
@@ -209,7 +209,10 @@ def test_sharding_takes_torchs_names(theirs: str, ours: str) -> None:
     ("align", "message"),
     [
         ({"loss_type": "exo"}, "align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "align.label_smoothing: not with align.loss_type = ipo; leave it out"),
+        (
+            {"loss_type": "ipo", "label_smoothing": 0.1},
+            "align.label_smoothing: not with align.loss_type = ipo; it is for sigmoid, robust and exo",
+        ),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "align.label_smoothing: expected a number below 0.5, got 0.5"),
         ({"method": "kto", "loss_type": "hinge"}, "align.loss_type: kto does not read it; it is for dpo: leave it out"),
     ],
