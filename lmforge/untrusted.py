@@ -20,6 +20,7 @@ from lmforge.errors import UserError
 
 MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
 MAX_MANIFEST_BYTES = 2**30  # manifests that list every file or shard
+CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_QUOTED = 80
 JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -135,7 +136,12 @@ def quoted(value: Any) -> str:
 
 def _read_bounded(path: Path, max_bytes: int, error: Callable[[str], Exception]) -> bytes:
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
+        # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
+        chunks, remaining = [], max_bytes + 1
+        while chunk := file.read(min(remaining, CHUNK_BYTES)):
+            chunks.append(chunk)
+            remaining -= len(chunk)
+    content = b"".join(chunks)
     if len(content) > max_bytes:
         raise error(f"{path}: larger than {max_bytes:,} bytes, which no such file is")
     return content
