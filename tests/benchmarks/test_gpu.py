@@ -55,7 +55,7 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
 
 
 def test_sizes_are_what_they_are_called(gpu: ModuleType) -> None:
-    millions = {size: gpu.parameters(of.shape).total / 1e6 for size, of in gpu.SIZES.items()}
+    millions = {size: gpu.parameter_count(of.shape).total / 1e6 for size, of in gpu.SIZES.items()}
     assert millions == pytest.approx({"124m": 124, "1b": 1236, "3b": 3213, "8b": 8030}, rel=0.01)
     for of in gpu.SIZES.values():
         for length in gpu.LENGTHS:
