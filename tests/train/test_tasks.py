@@ -33,7 +33,7 @@ def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     """Questions of either kind; one of those to be answered in writing is so by the model that `tiny_run` ends with alone."""
     folder = tmp_path_factory.mktemp("questions")
     opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
-    how: dict[str, Any] = {"max_tokens": 64, "sampling": SamplingParams(0.0), "seed": 0, "stop": ["\n"]}
+    how: dict[str, Any] = {"max_tokens": 64, "sampling": SamplingParams(0.0), "seed": 0, "stop_strings": ["\n"]}
     [answer] = generate(opened.model, opened.tokenizer, ["The king"], **how)
     written = [
         {"prompt": "The king", "answer": answer.text},
@@ -134,7 +134,7 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
     ("words", "said"),
     [
         (["gone.jsonl"], "gone.jsonl: no such file or folder"),
-        (["broken.jsonl"], "broken.jsonl, record 2: "),
+        (["broken.jsonl"], "broken.jsonl:2: not valid JSON: "),
         (
             ["fine.jsonl", "--validation.num_fewshot", "2"],
             "fine.jsonl: 1 questions to show as examples, and 2 were requested",
@@ -145,8 +145,8 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         ),
         (["long.jsonl"], "long.jsonl, record 2: prompt and answer take "),
         (["choices.jsonl"], "choices.jsonl, record 1: prompt and answer take "),
-        (["fine.jsonl", "other/fine.jsonl"], "fine.jsonl and other/fine.jsonl would both be told as val/fine/…; rename one"),
-        (["rewards.jsonl"], "rewards.jsonl: val/rewards/… is told of alignment; give the file another name"),
+        (["fine.jsonl", "other/fine.jsonl"], "fine.jsonl and other/fine.jsonl would both be logged as val/fine/…; rename one"),
+        (["rewards.jsonl"], "rewards.jsonl: val/rewards/… are metrics of alignment; give the file another name"),
         (
             ["fine.jsonl", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2"],
             (
