@@ -252,8 +252,8 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "record 2: "),
-        ("[1]", "record 2: expected an object"),
+        ("{", ":2: not valid JSON: "),
+        ("[1]", ":2: expected an object, got [1]"),
         ('{"answer": "a"}', 'record 2: expected either a "question" or a "prompt"'),
         ('{"prompt": "a", "question": "b", "answer": "c"}', "record 2: expected either"),
         ('{"prompt": 3, "answer": "c"}', "record 2: its question or prompt is not text: 3"),
