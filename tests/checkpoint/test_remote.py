@@ -61,7 +61,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_e
     here = Run.open(tmp_path / "here" / "a")
     assert not (here.path / "checkpoints").exists()
     assert here.checkpoint_steps() == [2, 4]
-    assert lmforge("evaluate", here.path, "--rows", 2).returncode == 0
+    assert lmforge("evaluate", here.path, "--sequences", 2).returncode == 0
     shutil.rmtree(here.path)
 
     # The newest is spoiled in the store: an object of the same size with another byte in it.
