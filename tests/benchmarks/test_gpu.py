@@ -27,6 +27,7 @@ def gpu() -> ModuleType:
     return gpu
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_contender_has_a_row_and_nothing_is_recorded() -> None:
     results = ROOT / "benchmarks" / "results"
     before = {path: path.stat().st_mtime_ns for path in results.iterdir()}

@@ -10,6 +10,8 @@ from lmforge.parallel.precision import has_native_bf16
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow  # five contenders, each started in a process of its own
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

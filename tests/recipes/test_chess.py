@@ -159,9 +159,8 @@ def shortened(words: list[str], engine: str) -> list[str]:
     return [*words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param("stockfish", marks=[pytest.mark.needs("stockfish"), pytest.mark.slow]), "random"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [pytest.param("stockfish", marks=pytest.mark.needs("stockfish")), "random"])
 def test_the_commands_of_the_readme_work_from_games_to_rewards(
     engine: str, tmp_path: Path, lmforge: Command, script: Script
 ) -> None:
