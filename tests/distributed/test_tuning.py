@@ -351,7 +351,7 @@ def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world
 
         assert len(held_out) >= 1
         rows = example_dataset(opened, "train", sequence_length=192, pack=True, shuffle=False)
-        placed = [int(n) for index in range(rows.sequences_per_epoch) for n in rows.packing.members(index)]  # type: ignore[attr-defined]
+        placed = [int(n) for index in range(rows.sequences_per_epoch) for n in rows.packing.example_indices(index)]  # type: ignore[attr-defined]
         assert sorted(placed) == list(range(len(train)))
         assert not contents(train) & contents(held_out)
 
