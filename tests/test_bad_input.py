@@ -190,12 +190,12 @@ def tensors(newest: Path) -> Path:
     [
         (unfinish, "half-written, skipped"),
         (lambda newest: (newest / MANIFEST).unlink(), "it has no manifest, so it was never finished; skipped"),
-        (lambda newest: (newest / MANIFEST).write_text("{"), "its manifest cannot be read; skipped"),
+        (lambda newest: (newest / MANIFEST).write_text("{"), "manifest.json: not valid JSON: EOF while parsing an object"),
         (lambda newest: change_a_number(newest / MANIFEST), "manifest.json does not hold what was written"),
         (lambda newest: os.truncate(tensors(newest), 5000), "has 5,000 bytes instead of"),
         (
             lambda newest: flip_a_bit(tensors(newest), 5000),
-            "does not hold what was written (the block at byte 0 does not match its checksum); skipped",
+            "does not hold what was written (its checksum differs); skipped",
         ),
         (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
     ],
@@ -506,7 +506,7 @@ def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
     folder = trained.checkpoint_path(6)
     before = contents(folder)
     options = [*tiny_options, "--data.folder", folder, "--run.folder", tmp_path, "--run.name", "a"]
-    assert f"{folder / MANIFEST}: cannot be read as a manifest" in refused("pretrain", *options)
+    assert f"{folder / MANIFEST}: source: missing; restore it" in refused("pretrain", *options)
     assert str(folder) in refused("prepare", corpus_file(tmp_path), folder, "--overwrite")
     assert contents(folder) == before
 
