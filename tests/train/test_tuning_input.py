@@ -370,7 +370,7 @@ def test_a_folder_is_its_files_by_name_and_a_tilde_is_home(
     folder = folder_of_chats(place)
     monkeypatch.setenv("HOME", str(place))
     ways = [[str(folder)], [str(folder / "a.jsonl"), str(folder / "b.jsonl")], ["~/chats"]]
-    recipes = [recipe_of(SftConfig, place, tiny_run, data={"files": files, "validation": files}) for files in ways]
+    recipes = [recipe_of(SftConfig, place, tiny_run, data={"files": files, "validation_files": files}) for files in ways]
     [only] = {examples_folder(recipe, find_required_pretrained(recipe).tokenizer()) for recipe in recipes}
     for recipe in recipes:
         prepare_examples(recipe)
@@ -385,7 +385,7 @@ def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.Mo
     asked = []
     for files in ([str(folder)], ["~/chats/a.jsonl", "~/chats/b.jsonl"]):
         rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
-        data = {"files": files, "validation": files}
+        data = {"files": files, "validation_files": files}
         recipe = recipe_of(AlignConfig, place, tiny_run, align={"method": "grpo"}, rollout=rollout, data=data)
         check_prompts_and_rewards(recipe)
         rows = open_prompt_inputs(recipe, 1).train_dataset
@@ -421,7 +421,7 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
     ]
     about += ["--model.source", model, "--run.folder", place / "runs"]
     said = refused("align", *about, "--data.files", place / "prompts.jsonl")
-    assert "chat_template.jinja: never scores the end of turn: no special token ends the assistant's words" in said
+    assert "chat_template.jinja: never scores the end of turn: no special token ends the assistant's answer" in said
     assert not any(path.name != ".lock" for path in place.glob("runs/*/*"))
     # Texts are ended by the separator, and an answer that is begun for the model needs no place in a conversation.
     rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
