@@ -13,7 +13,7 @@ from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.options import validate_options
 from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sections import OptimizerOptions
+from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.loader import BatchLoader
@@ -94,7 +94,9 @@ def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, comp
     objective, tokenizer = NextTokenObjective(), train_tokenizer(["some text"], 300)
     model_config = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     model = init_weights(build_model(model_config, dist_ctx.device), 0)
-    parallel_model = parallelize(model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, compile_model=compiled)
+    parallel_model = parallelize(
+        model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled
+    )
     (tmp_path / "health").mkdir()
     never = {"every_steps": 1000}
     options = {"train": {"steps": steps}, "schedule": {"warmup_steps": 0}, "log": never, "checkpoint": never}
