@@ -118,7 +118,7 @@ class Tokenizer:
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Open a tokenizer.json, or a folder with one, and the files beside it. Raises UserError if that is impossible."""
-        file = Path(path)
+        file = Path(path) if isinstance(path, str) else path  # a path in a store is not a string
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
