@@ -157,8 +157,13 @@ def _become(wanted: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from lmforge import cli
+    import matplotlib.pyplot  # noqa: F401  what a training imports as it ends
 
+    from lmforge import cli
+    from lmforge.verbs.table import VERBS
+
+    for verb in VERBS.values():  # a verb's modules are imported when it is called
+        verb.load()
     gc.freeze()  # what is here to stay need not be looked through by every child again and again
     asked_to_be = _serve()
     if asked_to_be is not None:
