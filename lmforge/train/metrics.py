@@ -5,6 +5,7 @@ import math
 import resource
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,12 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of a rank: a GPU's from its data sheet (None if unknown), a CPU's measured now."""
     if device.type == "cuda":
         return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
-    return measured_peak_flops(dtype)
+    return measured_peak_flops(dtype, torch.get_num_threads())
 
 
-def measured_peak_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product with this process's CPU threads. Takes a quarter of a second."""
+@cache
+def measured_peak_flops(dtype: torch.dtype, threads: int) -> float:
+    """FLOP/s of a large matrix product with this process's `threads`, measured once. Takes a quarter of a second."""
     size = 1024
     left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
     best = float("inf")
