@@ -27,8 +27,7 @@ from lmforge.model.init_weights import init_weights
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size
-from lmforge.parallel.dtensor import full_tensor, local_tensor
-from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import convert_to_float8
 from lmforge.train.loop import train_step

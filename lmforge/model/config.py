@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """Which module computes this model: "llama" (llama.py) or "gpt2" (gpt2.py); any other is made by `new_module`."""
+        """Which code computes this model: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/)."""
         return FAMILY_BY_MODEL_TYPE[self.model_type]
 
     @property
@@ -142,8 +142,11 @@ class ModelConfig:
             )
 
     def new_module(self) -> Any:
-        """The module that computes a family which is not ours, on the meta device."""
-        raise NotImplementedError(self.family)
+        """The module that computes this model, on torch's default device."""
+        from lmforge.model.gpt2 import GPT2
+        from lmforge.model.llama import Llama
+
+        return GPT2(self) if self.family == "gpt2" else Llama(self)
 
     def counted_parameters(self) -> tuple[int, int, int, int] | None:
         """flops.ParameterCount's fields where they can only be counted from the modules; None where flops.py derives them."""

@@ -5,9 +5,9 @@ is used at both ends of the forward pass, so it stays in the root, which is gath
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.parallel.dims import ParallelDims
-from lmforge.parallel.parallel_model import ShardedModel
+from lmforge.parallel.parallel_model import NamedState, ShardedModel
 
 
 class FSDP2Model(ShardedModel):
@@ -34,24 +35,24 @@ class FSDP2Model(ShardedModel):
         dist_ctx: DistributedContext,
         dims: ParallelDims,
         mesh: DeviceMesh,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
     ) -> None:
-        """Shard `model` in place, on any device (meta too); `model_with_loss` becomes the root."""
+        """Shard `model` in place, on any device (meta too); `model_with_loss` becomes the root. `dtype` is None for fp32."""
         super().__init__(model_with_loss, model, dist_ctx, dims)
         self._mesh = dims.fsdp_mesh(mesh)
-        # In fp32 nothing is cast, so that bf16 master weights compute in bf16.
-        self._hidden_dtype = next(model.parameters()).dtype if dtype == torch.float32 else dtype
+        # Without a dtype nothing is cast, so that bf16 master weights compute in bf16.
+        self._hidden_dtype = dtype or next(model.parameters()).dtype
         self._replication: Tensor | None = None
         pin_memory = dist_ctx.device.type == "cuda"
         self._fsdp_kwargs: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-            ),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
         }
         self._apply_fsdp()
-        for unit in self._fsdp_modules():
+        self._root = cast(FSDPModule, model_with_loss)
+        self._units = [module for module in model_with_loss.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         if self._options.prefetch_blocks:
@@ -60,8 +61,8 @@ class FSDP2Model(ShardedModel):
     def _apply_fsdp(self) -> None:
         model = self.model
         is_tied = model.lm_head.weight is model.embeddings[0].weight
-        embeddings = [] if is_tied else model.embeddings
-        self._shard_modules(self.model_with_loss, model.blocks, embeddings, [] if is_tied else [model.lm_head])
+        embeddings, heads = ([], []) if is_tied else (model.embeddings, [model.lm_head])
+        self._shard_modules(self.model_with_loss, model.blocks, embeddings, heads)
 
     def _shard_modules(
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
@@ -73,13 +74,6 @@ class FSDP2Model(ShardedModel):
             fully_shard(head, reshard_after_forward=False, **self._fsdp_kwargs)
         fully_shard(root, **self._fsdp_kwargs)
 
-    def _fsdp_modules(self) -> list[FSDPModule]:
-        return [module for module in self.model_with_loss.modules() if isinstance(module, FSDPModule)]
-
-    def _root(self) -> FSDPModule:
-        assert isinstance(self.model_with_loss, FSDPModule)
-        return self.model_with_loss
-
     def _set_prefetch(self, num_blocks: int) -> None:
         blocks: list[FSDPModule] = [block for block in self.model.blocks if isinstance(block, FSDPModule)]
         for number, block in enumerate(blocks):
@@ -88,9 +82,9 @@ class FSDP2Model(ShardedModel):
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         # Copies of the model sum their gradients once a step, whatever is reduced within a copy.
-        self._root().set_requires_all_reduce(is_last)
+        self._root.set_requires_all_reduce(is_last)
         if not self._options.reduce_every_micro_batch:
-            self._root().set_requires_gradient_sync(is_last)
+            self._root.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def _divide_by_replication(self, squares: Tensor) -> Tensor:
@@ -108,29 +102,27 @@ class FSDP2Model(ShardedModel):
         elif self._dims.fsdp_degree > 1:
             dist.all_reduce(squares, group=self._mesh.get_group(-1))
 
-    def state_dict(
-        self, optimizer: torch.optim.Optimizer, named_state: Callable[..., dict[str, dict[str, Tensor]]]
-    ) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
         # A forward pass without a backward pass, as in validation, leaves units gathered: then their tensors are not the
         # master weights.
-        for unit in self._fsdp_modules():
+        for unit in self._units:
             unit.reshard()
         return super().state_dict(optimizer, named_state)
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:
-        units, context_parallel = self._fsdp_modules(), self.model.context_parallel
+        context_parallel = self.model.context_parallel
         self.model.context_parallel = None  # each rank decodes whole sequences
-        _init_root_state(self._root())
-        for unit in units:
+        _init_root_state(self._root)
+        for unit in self._units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
         try:
             yield self.model
         finally:
             self.model.context_parallel = context_parallel
-            _forget_forward_order(self._root())
-            for unit in units:
+            _forget_forward_order(self._root)
+            for unit in self._units:
                 unit.reshard()
                 # The root and the head always stay gathered between forward and backward.
                 stays = unit is self.model_with_loss or isinstance(unit, LMHead)

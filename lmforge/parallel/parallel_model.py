@@ -9,15 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.dims import ParallelDims
-from lmforge.parallel.dtensor import local_tensor
 
 # An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return anything.
 LossFn = Callable[[Any, Batch], Any]
+# (model, optimizer) → the optimizer's state tensors by the name of their parameter.
+NamedState = Callable[[nn.Module, Optimizer], dict[str, dict[str, Tensor]]]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: the tensor itself where it is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from all ranks that hold a part: all of them must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class ModelWithLoss(nn.Module):
@@ -43,8 +56,8 @@ class ParallelModel:
     """
 
     engine = "single"
-    # A loss is multiplied by it before the backward pass, where an engine divides gradients by the number of ranks.
-    loss_scale = 1.0
+    # What the engine divides gradients by when it sums them over ranks; the loss is multiplied by it before.
+    gradient_divide_factor = 1.0
     # Number of ranks that work on the same sequences.
     model_parallel_size = 1
     # The ranks of one pipeline rank have the same work to do, so that their times compare.
@@ -58,6 +71,7 @@ class ParallelModel:
         self.model = model
         self.dist_ctx = dist_ctx
         self._autocast_dtype = autocast_dtype
+        self._set_phase: Callable[[str], None] = lambda phase: None
 
     @property
     def description(self) -> str:
@@ -89,6 +103,7 @@ class ParallelModel:
 
         Returns the loss's metrics of each micro-batch. `set_phase` is called with the phase that begins.
         """
+        self._set_phase = set_phase
         all_metrics = []
         for number, batch in enumerate(micro_batches, start=1):
             with self.micro_batch_context(is_last=number == len(micro_batches)):
@@ -96,7 +111,7 @@ class ParallelModel:
                 with self.autocast():
                     total, metrics = self.model_with_loss(batch)
                 set_phase("backward")
-                (total * (self.loss_scale / num_items)).backward()
+                (total * (self.gradient_divide_factor / num_items)).backward()
             all_metrics.append(metrics)
         return all_metrics
 
@@ -105,7 +120,7 @@ class ParallelModel:
         with self.autocast():
             return self.model_with_loss(batch, score_fn=score_fn)
 
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
     def _local_grads(self) -> list[Tensor]:
@@ -147,16 +162,14 @@ class ParallelModel:
         """
         yield self.model
 
-    def state_dict(
-        self, optimizer: torch.optim.Optimizer, named_state: Callable[..., dict[str, dict[str, Tensor]]]
-    ) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
         """What a checkpoint holds: {"model": tensors, "optimizer": tensors}, under the model's own names.
 
         `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
         """
         return {"model": dict(self.model.named_parameters()), "optimizer": named_state(self.model, optimizer)}
 
-    def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose tensors were filled."""
 
 
@@ -175,6 +188,6 @@ class ShardedModel(ParallelModel):
     def description(self) -> str:
         return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
 
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: Optimizer) -> None:
         # In host memory gradients occupy nothing scarce, and allocating them again costs time.
         optimizer.zero_grad(set_to_none=not self._options.cpu_offload)

@@ -87,7 +87,7 @@ class PipelineModel(FSDP2Model):
         dist_ctx: DistributedContext,
         dims: ParallelDims,
         mesh: DeviceMesh,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
     ) -> None:
         """Cut `model` into stages in place, on any device."""
         self._pipeline_group = mesh[PIPELINE].get_group()
@@ -125,7 +125,7 @@ class PipelineModel(FSDP2Model):
     ) -> list[Metrics]:
         set_phase("forward")
         batch = Batch.cat(micro_batches)
-        self._loss_factor = self.loss_scale / num_items
+        self._loss_factor = self.gradient_divide_factor / num_items
         schedule = self._schedule or self._build_schedule(len(micro_batches))
         for stage in self._stages:
             stage.metrics.clear()
@@ -159,9 +159,11 @@ class PipelineModel(FSDP2Model):
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
         size = self._pipeline_group.size()
+        parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
+        shape = batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
         for stage, index in zip(self._stages, self._stage_indices, strict=True):
             if not stage.is_first:
-                hidden = torch.empty(self._hidden_shape(batch), dtype=self._hidden_dtype, device=device)
+                hidden = torch.empty(shape, dtype=self._hidden_dtype, device=device)
                 dist.recv(hidden, group=self._pipeline_group, group_src=(index - 1) % size)
             hidden = stage(hidden, score_fn=score_fn if stage.is_last else None, **batch.tensors)
             if stage.is_last:
@@ -169,10 +171,6 @@ class PipelineModel(FSDP2Model):
             else:
                 dist.send(hidden.contiguous(), group=self._pipeline_group, group_dst=(index + 1) % size)
         return result
-
-    def _hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
-        parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
-        return batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:
