@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmforge.errors import UserError
-from lmforge.interop.tensor_sources import TensorSource
+from lmforge.interop.torch_checkpoints import TensorSource
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 

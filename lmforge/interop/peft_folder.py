@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -143,13 +142,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such file; adapters are loaded from safetensors only")
     file = SafetensorsFile(path)
     tensors = {}
-    with file.open_for_reading():
-        for name, stored in file.entries.items():
-            ours = name.removeprefix(_PREFIX)
-            if ours == name or not ours.endswith(LORA_SUFFIXES) or len(stored.shape) != 2:
-                raise UserError(f"{path}: {name}: not an adapter of a linear layer, so not supported")
-            tensors[ours] = torch.empty(stored.shape, dtype=stored.dtype)
-            file.read_into(tensors[ours], name, tuple(slice(0, size) for size in stored.shape))
+    for name, stored in file.entries.items():
+        ours = name.removeprefix(_PREFIX)
+        if ours == name or not ours.endswith(LORA_SUFFIXES) or len(stored.shape) != 2:
+            raise UserError(f"{path}: {name}: not an adapter of a linear layer, so not supported")
+        tensors[ours] = file.read(name)
     if not tensors:
         raise UserError(f"{path}: holds no tensors; copy the folder again")
     return tensors
