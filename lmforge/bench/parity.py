@@ -119,7 +119,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
     """Train as `case` says, on all ranks together. Raises UserError where it does not fit them."""
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
-    optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes())
+    optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes)
     part, num_parts = data_parallel_rank_and_size(case.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
     size = data.sequences // num_parts
     measurements, losses, norms, began = _Measurements(model), [], [], 0.0

@@ -16,8 +16,8 @@ from lmforge.errors import UserError
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.safetensors_file import write_safetensors
+from lmforge.interop.transformers_causal_lm import to_stored_tensors
 from lmforge.interop.transformers_model import TransformersConfig
-from lmforge.interop.transformers_weights import to_stored_tensors
 from lmforge.interop.weights import CLASSIFIER_HEAD_WEIGHT, LM_HEAD_WEIGHT
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -31,9 +31,8 @@ from lmforge.interop.transformers_causal_lm import (
     read_pretrained_config,
     reject_unsupported_parts,
 )
-from lmforge.interop.transformers_weights import initial_values
 from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import LORA_SUFFIXES, initial_value
+from lmforge.model.init_weights import LORA_SUFFIXES, initial_value, tensor_seed
 from lmforge.model.layers import LanguageModel, LMHead
 
 
@@ -45,18 +44,12 @@ class TransformersConfig(ModelConfig):
     """
 
     config_dict: dict[str, Any] = field(default_factory=dict)
-    max_learned_positions: int | None = None
+    # That of learned positions.
+    max_sequence_length: int | None = None
+    family = "transformers"
 
     def __post_init__(self) -> None:
         """Nothing is derived or refused: transformers has checked the content."""
-
-    @property
-    def family(self) -> str:
-        return "transformers"
-
-    @property
-    def max_sequence_length(self) -> int | None:
-        return self.max_learned_positions
 
     def new_module(self) -> "TransformersModel":
         return TransformersModel(self)
@@ -93,7 +86,7 @@ def to_transformers_config(config_dict: dict[str, Any], source: str) -> Transfor
         initializer_range=first("initializer_range", "init_std", default=0.02),
         eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
         config_dict=config_dict,
-        max_learned_positions=None if unbounded else longest,
+        max_sequence_length=None if unbounded else longest,
     )
 
 
@@ -121,11 +114,32 @@ class TransformersModel(LanguageModel):
         self.lm_head = LMHead(head.in_features, head.out_features)
         self.tie_weights()
 
+    @torch.no_grad()
     def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As transformers initializes the model; adapters as ours."""
+        """(name, first value in fp32 on the CPU) of every tensor, as the family's own initialization draws it; adapters as ours.
+
+        Each module draws from a generator of its own, seeded with the seed and its name, so that values depend on nothing else.
+        Raises UserError where transformers leaves a tensor without a value.
+        """
         if embedding_std is not None:
             raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
-        yield from initial_values(self.config.config_dict, seed)
+        causal = build_causal_lm(self.config.config_dict)
+        for name, module in causal.named_modules():
+            if not module._parameters:
+                continue
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(tensor_seed(seed, name))
+                for short, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[short] = nn.Parameter(torch.full(parameter.shape, torch.nan))
+                causal._init_weights(module)
+            for short, value in module._parameters.items():
+                if value is None:
+                    continue
+                if value.isnan().any():
+                    raise UserError(f"model: transformers does not initialize {name}.{short}; start from a folder's weights")
+                yield f"{name}.{short}", value.detach()
+                module._parameters[short] = nn.Parameter(value.to("meta"))  # so that one module is in memory at a time
         for name, parameter in self.named_parameters():
             if name.endswith(LORA_SUFFIXES):
                 yield name, initial_value(name, parameter.shape, self.config, seed)

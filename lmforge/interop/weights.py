@@ -1,7 +1,7 @@
 """Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index) into a model.
 
 Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other
-pieces than the computed ones (transformers_weights.py). Missing and unexpected tensors are refused. Of a sharded model only
+pieces than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. Of a sharded model only
 this rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in checkpoint/.
 """
 
@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 from lmforge.errors import UserError
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
-from lmforge.interop.transformers_weights import TensorConversion, map_stored_names
 from lmforge.model import build_model
 from lmforge.model.init_weights import LORA_SUFFIXES, copy_full_tensor, local_part
 from lmforge.model.layers import LanguageModel

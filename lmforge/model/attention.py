@@ -84,7 +84,7 @@ def create_attention_mask(
     query_slots = torch.cat([slots[first : first + count] for first, count in ranges])
     if document_ids.is_cuda:
         mask_mod = document_mask_mod(document_ids, keys, query_slots, window)
-        block_mask = _compiled_create_block_mask()(mask_mod, sequences, None, length, len(slots), device=keys.device)
+        block_mask = _compiled(create_block_mask)(mask_mod, sequences, None, length, len(slots), device=keys.device)
         return AttentionMask(block_mask=block_mask, context_parallel=context_parallel)
     seen = (document_ids[:, :, None] == keys[:, None, :]) & causal_mask(query_slots, slots, window)
     return AttentionMask(dense_mask=seen[:, None], context_parallel=context_parallel)
@@ -119,7 +119,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
     if mask.context_parallel is not None:
         keys, values = mask.context_parallel.all_gather_sequence(torch.stack((keys, values)), 3)
     if mask.block_mask is not None:
-        compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
+        compute = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
         return compute(queries, keys, values, block_mask=mask.block_mask, enable_gqa=grouped)
     assert mask.dense_mask is not None
     if grouped and queries.is_cuda:
@@ -154,14 +155,8 @@ def document_mask_mod(
 
 
 @cache
-def _compiled_create_block_mask() -> Any:
-    return torch.compile(create_block_mask)
-
-
-@cache
-def _compiled_flex_attention() -> Any:
-    # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
-    return torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function)
 
 
 class LayerKVCache:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.utils.rnn import pad_sequence
 
 from lmforge.model.attention import AttentionMask, KVCache, attend, causal_mask
 from lmforge.model.config import ModelConfig
@@ -57,14 +58,14 @@ class IncrementalDecoder:
         return torch.cat(hidden)
 
     def _prefill_group(self, first_sequence: int, prompts: Sequence[Sequence[int]]) -> Tensor:
-        lengths = [*map(len, prompts)]
-        longest = max(lengths)
-        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=self._device)
-        last = torch.tensor(lengths, device=self._device) - 1
+        tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(self._device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
         if self._decode_model is not None:
             return self._decode_model.prefill(tokens, first_sequence, last)
-        positions = torch.arange(longest, device=self._device).expand(len(prompts), -1)
-        return self._forward(first_sequence, tokens, positions, longest)[torch.arange(len(prompts), device=self._device), last]
+        sequences, length = tokens.shape
+        positions = torch.arange(length, device=self._device).expand(sequences, -1)
+        hidden = self._forward(first_sequence, tokens, positions, length)
+        return hidden[torch.arange(sequences, device=self._device), last]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
         """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""

@@ -84,10 +84,7 @@ class FSDP1Model(ShardedModel):
         self.gradient_divide_factor = float(dist_ctx.world_size)
         # FSDP1 puts the names of its wrappers into those of the parameters.
         names = (name for name, _ in model.named_parameters())
-        self._parameter_shapes = dict(zip(names, shapes, strict=True))
-
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        return self._parameter_shapes
+        self.parameter_shapes = dict(zip(names, shapes, strict=True))
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last or self._options.reduce_every_micro_batch else self.fsdp.no_sync()
@@ -96,8 +93,10 @@ class FSDP1Model(ShardedModel):
         # Where this rank holds no part of a tensor, its gradient is empty.
         return [gradient for gradient in super()._local_grads() if gradient.numel()]
 
-    def _all_reduce_over_shards(self, squares: Tensor) -> None:
-        dist.all_reduce(squares, group=self._mesh.get_group(SHARD))
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
+        total = squares.sum()
+        dist.all_reduce(total, group=self._mesh.get_group(SHARD))
+        return total
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:

@@ -87,20 +87,19 @@ class FSDP2Model(ShardedModel):
             self._root.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def _divide_by_replication(self, squares: Tensor) -> Tensor:
-        if not self._options.splits_model:
-            return squares
-        # Tensors may be split over different numbers of ranks: each part counts once, however many ranks hold it.
-        if self._replication is None:
-            counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
-            self._replication = torch.tensor(counts, device=squares.device)  # on the CPU with cpu_offload
-        return squares / self._replication
-
-    def _all_reduce_over_shards(self, squares: Tensor) -> None:
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
         if self._options.splits_model:
-            dist.all_reduce(squares)
-        elif self._dims.fsdp_degree > 1:
-            dist.all_reduce(squares, group=self._mesh.get_group(-1))
+            # Tensors may be split over different numbers of ranks: each part counts once, however many ranks hold it.
+            if self._replication is None:
+                counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
+                self._replication = torch.tensor(counts, device=squares.device)  # on the CPU with cpu_offload
+            total = (squares / self._replication).sum()
+            dist.all_reduce(total)
+            return total
+        total = squares.sum()
+        if self._dims.fsdp_degree > 1:
+            dist.all_reduce(total, group=self._mesh.get_group(-1))
+        return total
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
         # A forward pass without a backward pass, as in validation, leaves units gathered: then their tensors are not the

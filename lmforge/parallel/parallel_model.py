@@ -71,6 +71,8 @@ class ParallelModel:
         self.model = model
         self.dist_ctx = dist_ctx
         self._autocast_dtype = autocast_dtype
+        # The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds.
+        self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._set_phase: Callable[[str], None] = lambda phase: None
 
     @property
@@ -81,10 +83,6 @@ class ParallelModel:
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds."""
-        return {name: parameter.shape for name, parameter in self.model.named_parameters()}
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision, around forward passes."""
@@ -126,12 +124,9 @@ class ParallelModel:
     def _local_grads(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
-    def _divide_by_replication(self, squares: Tensor) -> Tensor:
-        """Squared gradient norms [gradients], each divided by the number of ranks that count the same gradient."""
-        return squares
-
-    def _all_reduce_over_shards(self, squares: Tensor) -> None:
-        """Sum squared norms, in place, over the ranks that share one copy of the model."""
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
+        """The sum of squared gradient norms [gradients], over the ranks that share one copy of the model."""
+        return squares.sum()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -140,9 +135,7 @@ class ParallelModel:
         # With many ranks one may hold no part of any tensor.
         zero = torch.zeros((), device=self.dist_ctx.device)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [zero]
-        squares = self._divide_by_replication(torch.stack(norms).square()).sum()
-        self._all_reduce_over_shards(squares)
-        return squares.sqrt()
+        return self._sum_over_ranks(torch.stack(norms).square()).sqrt()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:

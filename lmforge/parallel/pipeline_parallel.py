@@ -94,7 +94,7 @@ class PipelineModel(FSDP2Model):
         size, self.pipeline_rank = self._pipeline_group.size(), self._pipeline_group.rank()
         per_rank = dims.options.stages_per_rank
         self._num_stages = size * per_rank
-        self._parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         cuts = split_blocks(len(model.blocks), self._num_stages)
         self._stage_indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
         self._stages = [
@@ -103,6 +103,7 @@ class PipelineModel(FSDP2Model):
         ]
         _drop_other_parameters(model, self._stages)
         super().__init__(nn.ModuleList(self._stages), model, dist_ctx, dims, mesh, dtype)
+        self.parameter_shapes = parameter_shapes  # those of all stages
         self._schedule: Any = None  # torch's two schedules have no common type that can be called
         self._loss_factor = torch.ones(())
         self._metric_names: list[str] = []
@@ -111,9 +112,6 @@ class PipelineModel(FSDP2Model):
     def description(self) -> str:
         schedule = "1F1B" if len(self._stages) == 1 else f"interleaved 1F1B with {len(self._stages)} stages a rank"
         return f"{super().description}, {schedule}"
-
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        return self._parameter_shapes
 
     def _apply_fsdp(self) -> None:
         for stage in self._stages:
