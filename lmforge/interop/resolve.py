@@ -11,11 +11,9 @@ from typing import Any
 from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
-from lmforge.interop.config_json import config_fields_from_json, is_supported_family, read_config_json
+from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.presets import PRESETS
-
-_REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def resolve_model_config(
@@ -54,7 +52,7 @@ def resolve_model_config(
     chosen = _with_overrides(chosen, overrides)
     if vocab_size is not None and folder is None and "vocab_size" not in overrides:
         chosen["vocab_size"] = vocab_size
-    for name in _REQUIRED_FIELDS:
+    for name in REQUIRED_FIELDS:
         if name not in chosen:
             raise UserError(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
     _check_vocabulary(where, chosen["vocab_size"], vocab_size)

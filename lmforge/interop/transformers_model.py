@@ -116,7 +116,7 @@ class TransformersModel(LanguageModel):
 
     @torch.no_grad()
     def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, first value in fp32 on the CPU) of every tensor, as the family's own initialization draws it; adapters as ours.
+        """(name, first value in fp32 on the CPU) of every tensor, as the family itself initializes it; adapters as ours.
 
         Each module draws from a generator of its own, seeded with the seed and its name, so that values depend on nothing else.
         Raises UserError where transformers leaves a tensor without a value.
@@ -125,21 +125,20 @@ class TransformersModel(LanguageModel):
             raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
         causal = build_causal_lm(self.config.config_dict)
         for name, module in causal.named_modules():
-            if not module._parameters:
+            own = dict(module.named_parameters(recurse=False))
+            if not own:
                 continue
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(tensor_seed(seed, name))
-                for short, parameter in module._parameters.items():
-                    if parameter is not None:
-                        module._parameters[short] = nn.Parameter(torch.full(parameter.shape, torch.nan))
+                for short, parameter in own.items():
+                    module.register_parameter(short, nn.Parameter(torch.full(parameter.shape, torch.nan)))
                 causal._init_weights(module)
-            for short, value in module._parameters.items():
-                if value is None:
-                    continue
+            for short in own:
+                value = module.get_parameter(short)
                 if value.isnan().any():
                     raise UserError(f"model: transformers does not initialize {name}.{short}; start from a folder's weights")
                 yield f"{name}.{short}", value.detach()
-                module._parameters[short] = nn.Parameter(value.to("meta"))  # so that one module is in memory at a time
+                module.register_parameter(short, own[short])  # on meta: one module is in memory at a time
         for name, parameter in self.named_parameters():
             if name.endswith(LORA_SUFFIXES):
                 yield name, initial_value(name, parameter.shape, self.config, seed)

@@ -7,6 +7,7 @@ is used at both ends of the forward pass, so it stays in the root, which is gath
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -44,11 +45,12 @@ class FSDP2Model(ShardedModel):
         self._hidden_dtype = dtype or next(model.parameters()).dtype
         self._replication: Tensor | None = None
         pin_memory = dist_ctx.device.type == "cuda"
-        self._fsdp_kwargs: dict[str, Any] = {
-            "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
-        }
+        self._fully_shard = partial(
+            fully_shard,
+            mesh=self._mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
+        )
         self._apply_fsdp()
         self._root = cast(FSDPModule, model_with_loss)
         self._units = [module for module in model_with_loss.modules() if isinstance(module, FSDPModule)]
@@ -68,11 +70,11 @@ class FSDP2Model(ShardedModel):
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
         for block in (*blocks, *(embeddings if self._options.wrap_embedding else [])):
-            fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward, **self._fsdp_kwargs)
+            self._fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward)
         for head in heads:
             # The backward pass begins with the head.
-            fully_shard(head, reshard_after_forward=False, **self._fsdp_kwargs)
-        fully_shard(root, **self._fsdp_kwargs)
+            self._fully_shard(head, reshard_after_forward=False)
+        self._fully_shard(root)
 
     def _set_prefetch(self, num_blocks: int) -> None:
         blocks: list[FSDPModule] = [block for block in self.model.blocks if isinstance(block, FSDPModule)]

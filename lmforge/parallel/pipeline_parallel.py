@@ -149,7 +149,7 @@ class PipelineModel(FSDP2Model):
         if len(stages) == 1:
             self._schedule = Schedule1F1B(stages[0], num_micro_batches, **kwargs)
         else:
-            self._schedule = ScheduleInterleaved1F1B(list(stages), num_micro_batches, **kwargs)
+            self._schedule = ScheduleInterleaved1F1B([*stages], num_micro_batches, **kwargs)
         return self._schedule
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
