@@ -77,31 +77,30 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
     """A model config as the content of a config.json that transformers 4 and 5 both read."""
     if config.family == "transformers":
         return dict(config.config_dict)  # type: ignore[attr-defined]
-    fields = asdict(config)
-    model_type = fields["model_type"]
+    model_type = config.model_type
     causal_suffix = "LMHeadModel" if model_type == "gpt2" else "ForCausalLM"
-    architecture = _CLASS_PREFIXES[model_type] + (_CLASSIFIER_SUFFIX if fields["reward"] else causal_suffix)
+    architecture = _CLASS_PREFIXES[model_type] + (_CLASSIFIER_SUFFIX if config.reward else causal_suffix)
     content: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
-    if fields["reward"]:
+    if config.reward:
         content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     if model_type == "gpt2":
-        content |= {_GPT2_FIELD_NAMES.get(name, name): fields[name] for name in _COMMON_FIELDS}
-        content["layer_norm_epsilon"] = fields["layer_norm_epsilon"]
+        content |= {_GPT2_FIELD_NAMES.get(name, name): getattr(config, name) for name in _COMMON_FIELDS}
+        content["layer_norm_epsilon"] = config.layer_norm_epsilon
         return content | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    content |= {name: fields[name] for name in _LLAMA_FIELDS}
-    scaling = fields["rope_scaling"]
-    content["rope_theta"] = fields["rope_theta"]
-    content["rope_scaling"] = scaling and {name: value for name, value in scaling.items() if value is not None}
+    content |= {name: getattr(config, name) for name in _LLAMA_FIELDS}
+    content["rope_theta"] = config.rope_theta
+    scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
+    content["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None} or None
     content["attention_dropout"] = 0.0
     if model_type in ("llama", "qwen3"):
-        content["attention_bias"] = fields["attention_bias"]
+        content["attention_bias"] = config.attention_bias
     if model_type == "llama":
-        content["mlp_bias"] = fields["mlp_bias"]
+        content["mlp_bias"] = config.mlp_bias
     if model_type == "mistral":
-        content["sliding_window"] = fields["sliding_window"]
+        content["sliding_window"] = config.sliding_window
     if model_type in ("qwen2", "qwen3"):
-        window, layers = fields["sliding_window"], fields["num_hidden_layers"]
-        types = fields["layer_types"] or ["full_attention" if window is None else "sliding_attention"] * layers
+        window, layers = config.sliding_window, config.num_hidden_layers
+        types = config.layer_types or ["full_attention" if window is None else "sliding_attention"] * layers
         content |= {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": list(types)}
         content["max_window_layers"] = types.index("sliding_attention") if "sliding_attention" in types else layers
     return content

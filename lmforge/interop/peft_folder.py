@@ -24,7 +24,7 @@ from lmforge.untrusted import read_json
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Options that are read here, or that do not change what is computed once there are tensors.
-_SUPPORTED_OPTIONS = {
+_SUPPORTED = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
@@ -32,7 +32,7 @@ _SUPPORTED_OPTIONS = {
 }  # fmt: skip
 _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
 # The initializations that leave the weights of the base model as they are.
-_SUPPORTED_INIT_LORA_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
+_SUPPORTED_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class _PeftConfig(TypedDict):
@@ -58,7 +58,7 @@ def save_peft_folder(
         base_model_name: the model that they belong to: a folder, or a name on the hub.
         overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
     """
-    layers = _adapted_layer_names(tensors)
+    layers = _layer_names(tensors)
     plain = all(target == ALL_LINEAR or target.isidentifier() for target in config.target_modules)
     content = {
         "peft_type": "LORA",
@@ -110,14 +110,14 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         raise UserError(
             f"{path}: peft_type {peft_type}: only LORA adapters are supported; merge it into its model with PEFT first"
         )
-    refused = [name for name, value in content.items() if name not in _SUPPORTED_OPTIONS and value not in _UNSET_VALUES]
-    if content.get("init_lora_weights", True) in _SUPPORTED_INIT_LORA_WEIGHTS:
+    refused = [name for name, value in content.items() if name not in _SUPPORTED and value not in _UNSET_VALUES]
+    if content.get("init_lora_weights", True) in _SUPPORTED_INITS:
         refused = [name for name in refused if name != "init_lora_weights"]
     if refused:
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
         raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
     tensors = _read_tensors(folder / ADAPTER_WEIGHTS_FILE)
-    layers = _adapted_layer_names(tensors)
+    layers = _layer_names(tensors)
     targets = content.get("target_modules")
     narrowed = any(content.get(name) for name in ("exclude_modules", "layers_to_transform"))
     by_last_name = isinstance(targets, list) and sorted(map(str, targets)) == _module_names(layers) and not narrowed
@@ -152,7 +152,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _adapted_layer_names(tensors: Mapping[str, Tensor]) -> list[str]:
+def _layer_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the layers that these tensors adapt."""
     return [name.removesuffix(LORA_SUFFIXES[0]) for name in tensors if name.endswith(LORA_SUFFIXES[0])]
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,24 +58,24 @@ class TransformersConfig(ModelConfig):
         return _count_parameters(json.dumps(self.config_dict, sort_keys=True))
 
 
-def to_transformers_config(config_dict: dict[str, Any], source: str) -> TransformersConfig:
+def _first(config: Any, *names: str, default: Any = 0) -> Any:
+    """The first of these fields of transformers' config that is neither missing nor None nor 0."""
+    return next((value for name in names if (value := getattr(config, name, None))), default)
+
+
+def to_transformers_config(content: dict[str, Any], source: str) -> TransformersConfig:
     """The config that a config.json describes. Raises UserError, beginning with `source`, for what cannot be wrapped."""
-    theirs = read_pretrained_config(config_dict, source)
-
-    def first(*names: str, default: Any = 0) -> Any:
-        values = (getattr(theirs, name, None) for name in names)
-        return next((value for value in values if value is not None), default)
-
-    heads, end_tokens = first("num_attention_heads", default=1), first("eos_token_id", default=None)
-    width, layers = first("hidden_size"), first("num_hidden_layers")
-    longest = first("max_position_embeddings")
+    theirs = read_pretrained_config(content, source)
+    first = partial(_first, theirs)
+    heads, end_tokens = first("num_attention_heads", default=1), getattr(theirs, "eos_token_id", None)
+    width, longest = first("hidden_size"), first("max_position_embeddings")
     # Rotary angles and slopes have no end; tables of learned positions do.
     slopes = theirs.model_type in ALIBI_MODEL_TYPES or first("alibi", default=False)
-    unbounded = getattr(theirs, "rope_parameters", None) or slopes or not longest
+    unbounded = first("rope_parameters") or slopes or not longest
     return TransformersConfig(
         vocab_size=first("vocab_size"),
         hidden_size=width,
-        num_hidden_layers=layers,
+        num_hidden_layers=first("num_hidden_layers"),
         num_attention_heads=heads,
         intermediate_size=first("intermediate_size", "ffn_dim", default=4 * width),
         num_key_value_heads=first("num_key_value_heads", "num_kv_heads", default=heads),
@@ -85,7 +85,7 @@ def to_transformers_config(config_dict: dict[str, Any], source: str) -> Transfor
         tie_word_embeddings=bool(first("tie_word_embeddings", default=False)),
         initializer_range=first("initializer_range", "init_std", default=0.02),
         eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
-        config_dict=config_dict,
+        config_dict=content,
         max_sequence_length=None if unbounded else longest,
     )
 
@@ -238,10 +238,8 @@ def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     embedding = model.embeddings[0].weight.numel()
     theirs = model.base_model.config
-    experts, chosen = (
-        next((value for name in names if (value := getattr(theirs, name, None))), 1)
-        for names in (NUM_EXPERTS_FIELDS, ("num_experts_per_tok", "moe_topk"))
-    )
+    experts = _first(theirs, *NUM_EXPERTS_FIELDS, default=1)
+    chosen = _first(theirs, "num_experts_per_tok", "moe_topk", default=1)
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     total = sum(sizes.values())
     idle = routed - routed * chosen // experts

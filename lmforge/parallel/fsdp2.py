@@ -114,7 +114,8 @@ class FSDP2Model(ShardedModel):
     def unsharded(self) -> Iterator[LanguageModel]:
         context_parallel = self.model.context_parallel
         self.model.context_parallel = None  # each rank decodes whole sequences
-        _init_root_state(self._root)
+        # The root learns its units, as in its first forward pass: before that, a unit that ran alone would become a root.
+        self._root._get_fsdp_state()._lazy_init()  # private to torch; checked with 2.13.0
         for unit in self._units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
@@ -128,14 +129,6 @@ class FSDP2Model(ShardedModel):
                 # The root and the head always stay gathered between forward and backward.
                 stays = unit is self.model_with_loss or isinstance(unit, LMHead)
                 unit.set_reshard_after_forward(self._dims.reshard_after_forward and not stays, recurse=False)
-
-
-def _init_root_state(root: FSDPModule) -> None:
-    """Tell the root its units, as its first forward pass would. Before that, a unit that ran alone would become a root.
-
-    Private to torch; checked with 2.13.0.
-    """
-    root._get_fsdp_state()._lazy_init()
 
 
 def _forget_forward_order(root: FSDPModule) -> None:

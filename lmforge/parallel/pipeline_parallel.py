@@ -90,16 +90,16 @@ class PipelineModel(FSDP2Model):
         dtype: torch.dtype | None,
     ) -> None:
         """Cut `model` into stages in place, on any device."""
-        self._pipeline_group = mesh[PIPELINE].get_group()
-        size, self.pipeline_rank = self._pipeline_group.size(), self._pipeline_group.rank()
+        self._group = mesh[PIPELINE].get_group()
+        size, self.pipeline_rank = self._group.size(), self._group.rank()
         per_rank = dims.options.stages_per_rank
         self._num_stages = size * per_rank
         parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         cuts = split_blocks(len(model.blocks), self._num_stages)
-        self._stage_indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
+        self._indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
         self._stages = [
             StageModule(model, cuts[index], loss_fn, is_first=index == 0, is_last=index == self._num_stages - 1)
-            for index in self._stage_indices
+            for index in self._indices
         ]
         _drop_other_parameters(model, self._stages)
         super().__init__(nn.ModuleList(self._stages), model, dist_ctx, dims, mesh, dtype)
@@ -142,8 +142,8 @@ class PipelineModel(FSDP2Model):
     def _build_schedule(self, num_micro_batches: int) -> Any:
         device = self.dist_ctx.device
         stages = [
-            PipelineStage(stage, index, self._num_stages, device, group=self._pipeline_group)
-            for stage, index in zip(self._stages, self._stage_indices, strict=True)
+            PipelineStage(stage, index, self._num_stages, device, group=self._group)
+            for stage, index in zip(self._stages, self._indices, strict=True)
         ]
         kwargs: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
         if len(stages) == 1:
@@ -156,18 +156,18 @@ class PipelineModel(FSDP2Model):
         """What `score_fn` returns on the rank of the last stage, 0 on the others, so that sums over ranks are right."""
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
-        size = self._pipeline_group.size()
+        size = self._group.size()
         parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
         shape = batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
-        for stage, index in zip(self._stages, self._stage_indices, strict=True):
+        for stage, index in zip(self._stages, self._indices, strict=True):
             if not stage.is_first:
                 hidden = torch.empty(shape, dtype=self._hidden_dtype, device=device)
-                dist.recv(hidden, group=self._pipeline_group, group_src=(index - 1) % size)
+                dist.recv(hidden, group=self._group, group_src=(index - 1) % size)
             hidden = stage(hidden, score_fn=score_fn if stage.is_last else None, **batch.tensors)
             if stage.is_last:
                 result = hidden
             else:
-                dist.send(hidden.contiguous(), group=self._pipeline_group, group_dst=(index + 1) % size)
+                dist.send(hidden.contiguous(), group=self._group, group_dst=(index + 1) % size)
         return result
 
 
