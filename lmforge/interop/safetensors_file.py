@@ -108,26 +108,24 @@ class SafetensorsFile:
         """A full tensor, on the CPU."""
         entry = self.entries[name]
         full = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read_parts([(full, name, tuple(slice(0, size) for size in entry.shape))])
+        self.read_parts([(name, full, tuple(slice(0, size) for size in entry.shape))])
         return full
 
-    def read_parts(self, requests: list[tuple[Tensor, str, tuple[slice, ...]]]) -> None:
-        """For each (target, name, part), fill the target (any float dtype, any device) with a part of a tensor.
+    def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
+        """For each (name, target, part), fill the target (any float dtype, any device) with a part of a tensor.
 
         All slices of a part have both bounds. The tensors are read in the order of their offsets.
         """
-        parts = [_StoredPart(self.entries[name], target, part) for target, name, part in requests]
-        parts.sort(key=lambda part: part.entry.offset)
-        advised = ahead = 0
+        parts = [_StoredPart(self.entries[name], target, part) for name, target, part in requests if target.numel()]
+        parts.sort(key=lambda part: part.begin)
+        upcoming, ahead = iter(parts), 0
         with open(self.path, "rb") as file:
             _advise(file, 0, 0, "POSIX_FADV_RANDOM")  # else the system reads ahead, into the parts of other ranks
             for part in parts:
-                while advised < len(parts) and ahead < READAHEAD_BYTES:
-                    following = parts[advised]
+                while ahead < READAHEAD_BYTES and (following := next(upcoming, None)):
                     if following.readahead:  # a length of 0 means up to the end of the file
                         _advise(file, following.begin, following.readahead, "POSIX_FADV_WILLNEED")
                     ahead += following.readahead
-                    advised += 1
                 part.read(file)
                 ahead -= part.readahead
 
@@ -136,33 +134,30 @@ class _StoredPart:
     """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into `target`."""
 
     def __init__(self, entry: SafetensorsEntry, target: Tensor, part: tuple[slice, ...]) -> None:
-        self.entry = entry
-        rows, columns, *others = (*part, slice(0, 1), slice(0, 1))[: max(2, len(part))]
-        if any((cut.start, cut.stop) != (0, size) for cut, size in zip(others, entry.shape[2:], strict=True)):
+        rows = part[0] if part else slice(0, 1)
+        columns = part[1] if len(part) > 1 else slice(0, 1)
+        if any((cut.start, cut.stop) != (0, size) for cut, size in zip(part[2:], entry.shape[2:], strict=True)):
             raise ValueError("a part is split beyond its second dimension")
         beyond = math.prod(entry.shape[2:])
         self._columns = slice(columns.start * beyond, columns.stop * beyond)
         self._width = math.prod(entry.shape[1:])
-        self._target = target.view(rows.stop - rows.start, -1) if target.numel() else target
         self._row_bytes = self._width * entry.dtype.itemsize
+        self._target, self._dtype = target.view(rows.stop - rows.start, -1), entry.dtype
         self.begin = entry.offset + rows.start * self._row_bytes
-        # Bytes of a part that is full rows; no readahead for a choice of columns.
-        is_full = self._columns == slice(0, self._width)
-        self.readahead = (rows.stop - rows.start) * self._row_bytes if is_full else 0
+        # The bytes of full rows; no readahead for a choice of columns.
+        self.readahead = len(self._target) * self._row_bytes if self._columns == slice(0, self._width) else 0
 
     def read(self, file: BufferedReader) -> None:
-        target, columns, item = self._target, self._columns, self.entry.dtype.itemsize
-        if not target.numel():
-            return
+        target, columns, item = self._target, self._columns, self._dtype.itemsize
         taken = columns.stop - columns.start
         by_line = PAGE_BYTES <= taken * item < self._row_bytes
         width = taken if by_line else self._width
-        plain = target.device.type == "cpu" and target.dtype == self.entry.dtype and target.is_contiguous()
+        plain = target.device.type == "cpu" and target.dtype == self._dtype and target.is_contiguous()
         in_place = plain and width == taken
         rows = len(target) if in_place else max(1, BLOCK_BYTES // (width * item))
         for row in range(0, len(target), rows):
             into = target[row : row + rows]
-            block = into if in_place else torch.empty(len(into), width, dtype=self.entry.dtype)
+            block = into if in_place else torch.empty(len(into), width, dtype=self._dtype)
             begin = self.begin + row * self._row_bytes
             if by_line:
                 for number, line in enumerate(block):

@@ -47,9 +47,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     folder = Path(folder)
     local = dict(model.named_parameters())
     full_model = _full_model(model)
-    expected = {
-        name: each for name, each in full_model.named_parameters() if not name.endswith(LORA_SUFFIXES) and name not in new_names
-    }
+    absent = (*LORA_SUFFIXES, *new_names)
+    expected = {name: each for name, each in full_model.named_parameters() if not name.endswith(absent)}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
@@ -64,10 +63,10 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
     _reject_differences(folder, expected, stored)
     for file in opened:
-        wanted = [(local[ours], name) for ours, (source, name) in stored.items() if source is file and ours in local]
-        for _, name in wanted:
+        targets = {name: local[ours] for ours, (source, name) in stored.items() if source is file and ours in local}
+        for name in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        file.read_parts([(target, name, part) for each, name in wanted for target, part in [local_part(each)]])
+        file.read_parts([(name, *local_part(target)) for name, target in targets.items()])
     for conversion in conversions:
         for name, value in conversion.convert(lambda name: file_of[name].read(name)).items():
             _reject_quantized(value.dtype, f"{folder}: {name}")

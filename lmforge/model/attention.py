@@ -205,15 +205,15 @@ class KVCache:
         self.key_values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.max_length = max_length
 
-    def view(self, first_sequence: int, positions: Tensor, end: int) -> list[LayerKVCache]:
-        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences from `first_sequence` on.
+    def view(self, first: int, positions: Tensor, end: int) -> list[LayerKVCache]:
+        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences from `first` on.
 
         One LayerKVCache for each block. `end` is one more than the largest position. The positions of a sequence are
         consecutive; what pads a shorter one at the right is written to slots that its later tokens overwrite.
         """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
-        part = slice(first_sequence, first_sequence + len(positions))
+        part = slice(first, first + len(positions))
         sequences = torch.arange(len(positions), device=positions.device)[:, None]
         return [LayerKVCache(*key_values[:, part, :, :end], sequences, positions) for key_values in self.key_values]
 

@@ -57,14 +57,14 @@ class IncrementalDecoder:
         self._positions = torch.tensor(self._lengths, device=self._device)
         return torch.cat(hidden)
 
-    def _prefill_group(self, first_sequence: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def _prefill_group(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
         tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(self._device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
         if self._decode_model is not None:
-            return self._decode_model.prefill(tokens, first_sequence, last)
+            return self._decode_model.prefill(tokens, first, last)
         sequences, length = tokens.shape
         positions = torch.arange(length, device=self._device).expand(sequences, -1)
-        hidden = self._forward(first_sequence, tokens, positions, length)
+        hidden = self._forward(first, tokens, positions, length)
         return hidden[torch.arange(sequences, device=self._device), last]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class IncrementalDecoder:
         self._positions = self._positions + 1
         return hidden
 
-    def _forward(self, first_sequence: int, tokens: Tensor, positions: Tensor, end: int) -> Tensor:
-        cache = self._cache.view(first_sequence, positions, end)
+    def _forward(self, first: int, tokens: Tensor, positions: Tensor, end: int) -> Tensor:
+        cache = self._cache.view(first, positions, end)
         hidden: Tensor = self._model(tokens, positions, torch.zeros_like(tokens, dtype=torch.int32), cache)
         return hidden
 
@@ -131,21 +131,21 @@ class LlamaDecodeModel:
         config = model.config
         self._model, self._cache, self._dtype = model, cache, dtype
         self._heads, self._groups, self._width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self._layers = [_FusedLlamaLayers(block, self._interleave_rotary_pairs, config, dtype) for block in model.blocks]
+        self._layers = [_FusedLlamaLayers(block, self._interleave, config, dtype) for block in model.blocks]
         device = model.embeddings[0].weight.device
         angles = torch.arange(cache.max_length, device=device)[:, None].float() * rotary_frequencies(config, device)
         self._rotations = torch.polar(torch.ones_like(angles), angles)[:, None]  # complex64 [positions, 1, head_dim / 2]
 
-    def _interleave_rotary_pairs(self, channels: Tensor) -> Tensor:
+    def _interleave(self, channels: Tensor) -> Tensor:
         """The channels of queries and keys, in the first dimension, with rotary pairs side by side; then those of values."""
-        rotated = (self._heads + self._groups) * self._width
-        pairs = channels[:rotated].unflatten(0, (-1, 2, self._width // 2))
-        return torch.cat([pairs.transpose(1, 2).flatten(0, 2), channels[rotated:]])
+        end = (self._heads + self._groups) * self._width
+        pairs = channels[:end].unflatten(0, (-1, 2, self._width // 2))
+        return torch.cat([pairs.transpose(1, 2).flatten(0, 2), channels[end:]])
 
-    def prefill(self, tokens: Tensor, first_sequence: int, last_positions: Tensor) -> Tensor:
-        """Compute new sequences int64 [sequences, length], which are `first_sequence` and following in the cache.
+    def prefill(self, tokens: Tensor, first: int, last: Tensor) -> Tensor:
+        """Compute new sequences int64 [sequences, length], which are `first` and following in the cache.
 
-        Returns hidden states [sequences, hidden_size] of the tokens at `last_positions` int64 [sequences]; the rest is padding.
+        Returns hidden states [sequences, hidden_size] of the tokens at positions `last` int64 [sequences]; the rest is padding.
         """
         sequences, length = tokens.shape
         slots = torch.arange(length, device=tokens.device)
@@ -160,8 +160,8 @@ class LlamaDecodeModel:
             grouped = self._groups != self._heads
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
-        last_tokens = torch.arange(sequences, device=tokens.device), last_positions
-        return self._forward(tokens, first_sequence, positions, attend_layer, last_tokens)
+        last_tokens = torch.arange(sequences, device=tokens.device), last
+        return self._forward(tokens, first, positions, attend_layer, last_tokens)
 
     def decode_step(
         self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], groups: Sequence[tuple[int, int]]
@@ -200,23 +200,27 @@ class LlamaDecodeModel:
     def _forward(
         self,
         tokens: Tensor,
-        first_sequence: int,
+        first: int,
         positions: Tensor,
         attend_layer: Callable[[int, Tensor, Tensor, Tensor], Tensor],
         last_tokens: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         sequences, length = tokens.shape
-        device = tokens.device.type
-        indices = torch.arange(first_sequence, first_sequence + sequences, device=tokens.device)[:, None]
+        indices = torch.arange(first, first + sequences, device=tokens.device)[:, None]
         rotations = self._rotations[positions]
         # The weights already have the dtype of autocast, which would cast them again for each product.
-        with torch.inference_mode(), torch.autocast(device, enabled=False):
+        with torch.inference_mode(), torch.autocast(tokens.device.type, enabled=False):
             hidden = self._model.embed(tokens, positions)
             for layer, (block, fused) in enumerate(zip(self._model.blocks, self._layers, strict=True)):
                 qkv = fused.qkv(block.input_layernorm(hidden).to(self._dtype))
                 heads = qkv.view(sequences, length, -1, self._width)
                 q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
-                self._apply_rotary(heads[:, :, : self._heads + self._groups], rotations, fused)
+                # Queries and keys are normalized, if the model does that, and rotated in place, in fp32.
+                q_and_k = heads[:, :, : self._heads + self._groups]
+                rotated = fused.apply_qk_norm(q_and_k).float()
+                torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations)
+                if rotated is not q_and_k:
+                    q_and_k.copy_(rotated)
                 self._cache.key_values[layer][:, indices, :, positions] = heads[:, :, self._heads :].unflatten(2, (2, -1))
                 attended = attend_layer(layer, q, k, v).reshape(sequences, length, -1)
                 if last_tokens is not None and layer == len(self._layers) - 1:
@@ -227,13 +231,6 @@ class LlamaDecodeModel:
                 hidden = hidden + fused.down_proj(silu(gate).mul_(up))
             normed: Tensor = self._model.final_norm(hidden)
             return normed
-
-    def _apply_rotary(self, heads: Tensor, rotations: Tensor, fused: "_FusedLlamaLayers") -> None:
-        """Normalize, if the model does, and rotate queries and keys [sequences, length, heads, head_dim] in place, in fp32."""
-        rotated = fused.apply_qk_norm(heads).float()
-        torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations)
-        if rotated is not heads:
-            heads.copy_(rotated)
 
 
 class _FusedLlamaLayers:

@@ -215,7 +215,7 @@ def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, dr
             cuts = [sorted((draw.randint(0, size), draw.randint(0, size))) for size in whole.shape]
             part = tuple(slice(*cut) for cut in cuts)
             target = torch.full(whole[part].shape, torch.nan, dtype=draw.choice([torch.float32, whole.dtype]))
-            wanted.append((target, name, part))
+            wanted.append((name, target, part))
         file.read_parts(wanted)
-        for target, name, part in wanted:
+        for name, target, part in wanted:
             assert torch.equal(target, stored[name][part].to(target.dtype)), (name, part)
