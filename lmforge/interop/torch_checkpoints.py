@@ -61,7 +61,16 @@ class SafeReader(dcp.FileSystemReader):
             content = file.read(MAX_METADATA_BYTES + 1)
         if len(content) > MAX_METADATA_BYTES:
             raise UserError(f"{path}: larger than {MAX_METADATA_BYTES:,} bytes, which no checkpoint metadata is")
-        return _parse_metadata(content, path)
+        try:
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+            files = {str(info.relative_path) for info in metadata.storage_data.values()}
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as problem:
+            raise UserError(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
+        if outside := sorted(name for name in files if Path(name).name != name):
+            raise UserError(f"{path}: says that tensors lie in {outside[0]}, outside of the checkpoint")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        return metadata
 
     def meta_tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name, on the meta device; other objects are left out."""
@@ -83,19 +92,6 @@ def load_tensors(state: dict[str, Any], reader: SafeReader) -> None:
             if isinstance(cause, Exception):
                 raise cause from None
         raise
-
-
-def _parse_metadata(content: bytes, path: Path) -> Metadata:
-    try:
-        metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-        files = {str(info.relative_path) for info in metadata.storage_data.values()}
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as problem:
-        raise UserError(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
-    if outside := sorted(name for name in files if Path(name).name != name):
-        raise UserError(f"{path}: says that tensors lie in {outside[0]}, outside of the checkpoint")
-    if getattr(metadata, "storage_meta", None) is None:
-        metadata.storage_meta = StorageMeta()
-    return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -10,7 +10,6 @@ stack. The rules for that are transformers' own, used in both directions, so tha
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ def build_causal_lm(content: dict[str, Any]) -> Any:
     with torch.device("meta"):
         config = read_pretrained_config(content, "model")
         causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stacks = [parameter for name, parameter in causal.named_parameters() if ".experts." in name and parameter.ndim == 3]
+    stacks = [each for name, each in causal.named_parameters() if ".experts." in name and each.ndim == 3]
     if any(size % _GROUPED_MM_MULTIPLE for stack in stacks for size in stack.shape[1:]):
         causal.set_experts_implementation("eager")
     return causal.eval()
@@ -86,11 +85,11 @@ def build_causal_lm(content: dict[str, Any]) -> Any:
 def find_block_list(base_model: nn.Module) -> str:
     """The name of the longest list of modules of one class that is in no other list. Raises UserError where there is none."""
     lists = {name: module for name, module in base_model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
-    outer = {name: blocks for name, blocks in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
-    alike = [name for name, blocks in outer.items() if len({type(block) for block in blocks}) == 1]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    alike = [name for name in outer if len({type(block) for block in lists[name]}) == 1]
     if not alike:
         raise UserError(f"model: {type(base_model).__name__} has no list of blocks of one class to shard; use another model")
-    return max(alike, key=lambda name: len(outer[name]))
+    return max(alike, key=lambda name: len(lists[name]))
 
 
 def find_logit_scale(causal: Any, hidden_size: int) -> float:
@@ -180,7 +179,7 @@ def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
 
 def find_base_model_name(causal: Any) -> str:
     """The name of the one module beside the head. Raises UserError where there are several, or none."""
-    parts = [name for name, part in causal.named_children() if name != _HEAD_NAME and any(True for _ in part.parameters())]
+    parts = [name for name, part in causal.named_children() if name != _HEAD_NAME and [*part.parameters()]]
     if len(parts) != 1:
         name = type(causal).__name__
         raise UserError(f"model: {name} is not one base model and a head ({', '.join(parts)}); use another model")
@@ -198,10 +197,9 @@ def reject_unsupported_parts(causal: Any) -> None:
     head = causal.get_output_embeddings()
     if getattr(causal, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
         raise UserError(f"model: {name} has no plain {_HEAD_NAME}; use another model")
-    shared = Counter(
-        id(part) for key, part in causal.named_parameters(remove_duplicate=False) if not key.startswith(_HEAD_NAME)
-    )
-    if max(shared.values()) > 1:
+    named = causal.named_parameters(remove_duplicate=False)
+    weights = [weight for key, weight in named if not key.startswith(_HEAD_NAME)]
+    if len(set(weights)) < len(weights):
         raise UserError(f"model: {name} uses some weights in several places, which sharding would separate; use another model")
     if head.bias is not None:
         raise UserError(f"model: the head of {name} has a bias, which lmforge's loss does not support; use another model")

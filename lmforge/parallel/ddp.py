@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.dims import ParallelDims
 from lmforge.parallel.parallel_model import ParallelModel
 
 
@@ -19,11 +20,16 @@ class DDPModel(ParallelModel):
     engine = "ddp"
 
     def __init__(
-        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, autocast_dtype: torch.dtype | None
+        self,
+        model_with_loss: nn.Module,
+        model: LanguageModel,
+        dist_ctx: DistributedContext,
+        dims: ParallelDims,
+        autocast_dtype: torch.dtype | None,
     ) -> None:
         device_ids = [dist_ctx.device.index] if dist_ctx.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(model_with_loss, device_ids=device_ids, gradient_as_bucket_view=True)
-        super().__init__(self.ddp, model, dist_ctx, autocast_dtype)
+        super().__init__(self.ddp, model, dist_ctx, dims, autocast_dtype)
         self.ddp.register_comm_hook(self, _all_reduce_hook)
         _fix_bucket_order(self.ddp)
 

@@ -25,7 +25,7 @@ from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
 from lmforge.parallel.dims import SHARD, ParallelDims
-from lmforge.parallel.parallel_model import NamedState, ShardedModel
+from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 # The module's docstring says it; FSDP1 prints it for each block, in as many lines as the block has tensors.
 warnings.filterwarnings("ignore", message=r"(?s).* has both parameters with requires_grad=True and False")
@@ -34,7 +34,7 @@ _MODEL_PREFIX = "model."  # the name of the model in ModelWithLoss
 _HEAD_WEIGHT = "lm_head.weight"
 
 
-class FSDP1Model(ShardedModel):
+class FSDP1Model(ParallelModel):
     """FSDP1 divides gradients by the number of ranks; `gradient_divide_factor` undoes that."""
 
     engine = "fsdp1"

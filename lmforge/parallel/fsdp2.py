@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.parallel.dims import ParallelDims
-from lmforge.parallel.parallel_model import NamedState, ShardedModel
+from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 
-class FSDP2Model(ShardedModel):
+class FSDP2Model(ParallelModel):
     """FSDP2. Gradients are summed over ranks: the loss is already divided by the items of the global batch."""
 
     engine = "fsdp2"

@@ -58,19 +58,25 @@ class ParallelModel:
     engine = "single"
     # What the engine divides gradients by when it sums them over ranks; the loss is multiplied by it before.
     gradient_divide_factor = 1.0
-    # Number of ranks that work on the same sequences.
-    model_parallel_size = 1
     # The ranks of one pipeline rank have the same work to do, so that their times compare.
     pipeline_rank = 0
 
     def __init__(
-        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, autocast_dtype: torch.dtype | None
+        self,
+        model_with_loss: nn.Module,
+        model: LanguageModel,
+        dist_ctx: DistributedContext,
+        dims: ParallelDims,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         """`autocast_dtype` is None for fp32, and for engines with a mixed precision of their own."""
         self.model_with_loss = model_with_loss
         self.model = model
         self.dist_ctx = dist_ctx
+        self._dims, self._options = dims, dims.options
         self._autocast_dtype = autocast_dtype
+        # Number of ranks that work on the same sequences.
+        self.model_parallel_size = dims.options.model_parallel_size
         # The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds.
         self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._set_phase: Callable[[str], None] = lambda phase: None
@@ -78,7 +84,9 @@ class ParallelModel:
     @property
     def description(self) -> str:
         """The engine and how it shards, for people to read."""
-        return self.engine
+        if not self.engine.startswith("fsdp"):
+            return self.engine
+        return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
@@ -119,7 +127,8 @@ class ParallelModel:
             return self.model_with_loss(batch, score_fn=score_fn)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
+        # In host memory gradients occupy nothing scarce, and allocating them again costs time.
+        optimizer.zero_grad(set_to_none=not self._options.cpu_offload)
 
     def _local_grads(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
@@ -164,23 +173,3 @@ class ParallelModel:
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose tensors were filled."""
-
-
-class ShardedModel(ParallelModel):
-    """What FSDP1 and FSDP2 have in common."""
-
-    def __init__(
-        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, dims: ParallelDims
-    ) -> None:
-        super().__init__(model_with_loss, model, dist_ctx, None)
-        self._dims = dims
-        self._options = dims.options
-        self.model_parallel_size = dims.options.model_parallel_size
-
-    @property
-    def description(self) -> str:
-        return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
-
-    def zero_grad(self, optimizer: Optimizer) -> None:
-        # In host memory gradients occupy nothing scarce, and allocating them again costs time.
-        optimizer.zero_grad(set_to_none=not self._options.cpu_offload)

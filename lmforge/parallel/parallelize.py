@@ -95,9 +95,8 @@ def _wrap(
     model_with_loss = ModelWithLoss(model, loss_fn)
     if mesh is not None:
         return FSDP2Model(model_with_loss, model, dist_ctx, dims, mesh, dtype)
-    if engine == "fsdp1":
-        return FSDP1Model(model_with_loss, model, dist_ctx, dims, dtype)
-    return (DDPModel if engine == "ddp" else ParallelModel)(model_with_loss, model, dist_ctx, dtype)
+    engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model}
+    return engines[engine](model_with_loss, model, dist_ctx, dims, dtype)
 
 
 def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], object] | None) -> None:
