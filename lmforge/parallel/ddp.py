@@ -8,9 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.model.layers import LanguageModel
-from lmforge.parallel.dims import ParallelDims
 from lmforge.parallel.parallel_model import ParallelModel
 
 
@@ -19,19 +16,13 @@ class DDPModel(ParallelModel):
 
     engine = "ddp"
 
-    def __init__(
-        self,
-        model_with_loss: nn.Module,
-        model: LanguageModel,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        autocast_dtype: torch.dtype | None,
-    ) -> None:
-        device_ids = [dist_ctx.device.index] if dist_ctx.device.type == "cuda" else None
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        device = self.dist_ctx.device
+        device_ids = [device.index] if device.type == "cuda" else None
         self.ddp = DistributedDataParallel(model_with_loss, device_ids=device_ids, gradient_as_bucket_view=True)
-        super().__init__(self.ddp, model, dist_ctx, dims, autocast_dtype)
         self.ddp.register_comm_hook(self, _all_reduce_hook)
         _fix_bucket_order(self.ddp)
+        return self.ddp
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self.ddp.no_sync()

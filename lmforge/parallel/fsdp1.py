@@ -18,13 +18,12 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.sections import TORCH_SHARDING_NAMES
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
-from lmforge.parallel.dims import SHARD, ParallelDims
+from lmforge.parallel.dims import SHARD
 from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 # The module's docstring says it; FSDP1 prints it for each block, in as many lines as the block has tensors.
@@ -38,53 +37,44 @@ class FSDP1Model(ParallelModel):
     """FSDP1 divides gradients by the number of ranks; `gradient_divide_factor` undoes that."""
 
     engine = "fsdp1"
+    is_sharded = True
 
-    def __init__(
-        self,
-        model_with_loss: nn.Module,
-        model: LanguageModel,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Wrap `model_with_loss`, whose weights are initialized, on any device; `dtype` is None for fp32.
-
-        Raises UserError for no-shard.
-        """
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """Wrap a model whose weights are initialized, on any device. Raises UserError for no-shard."""
+        model, dims, options = self.model, self._dims, self._options
         if dims.fsdp_degree == 1:
             # Its no-shard is deprecated, and a hybrid of groups of one computes wrong gradients: it reduces none.
             raise UserError(f"parallel.sharding = {dims.sharding}: over one rank fsdp1 shards nothing; use engine = ddp")
         # One group of all ranks is not hybrid.
         sharding = dims.sharding if dims.is_hybrid else dims.sharding.removeprefix("hybrid-")
-        options = dims.options
-        self._mesh = dims.build_mesh(dist_ctx.device.type)
-        shapes = [parameter.shape for parameter in model.parameters()]
+        mesh = dims.build_mesh(self.dist_ctx.device.type)
+        self._shard_group = mesh.get_group(SHARD)
         units: set[nn.Module] = set(model.blocks)
         if model.lm_head.weight is not model.embeddings[0].weight:
             units |= {model.lm_head, *(model.embeddings if options.wrap_embedding else [])}
         self.fsdp = FullyShardedDataParallel(
             model_with_loss,
-            device_mesh=self._mesh,
+            device_mesh=mesh,
             sharding_strategy=ShardingStrategy[TORCH_SHARDING_NAMES[sharding]],
             cpu_offload=CPUOffload(offload_params=options.cpu_offload),
             auto_wrap_policy=CustomPolicy(lambda module: module in units),
             mixed_precision=MixedPrecision(
-                param_dtype=dtype,
+                param_dtype=self._dtype,
                 reduce_dtype=torch.float32,
                 # Rotary angles and masks keep their dtype; hidden states are in `dtype` from the embedding on.
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
-            device_id=dist_ctx.device,
+            device_id=self.dist_ctx.device,
             limit_all_gathers=options.limit_all_gathers,
             forward_prefetch=options.forward_prefetch,
             use_orig_params=True,
         )
-        super().__init__(self.fsdp, model, dist_ctx, dims)
-        self.gradient_divide_factor = float(dist_ctx.world_size)
+        self.gradient_divide_factor = float(self.dist_ctx.world_size)
         # FSDP1 puts the names of its wrappers into those of the parameters.
         names = (name for name, _ in model.named_parameters())
-        self.parameter_shapes = dict(zip(names, shapes, strict=True))
+        self.parameter_shapes = dict(zip(names, self.parameter_shapes.values(), strict=True))
+        return self.fsdp
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last or self._options.reduce_every_micro_batch else self.fsdp.no_sync()
@@ -95,7 +85,7 @@ class FSDP1Model(ParallelModel):
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
         total = squares.sum()
-        dist.all_reduce(total, group=self._mesh.get_group(SHARD))
+        dist.all_reduce(total, group=self._shard_group)
         return total
 
     @contextmanager

@@ -13,14 +13,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.model.layers import LanguageModel, LMHead
-from lmforge.parallel.dims import ParallelDims
 from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 
@@ -28,30 +25,23 @@ class FSDP2Model(ParallelModel):
     """FSDP2. Gradients are summed over ranks: the loss is already divided by the items of the global batch."""
 
     engine = "fsdp2"
+    is_sharded = True
 
-    def __init__(
-        self,
-        model_with_loss: nn.Module,
-        model: LanguageModel,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        mesh: DeviceMesh,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Shard `model` in place, on any device (meta too); `model_with_loss` becomes the root. `dtype` is None for fp32."""
-        super().__init__(model_with_loss, model, dist_ctx, dims)
-        self._mesh = dims.fsdp_mesh(mesh)
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """Shard the model in place, on any device (meta too); `model_with_loss` becomes the root."""
+        assert self._mesh is not None
+        self._fsdp_mesh = self._dims.fsdp_mesh(self._mesh)
         # Without a dtype nothing is cast, so that bf16 master weights compute in bf16.
-        self._hidden_dtype = dtype or next(model.parameters()).dtype
+        self._hidden_dtype = self._dtype or next(self.model.parameters()).dtype
         self._replication: Tensor | None = None
-        pin_memory = dist_ctx.device.type == "cuda"
+        pin_memory = self.dist_ctx.device.type == "cuda"
         self._fully_shard = partial(
             fully_shard,
-            mesh=self._mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            mesh=self._fsdp_mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32),
             offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
         )
-        self._apply_fsdp()
+        self._apply_fsdp(model_with_loss)
         self._root = cast(FSDPModule, model_with_loss)
         self._units = [module for module in model_with_loss.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
@@ -59,12 +49,13 @@ class FSDP2Model(ParallelModel):
             unit.set_force_sum_reduction_for_comms(True)
         if self._options.prefetch_blocks:
             self._set_prefetch(self._options.prefetch_blocks)
+        return model_with_loss
 
-    def _apply_fsdp(self) -> None:
+    def _apply_fsdp(self, root: nn.Module) -> None:
         model = self.model
         is_tied = model.lm_head.weight is model.embeddings[0].weight
         embeddings, heads = ([], []) if is_tied else (model.embeddings, [model.lm_head])
-        self._shard_modules(self.model_with_loss, model.blocks, embeddings, heads)
+        self._shard_modules(root, model.blocks, embeddings, heads)
 
     def _shard_modules(
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
@@ -100,7 +91,7 @@ class FSDP2Model(ParallelModel):
             return total
         total = squares.sum()
         if self._dims.fsdp_degree > 1:
-            dist.all_reduce(total, group=self._mesh.get_group(-1))
+            dist.all_reduce(total, group=self._fsdp_mesh.get_group(-1))
         return total
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:

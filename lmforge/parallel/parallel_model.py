@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -56,6 +57,8 @@ class ParallelModel:
     """
 
     engine = "single"
+    # Whether FSDP, which has a mixed precision of its own, shards the model.
+    is_sharded = False
     # What the engine divides gradients by when it sums them over ranks; the loss is multiplied by it before.
     gradient_divide_factor = 1.0
     # The ranks of one pipeline rank have the same work to do, so that their times compare.
@@ -63,28 +66,34 @@ class ParallelModel:
 
     def __init__(
         self,
-        model_with_loss: nn.Module,
         model: LanguageModel,
+        loss_fn: LossFn,
         dist_ctx: DistributedContext,
         dims: ParallelDims,
-        autocast_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None,
+        mesh: DeviceMesh | None,
     ) -> None:
-        """`autocast_dtype` is None for fp32, and for engines with a mixed precision of their own."""
-        self.model_with_loss = model_with_loss
+        """Wrap or shard `model` in place. `dtype` is None for fp32, `mesh` for engines other than fsdp2."""
         self.model = model
         self.dist_ctx = dist_ctx
+        self._loss_fn = loss_fn
         self._dims, self._options = dims, dims.options
-        self._autocast_dtype = autocast_dtype
+        self._dtype, self._mesh = dtype, mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size
         # The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds.
         self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._set_phase: Callable[[str], None] = lambda phase: None
+        self.model_with_loss = self._wrap(ModelWithLoss(model, loss_fn))
+
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """What is called on micro-batches, in the engine's wrapper, if it has one."""
+        return model_with_loss
 
     @property
     def description(self) -> str:
         """The engine and how it shards, for people to read."""
-        if not self.engine.startswith("fsdp"):
+        if not self.is_sharded:
             return self.engine
         return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
 
@@ -94,9 +103,9 @@ class ParallelModel:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision, around forward passes."""
-        if self._autocast_dtype is None:
+        if self._dtype is None or self.is_sharded:
             return nullcontext()
-        return torch.autocast(self.dist_ctx.device.type, dtype=self._autocast_dtype)
+        return torch.autocast(self.dist_ctx.device.type, dtype=self._dtype)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""

@@ -15,7 +15,7 @@ from lmforge.parallel.ddp import DDPModel
 from lmforge.parallel.dims import CONTEXT, TENSOR, ParallelDims, parallel_dims
 from lmforge.parallel.fsdp1 import FSDP1Model
 from lmforge.parallel.fsdp2 import FSDP2Model
-from lmforge.parallel.parallel_model import LossFn, ModelWithLoss, ParallelModel
+from lmforge.parallel.parallel_model import LossFn, ParallelModel
 from lmforge.parallel.pipeline_parallel import PipelineModel
 from lmforge.parallel.precision import check_float8, convert_to_float8
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
@@ -66,7 +66,10 @@ def parallelize(
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
     if mesh is None:
         _materialize(model, device, init_weights)
-    parallel_model = _wrap(engine, model, loss_fn, dist_ctx, dims, mesh, None if dtype == torch.float32 else dtype)
+    engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
+    engine_class = PipelineModel if options.pipeline_parallel_degree > 1 else engines[engine]
+    autocast_dtype = None if dtype == torch.float32 else dtype
+    parallel_model = engine_class(model, loss_fn, dist_ctx, dims, autocast_dtype, mesh)
     if mesh is not None:
         _materialize(model, device, init_weights)
     return parallel_model
@@ -79,24 +82,6 @@ def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dims.build_mesh(device_type)
-
-
-def _wrap(
-    engine: str,
-    model: LanguageModel,
-    loss_fn: LossFn,
-    dist_ctx: DistributedContext,
-    dims: ParallelDims,
-    mesh: DeviceMesh | None,
-    dtype: torch.dtype | None,
-) -> ParallelModel:
-    if mesh is not None and dims.options.pipeline_parallel_degree > 1:
-        return PipelineModel(model, loss_fn, dist_ctx, dims, mesh, dtype)
-    model_with_loss = ModelWithLoss(model, loss_fn)
-    if mesh is not None:
-        return FSDP2Model(model_with_loss, model, dist_ctx, dims, mesh, dtype)
-    engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model}
-    return engines[engine](model_with_loss, model, dist_ctx, dims, dtype)
 
 
 def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], object] | None) -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel, LMHead
-from lmforge.parallel.dims import PIPELINE, ParallelDims
+from lmforge.parallel.dims import PIPELINE
 from lmforge.parallel.fsdp2 import FSDP2Model
 from lmforge.parallel.parallel_model import LossFn
 
@@ -80,40 +78,32 @@ class _NormOnly:
 class PipelineModel(FSDP2Model):
     """FSDP2 within the stages of a pipeline. `model` keeps only the parameters of this rank's stages."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        loss_fn: LossFn,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        mesh: DeviceMesh,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Cut `model` into stages in place, on any device."""
-        self._group = mesh[PIPELINE].get_group()
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """Cut the model into stages in place, on any device."""
+        assert self._mesh is not None
+        self._group = self._mesh[PIPELINE].get_group()
         size, self.pipeline_rank = self._group.size(), self._group.rank()
-        per_rank = dims.options.stages_per_rank
+        per_rank = self._options.stages_per_rank
         self._num_stages = size * per_rank
-        parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        cuts = split_blocks(len(model.blocks), self._num_stages)
+        cuts = split_blocks(len(self.model.blocks), self._num_stages)
         self._indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
+        last = self._num_stages - 1
         self._stages = [
-            StageModule(model, cuts[index], loss_fn, is_first=index == 0, is_last=index == self._num_stages - 1)
+            StageModule(self.model, cuts[index], self._loss_fn, is_first=index == 0, is_last=index == last)
             for index in self._indices
         ]
-        _drop_other_parameters(model, self._stages)
-        super().__init__(nn.ModuleList(self._stages), model, dist_ctx, dims, mesh, dtype)
-        self.parameter_shapes = parameter_shapes  # those of all stages
+        _drop_other_parameters(self.model, self._stages)
         self._schedule: Any = None  # torch's two schedules have no common type that can be called
         self._loss_factor = torch.ones(())
         self._metric_names: list[str] = []
+        return super()._wrap(nn.ModuleList(self._stages))
 
     @property
     def description(self) -> str:
         schedule = "1F1B" if len(self._stages) == 1 else f"interleaved 1F1B with {len(self._stages)} stages a rank"
         return f"{super().description}, {schedule}"
 
-    def _apply_fsdp(self) -> None:
+    def _apply_fsdp(self, root: nn.Module) -> None:
         for stage in self._stages:
             heads = [module for module in stage.norm_and_head if isinstance(module, LMHead)]
             self._shard_modules(stage, stage.blocks, stage.embeddings, heads)
