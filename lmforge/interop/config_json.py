@@ -108,7 +108,7 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
 
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
-    model_type = content.get("model_type")
+    model_type = str(content.get("model_type"))
     _reject_unsupported(content)
     if model_type not in FAMILY_BY_MODEL_TYPE:
         raise UserError(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILY_BY_MODEL_TYPE)}')
@@ -165,7 +165,7 @@ def _is_reward_model(content: dict[str, Any]) -> bool:
 def is_supported_family(content: dict[str, Any]) -> bool:
     """Whether a config.json is of a family that lmforge computes itself; other fields may still be refused."""
     has_experts = any(content.get(name) for name in NUM_EXPERTS_FIELDS)
-    return content.get("model_type") in FAMILY_BY_MODEL_TYPE and not has_experts
+    return str(content.get("model_type")) in FAMILY_BY_MODEL_TYPE and not has_experts
 
 
 def _reject_unsupported(content: dict[str, Any]) -> None:

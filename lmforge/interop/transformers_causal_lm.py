@@ -49,7 +49,7 @@ def import_transformers() -> Any:
 def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
     """transformers' own configuration object. Code that comes with a folder is never run."""
     transformers = import_transformers()
-    model_type = content.get("model_type")
+    model_type = str(content.get("model_type"))
     if content.get("quantization_config"):
         raise UserError(f"{source}: quantization_config: quantized weights cannot be trained; use the unquantized model")
     if model_type not in transformers.CONFIG_MAPPING:

@@ -163,7 +163,7 @@ def get_preset(name: str) -> ModelConfig:
 
 
 def _parse_rope_scaling(table: dict[str, Any]) -> RopeScaling | None:
-    rope_type = table.get("rope_type", table.get("type", "default"))
+    rope_type = str(table.get("rope_type", table.get("type", "default")))
     needed = {
         "default": (),
         "linear": ("factor",),

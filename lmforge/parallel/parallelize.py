@@ -64,7 +64,7 @@ def parallelize(
         for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
             block.compile(dynamic=False)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
-    if mesh is None:
+    if mesh is None:  # DDP and FSDP1 need real weights when they wrap
         _materialize(model, device, init_weights)
     engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
     engine_class = PipelineModel if options.pipeline_parallel_degree > 1 else engines[engine]
