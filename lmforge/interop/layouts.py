@@ -99,7 +99,7 @@ class _StoredSlice:
     """The rows of a stored tensor that are one of ours, reordered where `num_heads` is set, and transposed."""
 
     stored_name: str
-    rows: slice = slice(None)
+    rows: slice
     num_heads: int = 0
     transposed: bool = False
 
@@ -179,7 +179,8 @@ def _convert_nanogpt(path: Path, source: TensorSource, hints: LayoutHints) -> tu
         hidden_act=hints.activation,
         tie_word_embeddings=True,
     )
-    parts: _Parts = {name: _StoredSlice(name, transposed=bool(_TRANSPOSED.search(name))) for name in source.tensors}
+    everything = slice(None)
+    parts: _Parts = {name: _StoredSlice(name, everything, transposed=bool(_TRANSPOSED.search(name))) for name in source.tensors}
     parts.pop("lm_head.weight", None)  # the embedding under another name
     if source.non_tensors.get("model_args.bias") is False:
         biases = [name for name in build_model(config, "meta").state_dict() if name.endswith(".bias")]

@@ -160,13 +160,13 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 class LayerKVCache:
-    """One layer's keys and values of the sequences of a forward pass: views [sequences, key_value_heads, slots, head_dim].
+    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences, key_value_heads, slots, head_dim].
 
     A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write into the cache itself.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, sequences: Tensor, positions: Tensor) -> None:
-        self._keys, self._values = keys, values
+    def __init__(self, key_values: Tensor, sequences: Tensor, positions: Tensor) -> None:
+        self._keys, self._values = key_values
         self._sequences, self._positions = sequences, positions
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ class KVCache:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
         part = slice(first, first + len(positions))
         sequences = torch.arange(len(positions), device=positions.device)[:, None]
-        return [LayerKVCache(*key_values[:, part, :, :end], sequences, positions) for key_values in self.key_values]
+        return [LayerKVCache(key_values[:, part, :, :end], sequences, positions) for key_values in self.key_values]
 
     def copy_sequences(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy sequences over other sequences."""

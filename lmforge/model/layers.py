@@ -168,7 +168,7 @@ class LanguageModel(nn.Module):
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the config says so. Repeat after `to_empty`, which unties."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embeddings[0].weight
+            self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
 
     @property
     def embeddings(self) -> list[nn.Embedding]:
