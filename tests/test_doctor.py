@@ -24,7 +24,7 @@ def test_a_strategy_that_computes_something_else_is_told_and_the_status_says_so(
 ) -> None:
     assert run(["doctor", "--parity", "--steps", "3", "--device", "cpu"]) == 0
     assert "strategies agree with one process within 2e-06" in capsys.readouterr().out
-    monkeypatch.setattr(FSDP2Model, "loss_scale", 1.001)
+    monkeypatch.setattr(FSDP2Model, "gradient_divide_factor", 1.001)
     assert run(["doctor", "--parity", "--steps", "3", "--device", "cpu"]) == 1
     told = capsys.readouterr().out
     assert "WRONG, further than 2e-06 from one process: fsdp2 full-shard, " in told

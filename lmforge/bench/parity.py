@@ -27,8 +27,7 @@ from lmforge.model.init_weights import init_weights
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size
-from lmforge.parallel.dtensor import full_tensor, local_tensor
-from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import convert_to_float8
 from lmforge.train.loop import train_step
@@ -120,7 +119,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
     """Train as `case` says, on all ranks together. Raises UserError where it does not fit them."""
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
-    optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes())
+    optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes)
     part, num_parts = data_parallel_rank_and_size(case.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
     size = data.sequences // num_parts
     measurements, losses, norms, began = _Measurements(model), [], [], 0.0

@@ -1,6 +1,7 @@
 """Loading a checkpoint into existing tensors, on any number of ranks and under any strategy.
 
-Each rank reads only what it needs, and verifies it as it reads (storage.py). Metadata is unpickled safely (dcp_reader.py).
+Each rank reads only what it needs, and verifies it as it reads (storage.py). Metadata is unpickled safely
+(interop/torch_checkpoints.py).
 """
 
 import warnings
@@ -14,8 +15,7 @@ from lmforge.checkpoint.async_save import StateDict
 from lmforge.checkpoint.manifest import read_manifest
 from lmforge.checkpoint.storage import VerifyingFileSystem
 from lmforge.errors import UserError
-from lmforge.interop.dcp_reader import METADATA_FILE, SafeReader, load_tensors
-from lmforge.interop.tensor_sources import flatten_names
+from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names, load_tensors
 
 # A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

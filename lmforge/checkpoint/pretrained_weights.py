@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmforge.checkpoint.load import load, open_checkpoint_reader
 from lmforge.checkpoint.manifest import Manifest
-from lmforge.interop.dcp_reader import load_tensors
+from lmforge.interop.torch_checkpoints import load_tensors
 from lmforge.interop.weights import merge_adapters
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
@@ -50,12 +50,8 @@ class StoredModel:
         self._reader = open_checkpoint_reader(folder)
         self.lora = stored_lora_config(manifest)
         self._conv1d_layout = manifest.model_config.family == "gpt2"  # stores its weights transposed
-        stored: dict[str, Any] = self._reader.metadata.state_dict_metadata
-        tensors = {
-            name.removeprefix("model."): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
-            for name, each in stored.items()
-            if name.startswith("model.")
-        }
+        stored = self._reader.meta_tensors()
+        tensors = {name.removeprefix("model."): each for name, each in stored.items() if name.startswith("model.")}
         self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}
         self.tensors = {name: tensor for name, tensor in tensors.items() if name not in self._adapters}
 

@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
 }
 NUM_EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
-_REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _COMMON_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -57,7 +57,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return read_json(path, dict[str, Any], hint="copy the file again")
 
 
-def model_config_from_json(config_dict: dict[str, Any], source: str, implementation: str = "lmforge") -> ModelConfig:
+def model_config_from_json(content: dict[str, Any], source: str, implementation: str = "lmforge") -> ModelConfig:
     """The config of the model that a config.json describes.
 
     implementation: what is to compute it, "lmforge" or "transformers" (transformers_model.py).
@@ -66,9 +66,9 @@ def model_config_from_json(config_dict: dict[str, Any], source: str, implementat
     if implementation == "transformers":
         from lmforge.interop.transformers_model import to_transformers_config
 
-        return to_transformers_config(config_dict, source)
+        return to_transformers_config(content, source)
     try:
-        return ModelConfig(**config_fields_from_json(config_dict))
+        return ModelConfig(**config_fields_from_json(content))
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 
@@ -77,116 +77,111 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
     """A model config as the content of a config.json that transformers 4 and 5 both read."""
     if config.family == "transformers":
         return dict(config.config_dict)  # type: ignore[attr-defined]
-    return _config_fields_to_json(asdict(config))
-
-
-def config_fields_from_json(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
-    model_type = config_dict.get("model_type")
-    _reject_unsupported(config_dict)
-    if model_type not in FAMILY_BY_MODEL_TYPE:
-        raise UserError(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILY_BY_MODEL_TYPE)}')
-    gpt2 = model_type == "gpt2"
-    fields: dict[str, Any] = {"model_type": model_type, **_DEFAULTS[model_type], "reward": _is_reward_model(config_dict)}
-    for ours in _COMMON_FIELDS if gpt2 else _LLAMA_FIELDS:
-        theirs = _GPT2_FIELD_NAMES.get(ours, ours) if gpt2 else ours
-        if theirs in config_dict:
-            fields[ours] = config_dict[theirs]
-    for ours in _REQUIRED_FIELDS:
-        if ours not in fields:
-            raise UserError(f"{_GPT2_FIELD_NAMES[ours] if gpt2 and ours in _GPT2_FIELD_NAMES else ours}: missing; add it")
-    if gpt2:
-        return {**fields, "layer_norm_epsilon": config_dict.get("layer_norm_epsilon", 1e-5)}
-
-    # transformers 5 writes one table where transformers 4 wrote a number and, if frequencies are scaled, a table.
-    rope = _rope_table(config_dict)
-    fields["rope_theta"] = rope.get("rope_theta", config_dict.get("rope_theta", 10000.0))
-    fields["rope_scaling"] = rope
-    biased = {"mistral": False, "qwen2": True}.get(model_type, config_dict.get("attention_bias", False))
-    fields["attention_bias"] = biased
-    fields["attention_output_bias"] = biased and model_type != "qwen2"
-    fields["mlp_bias"] = model_type == "llama" and config_dict.get("mlp_bias", False)
-    fields["qk_norm"] = model_type == "qwen3"
-    if model_type == "mistral":
-        fields["sliding_window"] = config_dict.get("sliding_window", 4096)
-    elif model_type != "llama" and config_dict.get("use_sliding_window"):
-        fields["sliding_window"] = config_dict.get("sliding_window", 4096)
-        if fields["sliding_window"] is not None:
-            first = config_dict.get("max_window_layers", 28)
-            fields["layer_types"] = config_dict.get("layer_types") or [
-                "sliding_attention" if layer >= first else "full_attention" for layer in range(fields["num_hidden_layers"])
-            ]
-    return fields
-
-
-def _config_fields_to_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model with these fields (all of ModelConfig's, rope_scaling as a dictionary)."""
-    model_type = fields["model_type"]
+    model_type = config.model_type
     causal_suffix = "LMHeadModel" if model_type == "gpt2" else "ForCausalLM"
-    architecture = _CLASS_PREFIXES[model_type] + (_CLASSIFIER_SUFFIX if fields["reward"] else causal_suffix)
+    architecture = _CLASS_PREFIXES[model_type] + (_CLASSIFIER_SUFFIX if config.reward else causal_suffix)
     content: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
-    if fields["reward"]:
+    if config.reward:
         content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     if model_type == "gpt2":
-        content |= {_GPT2_FIELD_NAMES.get(name, name): fields[name] for name in _COMMON_FIELDS}
-        content["layer_norm_epsilon"] = fields["layer_norm_epsilon"]
+        content |= {_GPT2_FIELD_NAMES.get(name, name): getattr(config, name) for name in _COMMON_FIELDS}
+        content["layer_norm_epsilon"] = config.layer_norm_epsilon
         return content | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    content |= {name: fields[name] for name in _LLAMA_FIELDS}
-    scaling = fields["rope_scaling"]
-    content["rope_theta"] = fields["rope_theta"]
-    content["rope_scaling"] = scaling and {name: value for name, value in scaling.items() if value is not None}
+    content |= {name: getattr(config, name) for name in _LLAMA_FIELDS}
+    content["rope_theta"] = config.rope_theta
+    scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
+    content["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None} or None
     content["attention_dropout"] = 0.0
     if model_type in ("llama", "qwen3"):
-        content["attention_bias"] = fields["attention_bias"]
+        content["attention_bias"] = config.attention_bias
     if model_type == "llama":
-        content["mlp_bias"] = fields["mlp_bias"]
+        content["mlp_bias"] = config.mlp_bias
     if model_type == "mistral":
-        content["sliding_window"] = fields["sliding_window"]
+        content["sliding_window"] = config.sliding_window
     if model_type in ("qwen2", "qwen3"):
-        window, layers = fields["sliding_window"], fields["num_hidden_layers"]
-        types = fields["layer_types"] or ["full_attention" if window is None else "sliding_attention"] * layers
+        window, layers = config.sliding_window, config.num_hidden_layers
+        types = config.layer_types or ["full_attention" if window is None else "sliding_attention"] * layers
         content |= {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": list(types)}
         content["max_window_layers"] = types.index("sliding_attention") if "sliding_attention" in types else layers
     return content
 
 
-def _rope_table(config_dict: dict[str, Any]) -> dict[str, Any]:
-    rope = config_dict.get("rope_parameters") or config_dict.get("rope_scaling") or {}
+def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
+    model_type = str(content.get("model_type"))
+    _reject_unsupported(content)
+    if model_type not in FAMILY_BY_MODEL_TYPE:
+        raise UserError(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILY_BY_MODEL_TYPE)}')
+    gpt2 = model_type == "gpt2"
+    fields: dict[str, Any] = {"model_type": model_type, **_DEFAULTS[model_type], "reward": _is_reward_model(content)}
+    for ours in _COMMON_FIELDS if gpt2 else _LLAMA_FIELDS:
+        theirs = _GPT2_FIELD_NAMES.get(ours, ours) if gpt2 else ours
+        if theirs in content:
+            fields[ours] = content[theirs]
+    for ours in REQUIRED_FIELDS:
+        if ours not in fields:
+            raise UserError(f"{_GPT2_FIELD_NAMES[ours] if gpt2 and ours in _GPT2_FIELD_NAMES else ours}: missing; add it")
+    if gpt2:
+        return {**fields, "layer_norm_epsilon": content.get("layer_norm_epsilon", 1e-5)}
+
+    # transformers 5 writes one table where transformers 4 wrote a number and, if frequencies are scaled, a table.
+    rope = _rope_table(content)
+    fields["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    fields["rope_scaling"] = rope
+    biased = {"mistral": False, "qwen2": True}.get(model_type, content.get("attention_bias", False))
+    fields["attention_bias"] = biased
+    fields["attention_output_bias"] = biased and model_type != "qwen2"
+    fields["mlp_bias"] = model_type == "llama" and content.get("mlp_bias", False)
+    fields["qk_norm"] = model_type == "qwen3"
+    if model_type == "mistral":
+        fields["sliding_window"] = content.get("sliding_window", 4096)
+    elif model_type != "llama" and content.get("use_sliding_window"):
+        fields["sliding_window"] = content.get("sliding_window", 4096)
+        if fields["sliding_window"] is not None:
+            first = content.get("max_window_layers", 28)
+            fields["layer_types"] = content.get("layer_types") or [
+                "sliding_attention" if layer >= first else "full_attention" for layer in range(fields["num_hidden_layers"])
+            ]
+    return fields
+
+
+def _rope_table(content: dict[str, Any]) -> dict[str, Any]:
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling: expected an object, got {rope!r}")
     return rope
 
 
-def _is_reward_model(config_dict: dict[str, Any]) -> bool:
+def _is_reward_model(content: dict[str, Any]) -> bool:
     """Whether it is a classifier with one label. Raises UserError for one with several."""
-    if not any(str(name).endswith(_CLASSIFIER_SUFFIX) for name in config_dict.get("architectures") or ()):
+    if not any(str(name).endswith(_CLASSIFIER_SUFFIX) for name in content.get("architectures") or ()):
         return False
-    labels = config_dict.get("num_labels") or len(config_dict.get("id2label") or (0, 1))  # transformers assumes two
+    labels = content.get("num_labels") or len(content.get("id2label") or (0, 1))  # transformers assumes two
     if labels != 1:
         raise UserError(f"num_labels: a classifier of {labels} labels is not supported; only reward models, which have one")
     return True
 
 
-def is_supported_family(config_dict: dict[str, Any]) -> bool:
+def is_supported_family(content: dict[str, Any]) -> bool:
     """Whether a config.json is of a family that lmforge computes itself; other fields may still be refused."""
-    has_experts = any(config_dict.get(name) for name in NUM_EXPERTS_FIELDS)
-    return config_dict.get("model_type") in FAMILY_BY_MODEL_TYPE and not has_experts
+    has_experts = any(content.get(name) for name in NUM_EXPERTS_FIELDS)
+    return str(content.get("model_type")) in FAMILY_BY_MODEL_TYPE and not has_experts
 
 
-def _reject_unsupported(config_dict: dict[str, Any]) -> None:
+def _reject_unsupported(content: dict[str, Any]) -> None:
     for name in NUM_EXPERTS_FIELDS:
-        if config_dict.get(name):
+        if content.get(name):
             raise UserError(f"{name}: mixtures of experts are not supported; use a dense model")
-    rope = _rope_table(config_dict)
-    rotated = rope.get("partial_rotary_factor", config_dict.get("partial_rotary_factor"))
+    rope = _rope_table(content)
+    rotated = rope.get("partial_rotary_factor", content.get("partial_rotary_factor"))
     if rotated not in (None, 1):
         raise UserError(f"partial_rotary_factor: {rotated} is not supported; use a model that rotates whole heads")
-    if config_dict.get("quantization_config"):
+    if content.get("quantization_config"):
         raise UserError("quantization_config: quantized weights cannot be trained; use the unquantized model")
     for name, computed in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
     ):
-        if config_dict.get(name, computed) != computed:
-            raise UserError(f"{name}: {config_dict[name]} is not supported; use a gpt2 model with {computed}")
+        if content.get(name, computed) != computed:
+            raise UserError(f"{name}: {content[name]} is not supported; use a gpt2 model with {computed}")

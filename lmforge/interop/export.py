@@ -16,8 +16,8 @@ from lmforge.errors import UserError
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.safetensors_file import write_safetensors
+from lmforge.interop.transformers_causal_lm import to_stored_tensors
 from lmforge.interop.transformers_model import TransformersConfig
-from lmforge.interop.transformers_weights import to_stored_tensors
 from lmforge.interop.weights import CLASSIFIER_HEAD_WEIGHT, LM_HEAD_WEIGHT
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
@@ -67,15 +67,13 @@ def export_folder(
         raise ValueError("the tensors to export are not those of the config")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError("gather sharded tensors before exporting them")
-    if isinstance(config, TransformersConfig):
-        tensors = to_stored_tensors(
-            config.config_dict, {name: read_tensor(name) for name in tensors} if read_tensor else tensors
-        )
-        read_tensor = None
     value_of = read_tensor or tensors.__getitem__
+    if isinstance(config, TransformersConfig):
+        tensors = to_stored_tensors(config.config_dict, {name: value_of(name) for name in tensors})
+        value_of = tensors.__getitem__
     if config.reward:
-        head = tensors.pop(LM_HEAD_WEIGHT)
-        tensors = {**tensors, CLASSIFIER_HEAD_WEIGHT: head}
+        tensors = {**tensors}
+        tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
         ours, value_of = value_of, lambda name: ours(LM_HEAD_WEIGHT if name == CLASSIFIER_HEAD_WEIGHT else name)
     with new_folder(folder, overwrite, marker="config.json", content="model") as partial:
         for path in _tokenizer_files(tokenizer_folder):

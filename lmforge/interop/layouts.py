@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmforge.errors import UserError
-from lmforge.interop.tensor_sources import TensorSource
+from lmforge.interop.torch_checkpoints import TensorSource
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 
@@ -110,36 +110,41 @@ class _StoredSlice:
         return value.t() if self.transposed else value
 
 
+# Which part of which stored tensor each of ours is, by our names; None is a bias of zeros, which is not stored.
+_Parts = dict[str, _StoredSlice | None]
+
+
 def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: str, hints: LayoutHints) -> ConvertedCheckpoint:
     """Another trainer's checkpoint as a model of ours. Raises UserError where it is not of the layout, or a hint is wrong.
 
     layout: one of LAYOUTS, or "auto" for the one whose tensor names it has.
     """
-    names = _stored_name_by_model_name(checkpoint)
+    source = _without_wrappers(checkpoint)
     if layout == "auto":
-        layouts = [each for each, marker in _MARKER_TENSORS.items() if marker in names]
+        layouts = [each for each, marker in _MARKER_TENSORS.items() if marker in source.tensors]
         if not layouts:
-            some = ", ".join(sorted(names)[:3]) or "no tensors"
+            some = ", ".join(sorted(source.tensors)[:3]) or "no tensors"
             raise UserError(f"{path}: not of a known layout ({', '.join(LAYOUTS)}); it has {some}")
         layout = layouts[0]
     marker = _MARKER_TENSORS[layout]
-    if marker not in names:
-        close = get_close_matches(marker, names, n=1)
+    if marker not in source.tensors:
+        close = get_close_matches(marker, source.tensors, n=1)
         raise UserError(f"{path}: not of layout {layout}: has no {marker}" + (f", but {close[0]}" if close else ""))
-    tensors = {short: checkpoint.tensors[name] for short, name in names.items()}
-
-    def read(short: str) -> Tensor:
-        return checkpoint.read(names[short])
-
     if layout == "nanogpt":
-        config, parts = _convert_nanogpt(path, tensors, checkpoint.non_tensors, hints)
+        config, parts = _convert_nanogpt(path, source, hints)
     else:
-        config, parts = _convert_llama(path, tensors, read, _TORCHTITAN if layout == "torchtitan" else _FMS, hints)
-    return ConvertedCheckpoint(layout, config, *_check_tensors(path, config, parts, tensors, read))
+        config, parts = _convert_llama(path, source, _TORCHTITAN if layout == "torchtitan" else _FMS, hints)
+    tensors = _check_tensors(path, config, parts, source)
+
+    def read(name: str) -> Tensor:
+        part = parts[name]
+        return torch.zeros_like(tensors[name], device="cpu") if part is None else part.extract(source.read(part.stored_name))
+
+    return ConvertedCheckpoint(layout, config, tensors, read)
 
 
-def _stored_name_by_model_name(checkpoint: TensorSource) -> dict[str, str]:
-    """The stored name of each tensor of the model, by its name in the model."""
+def _without_wrappers(checkpoint: TensorSource) -> TensorSource:
+    """The tensors of the model, by their names in the model."""
     for root in _PREFIXES:
         names = {}
         for name in checkpoint.tensors:
@@ -152,63 +157,60 @@ def _stored_name_by_model_name(checkpoint: TensorSource) -> dict[str, str]:
         names = {name: name for name in checkpoint.tensors}
     # The optimizer's tensors may lie beside the model's.
     ignored = re.compile(f"^optimizer|{_NOT_LEARNED.pattern}")
-    return {short: name for short, name in names.items() if not ignored.search(short)}
+    tensors = {short: checkpoint.tensors[name] for short, name in names.items() if not ignored.search(short)}
+    return TensorSource(tensors, lambda short: checkpoint.read(names[short]), checkpoint.non_tensors)
 
 
-def _convert_nanogpt(
-    path: Path, tensors: dict[str, Tensor], non_tensors: dict[str, Any], hints: LayoutHints
-) -> tuple[ModelConfig, dict[str, _StoredSlice | None]]:
-    arguments = {
-        name.removeprefix("model_args."): value for name, value in non_tensors.items() if name.startswith("model_args.")
-    }
-    heads = hints.num_attention_heads or arguments.get("n_head")
+def _convert_nanogpt(path: Path, source: TensorSource, hints: LayoutHints) -> tuple[ModelConfig, _Parts]:
+    heads = hints.num_attention_heads or source.non_tensors.get("model_args.n_head")
     if not isinstance(heads, int):
         raise UserError(f"{path}: does not say how many heads it has (model_args.n_head); give --num_attention_heads")
-    vocabulary, width = tensors["transformer.wte.weight"].shape
-    positions = tensors.get("transformer.wpe.weight")
+    vocabulary, width = source.tensors["transformer.wte.weight"].shape
+    positions = source.tensors.get("transformer.wpe.weight")
     if positions is None:
         raise UserError(f"{path}: has no transformer.wpe.weight; only nanoGPT with learned positions can be imported")
     config = ModelConfig(
         model_type="gpt2",
         vocab_size=vocabulary,
         hidden_size=width,
-        num_hidden_layers=_count_layers(tensors, r"transformer\.h\.(\d+)\."),
+        num_hidden_layers=_count_layers(source, r"transformer\.h\.(\d+)\."),
         num_attention_heads=heads,
         max_position_embeddings=len(positions),
         hidden_act=hints.activation,
         tie_word_embeddings=True,
     )
-    parts: dict[str, _StoredSlice | None] = {
-        name: _StoredSlice(name, slice(None), transposed=_TRANSPOSED.search(name) is not None)
-        for name in tensors
-        if name != "lm_head.weight"  # the embedding under another name
-    }
-    for name in build_model(config, "meta").state_dict():
-        if name.endswith(".bias") and name not in parts and arguments.get("bias") is False:
-            parts[name] = None  # a bias of zeros adds nothing
+    everything = slice(None)
+    parts: _Parts = {name: _StoredSlice(name, everything, transposed=bool(_TRANSPOSED.search(name))) for name in source.tensors}
+    parts.pop("lm_head.weight", None)  # the embedding under another name
+    if source.non_tensors.get("model_args.bias") is False:
+        biases = [name for name in build_model(config, "meta").state_dict() if name.endswith(".bias")]
+        parts = {**dict.fromkeys(biases), **parts}
     return config, parts
 
 
 def _convert_llama(
-    path: Path, tensors: dict[str, Tensor], read: Callable[[str], Tensor], name_map: dict[str, str], hints: LayoutHints
-) -> tuple[ModelConfig, dict[str, _StoredSlice | None]]:
+    path: Path, source: TensorSource, name_map: dict[str, str], hints: LayoutHints
+) -> tuple[ModelConfig, _Parts]:
     for option in ("num_attention_heads", "rope_theta"):
         if getattr(hints, option) is None:
             raise UserError(
                 f"{path}: this layout does not say {option}; give --{option}, or --config_from a model that has the same"
             )
-    our_names = _map_to_our_names(path, tensors, name_map)
+    our_names = _map_to_our_names(path, source, name_map)
     stored_name = {name: stored for stored, names in our_names.items() for name in names}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
-        if f"model.layers.0.{name}.weight" not in stored_name:
-            raise UserError(f"{path}: has nothing that could be model.layers.0.{name}.weight; it is incomplete")
+    q_proj, k_proj, down_proj = (
+        f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+    )
+    for name in (q_proj, k_proj, down_proj):
+        if name not in stored_name:
+            raise UserError(f"{path}: has nothing that could be {name}; it is incomplete")
 
     def shape(name: str) -> torch.Size:
-        return tensors[stored_name[f"{name}.weight"]].shape
+        return source.tensors[stored_name[name]].shape
 
-    (vocabulary, width), heads = shape("model.embed_tokens"), hints.num_attention_heads or 0
-    queries, keys = (shape(f"model.layers.0.self_attn.{each}_proj")[0] for each in "qk")
-    if stored_name["model.layers.0.self_attn.q_proj.weight"] == stored_name["model.layers.0.self_attn.k_proj.weight"]:
+    (vocabulary, width), heads = shape("model.embed_tokens.weight"), hints.num_attention_heads or 0
+    queries, keys = shape(q_proj)[0], shape(k_proj)[0]
+    if stored_name[q_proj] == stored_name[k_proj]:
         queries, keys = width, (queries - width) // 2
     head = width // heads
     if width % (2 * heads) or queries != width or keys < head or keys % head:
@@ -217,13 +219,13 @@ def _convert_llama(
             " give the model's own --num_attention_heads"
         )
     output, embedding = stored_name.get("lm_head.weight"), stored_name["model.embed_tokens.weight"]
-    tied = output is None or torch.equal(read(output), read(embedding))
+    tied = output is None or torch.equal(source.read(output), source.read(embedding))
     attention_bias = "model.layers.0.self_attn.o_proj.bias" in stored_name
     config = ModelConfig(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=shape("model.layers.0.mlp.down_proj")[1],
-        num_hidden_layers=_count_layers(tensors, _BLOCK_PREFIX),
+        intermediate_size=shape(down_proj)[1],
+        num_hidden_layers=_count_layers(source, _BLOCK_PREFIX),
         num_attention_heads=heads,
         num_key_value_heads=keys // head,
         max_position_embeddings=hints.max_position_embeddings,
@@ -236,12 +238,12 @@ def _convert_llama(
         tie_word_embeddings=tied,
     )
     rows, rotated_heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
-    parts: dict[str, _StoredSlice | None] = {}
+    parts: _Parts = {}
     for stored, names in our_names.items():
         start = 0
         for name in names:
             module = name.split(".")[-2]
-            stop = start + rows.get(module, len(tensors[stored]) // len(names))
+            stop = start + rows.get(module, len(source.tensors[stored]) // len(names))
             parts[name] = _StoredSlice(stored, slice(start, stop), rotated_heads.get(module, 0))
             start = stop
     if tied:
@@ -249,10 +251,10 @@ def _convert_llama(
     return config, parts
 
 
-def _map_to_our_names(path: Path, tensors: dict[str, Tensor], name_map: dict[str, str]) -> dict[str, list[str]]:
+def _map_to_our_names(path: Path, source: TensorSource, name_map: dict[str, str]) -> dict[str, list[str]]:
     """Our names of each stored tensor: one, or several that are fused. Raises UserError for an unknown tensor."""
     our_names = {}
-    for stored in tensors:
+    for stored in source.tensors:
         block = re.match(_BLOCK_PREFIX, stored)
         short, _, parameter = stored[block.end() if block else 0 :].rpartition(".")
         if short not in name_map or parameter not in ("weight", "bias"):
@@ -262,34 +264,23 @@ def _map_to_our_names(path: Path, tensors: dict[str, Tensor], name_map: dict[str
     return our_names
 
 
-def _count_layers(tensors: dict[str, Tensor], block: str) -> int:
-    return 1 + max((int(match[1]) for name in tensors if (match := re.match(block, name))), default=-1)
+def _count_layers(source: TensorSource, block: str) -> int:
+    return 1 + max((int(match[1]) for name in source.tensors if (match := re.match(block, name))), default=-1)
 
 
-def _check_tensors(
-    path: Path,
-    config: ModelConfig,
-    parts: dict[str, _StoredSlice | None],
-    tensors: dict[str, Tensor],
-    read: Callable[[str], Tensor],
-) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """The model's tensors on the meta device, and a function that reads one. Raises UserError where one is missing."""
+def _check_tensors(path: Path, config: ModelConfig, parts: _Parts, source: TensorSource) -> dict[str, Tensor]:
+    """The model's tensors on the meta device. Raises UserError where one is missing, or of another shape."""
     expected = dict(build_model(config, "meta").named_parameters())
-    meta_tensors = {}
-    dtype = next(iter(tensors.values())).dtype
+    dtype = next(iter(source.tensors.values())).dtype
+    tensors = {}
     for name, parameter in expected.items():
         if name not in parts:
             raise UserError(f"{path}: has nothing that could be {name}; it is incomplete, or of another layout")
         part = parts[name]
-        shape = parameter.shape if part is None else part.extract(tensors[part.stored_name]).shape
-        if shape != parameter.shape:
-            raise UserError(f"{path}: {name} would be {list(shape)} and should be {list(parameter.shape)}")
-        meta_tensors[name] = torch.empty(shape, dtype=dtype if part is None else tensors[part.stored_name].dtype, device="meta")
+        tensor = parameter.to(dtype) if part is None else part.extract(source.tensors[part.stored_name])
+        if tensor.shape != parameter.shape:
+            raise UserError(f"{path}: {name} would be {list(tensor.shape)} and should be {list(parameter.shape)}")
+        tensors[name] = tensor
     if extra := sorted(parts.keys() - expected.keys()):
         raise UserError(f"{path}: holds {extra[0]}, which is not part of such a model; it cannot be imported")
-
-    def read_ours(name: str) -> Tensor:
-        part = parts[name]
-        return torch.zeros_like(meta_tensors[name], device="cpu") if part is None else part.extract(read(part.stored_name))
-
-    return meta_tensors, read_ours
+    return tensors

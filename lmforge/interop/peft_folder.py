@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -25,7 +24,7 @@ from lmforge.untrusted import read_json
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Options that are read here, or that do not change what is computed once there are tensors.
-_SUPPORTED_OPTIONS = {
+_SUPPORTED = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
@@ -33,7 +32,7 @@ _SUPPORTED_OPTIONS = {
 }  # fmt: skip
 _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
 # The initializations that leave the weights of the base model as they are.
-_SUPPORTED_INIT_LORA_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
+_SUPPORTED_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class _PeftConfig(TypedDict):
@@ -59,7 +58,7 @@ def save_peft_folder(
         base_model_name: the model that they belong to: a folder, or a name on the hub.
         overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
     """
-    layers = _adapted_layer_names(tensors)
+    layers = _layer_names(tensors)
     plain = all(target == ALL_LINEAR or target.isidentifier() for target in config.target_modules)
     content = {
         "peft_type": "LORA",
@@ -111,14 +110,14 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         raise UserError(
             f"{path}: peft_type {peft_type}: only LORA adapters are supported; merge it into its model with PEFT first"
         )
-    refused = [name for name, value in content.items() if name not in _SUPPORTED_OPTIONS and value not in _UNSET_VALUES]
-    if content.get("init_lora_weights", True) in _SUPPORTED_INIT_LORA_WEIGHTS:
+    refused = [name for name, value in content.items() if name not in _SUPPORTED and value not in _UNSET_VALUES]
+    if content.get("init_lora_weights", True) in _SUPPORTED_INITS:
         refused = [name for name in refused if name != "init_lora_weights"]
     if refused:
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
         raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
     tensors = _read_tensors(folder / ADAPTER_WEIGHTS_FILE)
-    layers = _adapted_layer_names(tensors)
+    layers = _layer_names(tensors)
     targets = content.get("target_modules")
     narrowed = any(content.get(name) for name in ("exclude_modules", "layers_to_transform"))
     by_last_name = isinstance(targets, list) and sorted(map(str, targets)) == _module_names(layers) and not narrowed
@@ -143,19 +142,17 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such file; adapters are loaded from safetensors only")
     file = SafetensorsFile(path)
     tensors = {}
-    with file.open_for_reading():
-        for name, stored in file.entries.items():
-            ours = name.removeprefix(_PREFIX)
-            if ours == name or not ours.endswith(LORA_SUFFIXES) or len(stored.shape) != 2:
-                raise UserError(f"{path}: {name}: not an adapter of a linear layer, so not supported")
-            tensors[ours] = torch.empty(stored.shape, dtype=stored.dtype)
-            file.read_into(tensors[ours], name, tuple(slice(0, size) for size in stored.shape))
+    for name, stored in file.entries.items():
+        ours = name.removeprefix(_PREFIX)
+        if ours == name or not ours.endswith(LORA_SUFFIXES) or len(stored.shape) != 2:
+            raise UserError(f"{path}: {name}: not an adapter of a linear layer, so not supported")
+        tensors[ours] = file.read(name)
     if not tensors:
         raise UserError(f"{path}: holds no tensors; copy the folder again")
     return tensors
 
 
-def _adapted_layer_names(tensors: Mapping[str, Tensor]) -> list[str]:
+def _layer_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the layers that these tensors adapt."""
     return [name.removesuffix(LORA_SUFFIXES[0]) for name in tensors if name.endswith(LORA_SUFFIXES[0])]
 

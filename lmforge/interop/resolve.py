@@ -11,11 +11,9 @@ from typing import Any
 from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
-from lmforge.interop.config_json import config_fields_from_json, is_supported_family, read_config_json
+from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.presets import PRESETS
-
-_REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def resolve_model_config(
@@ -33,28 +31,27 @@ def resolve_model_config(
         implementation: what is to compute a folder's model: "lmforge", "transformers" (transformers_model.py), or "auto",
             which is lmforge for the families that it supports.
     """
-    folder = None
+    path = None
     if source is not None and source not in PRESETS:
-        path = resolve_model_folder(Path(source), "config.json")
-        folder = path if path.is_dir() else None
-        source = str(path)
-    if implementation == "auto" and folder is not None:
-        implementation = "lmforge" if is_supported_family(read_config_json(folder / "config.json")) else "transformers"
+        folder = resolve_model_folder(Path(source), "config.json")
+        path = folder / "config.json" if folder.is_dir() else None
+        source = str(folder)
+    if implementation == "auto" and path is not None:
+        implementation = "lmforge" if is_supported_family(read_config_json(path)) else "transformers"
     if implementation == "transformers":
-        if folder is None:
+        if path is None:
             raise UserError(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
-        return _resolve_transformers_config(folder / "config.json", overrides, vocab_size)
-    where, chosen = "model", {}
-    if folder is not None:
-        where = str(folder / "config.json")
-        chosen = _read_config_fields(folder / "config.json")
+        return _resolve_transformers_config(path, overrides, vocab_size)
+    where, chosen = str(path or "model"), {}
+    if path is not None:
+        chosen = _read_config_fields(path)
     elif source is not None:
         get_preset(str(source))
         chosen = dict(PRESETS[str(source)])
     chosen = _with_overrides(chosen, overrides)
-    if vocab_size is not None and folder is None and "vocab_size" not in overrides:
+    if vocab_size is not None and path is None and "vocab_size" not in overrides:
         chosen["vocab_size"] = vocab_size
-    for name in _REQUIRED_FIELDS:
+    for name in REQUIRED_FIELDS:
         if name not in chosen:
             raise UserError(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
     _check_vocabulary(where, chosen["vocab_size"], vocab_size)

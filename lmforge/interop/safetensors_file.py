@@ -8,9 +8,9 @@ the bytes that a rank needs which wants half of each tensor. Here a contiguous p
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +67,11 @@ class SafetensorsEntry:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def meta(self) -> Tensor:
+        """The tensor on the meta device: its shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 class SafetensorsFile:
     """A file whose header has been read and checked. Raises UserError where it is damaged."""
@@ -99,88 +104,88 @@ class SafetensorsFile:
     def _damaged(self, reason: str) -> UserError:
         return UserError(f"{self.path}: damaged or not a safetensors file ({reason}); copy it again")
 
-    @contextmanager
-    def open_for_reading(self) -> Iterator[None]:
-        """Keep the file open for `read_into` and `read_all`."""
-        self._descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):  # without it the system reads ahead, into the parts of other ranks
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            yield
-        finally:
-            os.close(self._descriptor)
+    def read(self, name: str) -> Tensor:
+        """A full tensor, on the CPU."""
+        entry = self.entries[name]
+        full = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_parts([(name, full, tuple(slice(0, size) for size in entry.shape))])
+        return full
 
-    def read_all(self, requests: list[tuple[Tensor, str, tuple[slice, ...]]]) -> None:
-        """`read_into` for each (target, name, part), in the order of their offsets."""
-        ordered = sorted(requests, key=lambda each: self.entries[each[1]].offset)
-        spans = [self._byte_range(name, part) for _, name, part in ordered]
-        advised = ahead = 0
-        for number, (target, name, part) in enumerate(ordered):
-            while advised < len(spans) and ahead < READAHEAD_BYTES:
-                if spans[advised][1] and hasattr(os, "posix_fadvise"):  # a length of 0 means up to the end of the file
-                    os.posix_fadvise(self._descriptor, *spans[advised], os.POSIX_FADV_WILLNEED)
-                ahead += spans[advised][1]
-                advised += 1
-            self.read_into(target, name, part)
-            ahead -= spans[number][1]
+    def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
+        """For each (name, target, part), fill the target (any float dtype, any device) with a part of a tensor.
 
-    def _byte_range(self, name: str, part: tuple[slice, ...]) -> tuple[int, int]:
-        """The byte range of a part that is full rows; 0 bytes, which is no readahead, for a choice of columns."""
-        stored = self.entries[name]
-        row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        first, rows = (part[0].start, part[0].stop - part[0].start) if part else (0, 1)
-        full_rows = all((cut.start, cut.stop) == (0, size) for cut, size in zip(part[1:], stored.shape[1:], strict=True))
-        return stored.offset + first * row, rows * row if full_rows else 0
+        All slices of a part have both bounds. The tensors are read in the order of their offsets.
+        """
+        parts = [_StoredPart(self.entries[name], target, part) for name, target, part in requests if target.numel()]
+        parts.sort(key=lambda part: part.begin)
+        upcoming, ahead = iter(parts), 0
+        with open(self.path, "rb") as file:
+            _advise(file, 0, 0, "POSIX_FADV_RANDOM")  # else the system reads ahead, into the parts of other ranks
+            for part in parts:
+                while ahead < READAHEAD_BYTES and (following := next(upcoming, None)):
+                    if following.readahead:  # a length of 0 means up to the end of the file
+                        _advise(file, following.begin, following.readahead, "POSIX_FADV_WILLNEED")
+                    ahead += following.readahead
+                part.read(file)
+                ahead -= part.readahead
 
-    def read_into(self, target: Tensor, name: str, part: tuple[slice, ...]) -> None:
-        """Fill `target` (any float dtype, any device) with a part of a tensor, all of whose slices have both bounds."""
-        stored = self.entries[name]
-        if not target.numel():
-            return
-        if not stored.shape:
-            self._read_rows(target.view(1, 1), stored, 0, 1, slice(0, 1))
-            return
-        # A part is a range of rows and a range of columns: dimensions beyond the second are never split.
-        if any((cut.start, cut.stop) != (0, size) for cut, size in zip(part[2:], stored.shape[2:], strict=True)):
-            raise ValueError(f"{name}: split beyond its second dimension")
-        beyond = math.prod(stored.shape[2:])
-        columns = slice(part[1].start * beyond, part[1].stop * beyond) if len(part) > 1 else slice(0, 1)
-        width = math.prod(stored.shape[1:])
-        self._read_rows(target.view(target.shape[0], -1), stored, part[0].start, width, columns)
 
-    def _read_rows(self, target: Tensor, entry: SafetensorsEntry, first: int, width: int, columns: slice) -> None:
-        """Fill target [rows, columns] from rows of `width` numbers, beginning with row `first`."""
-        item = entry.dtype.itemsize
-        full = (columns.stop - columns.start) == width
-        in_place = target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous()
-        narrow = not full and (columns.stop - columns.start) * item < PAGE_BYTES
-        read_width = width if full or narrow else columns.stop - columns.start
-        skipped = columns.start if narrow or full else 0
-        rows = len(target) if in_place and not narrow else max(1, BLOCK_BYTES // (read_width * item))
+class _StoredPart:
+    """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into `target`."""
+
+    def __init__(self, entry: SafetensorsEntry, target: Tensor, part: tuple[slice, ...]) -> None:
+        rows = part[0] if part else slice(0, 1)
+        columns = part[1] if len(part) > 1 else slice(0, 1)
+        if any((cut.start, cut.stop) != (0, size) for cut, size in zip(part[2:], entry.shape[2:], strict=True)):
+            raise ValueError("a part is split beyond its second dimension")
+        beyond = math.prod(entry.shape[2:])
+        self._columns = slice(columns.start * beyond, columns.stop * beyond)
+        self._width = math.prod(entry.shape[1:])
+        self._row_bytes = self._width * entry.dtype.itemsize
+        self._target, self._dtype = target.view(rows.stop - rows.start, -1), entry.dtype
+        self.begin = entry.offset + rows.start * self._row_bytes
+        # The bytes of full rows; no readahead for a choice of columns.
+        self.readahead = len(self._target) * self._row_bytes if self._columns == slice(0, self._width) else 0
+
+    def read(self, file: BufferedReader) -> None:
+        target, columns, item = self._target, self._columns, self._dtype.itemsize
+        taken = columns.stop - columns.start
+        by_line = PAGE_BYTES <= taken * item < self._row_bytes
+        width = taken if by_line else self._width
+        plain = target.device.type == "cpu" and target.dtype == self._dtype and target.is_contiguous()
+        in_place = plain and width == taken
+        rows = len(target) if in_place else max(1, BLOCK_BYTES // (width * item))
         for row in range(0, len(target), rows):
             into = target[row : row + rows]
-            block = into if in_place and not narrow else torch.empty(len(into), read_width, dtype=entry.dtype)
-            begin = entry.offset + (first + row) * width * item
-            if full or narrow:
-                self._read_exactly(block, begin)
-            else:
+            block = into if in_place else torch.empty(len(into), width, dtype=self._dtype)
+            begin = self.begin + row * self._row_bytes
+            if by_line:
                 for number, line in enumerate(block):
-                    self._read_exactly(line, begin + (number * width + columns.start) * item)
-            if block is not into:
-                into.copy_(block[:, skipped : skipped + into.shape[1]])
+                    _read_exactly(file, line, begin + number * self._row_bytes + columns.start * item)
+            else:
+                _read_exactly(file, block, begin)
+            if not in_place:
+                skipped = 0 if by_line else columns.start
+                into.copy_(block[:, skipped : skipped + taken])
 
-    def _read_exactly(self, block: Tensor, offset: int) -> None:
-        out = memoryview(block.view(-1).view(torch.uint8).numpy().data)
-        done = 0
-        while done < len(out):  # the system reads 2 GiB at most at a time
-            count = os.preadv(self._descriptor, [out[done:]], offset + done)
-            if not count:
-                raise UserError(f"{self.path}: ends {len(out) - done:,} bytes early; copy it again")
-            done += count
+
+def _advise(file: BufferedReader, offset: int, length: int, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), offset, length, getattr(os, advice))
+
+
+def _read_exactly(file: BufferedReader, block: Tensor, offset: int) -> None:
+    out = memoryview(block.view(-1).view(torch.uint8).numpy().data)
+    done = 0
+    while done < len(out):  # the system reads 2 GiB at most at a time
+        count = os.preadv(file.fileno(), [out[done:]], offset + done)
+        if not count:
+            raise UserError(f"{file.name}: ends {len(out) - done:,} bytes early; copy it again")
+        done += count
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], read_tensor: Callable[[str], torch.Tensor], dtype: torch.dtype | None
+    path: Path, tensors: Mapping[str, Tensor], read_tensor: Callable[[str], Tensor], dtype: torch.dtype | None
 ) -> None:
     """Write one safetensors file, a tensor at a time: the library's own writer needs all of them in memory.
 

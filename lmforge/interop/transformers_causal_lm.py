@@ -3,10 +3,16 @@
 Families differ in more than their configs say: which list holds the blocks, what is done to logits, which constants lie
 beside the weights. That is found by inspecting the modules and by running them on small inputs. Models that a
 `LanguageModel` cannot express are refused. No code that comes with a folder runs.
+
+Most families are stored as they are computed. Some are not: experts are one tensor each in a folder, and computed as one
+stack. The rules for that are transformers' own, used in both directions, so that an export opens anywhere.
 """
 
 import logging
-from collections import Counter
+import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,19 +46,19 @@ def import_transformers() -> Any:
     return transformers
 
 
-def read_pretrained_config(config_dict: dict[str, Any], source: str) -> Any:
+def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
     """transformers' own configuration object. Code that comes with a folder is never run."""
     transformers = import_transformers()
-    model_type = config_dict.get("model_type")
-    if config_dict.get("quantization_config"):
+    model_type = str(content.get("model_type"))
+    if content.get("quantization_config"):
         raise UserError(f"{source}: quantization_config: quantized weights cannot be trained; use the unquantized model")
     if model_type not in transformers.CONFIG_MAPPING:
-        why = "its code comes with the folder, and such code is not run" if "auto_map" in config_dict else "it is unknown to it"
+        why = "its code comes with the folder, and such code is not run" if "auto_map" in content else "it is unknown to it"
         raise UserError(
             f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}" ({why}); use another model'
         )
     try:
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config_dict))
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
     except Exception as error:  # whatever a family's own checks raise
         raise UserError(f"{source}: transformers cannot read it ({_one_line(error)}); copy the file again") from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -64,13 +70,13 @@ def read_pretrained_config(config_dict: dict[str, Any], source: str) -> Any:
     return config
 
 
-def build_causal_lm(config_dict: dict[str, Any]) -> Any:
+def build_causal_lm(content: dict[str, Any]) -> Any:
     """transformers' own model on the meta device, in fp32 and without dropout. Raises UserError."""
     transformers = import_transformers()
     with torch.device("meta"):
-        config = read_pretrained_config(config_dict, "model")
+        config = read_pretrained_config(content, "model")
         causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stacks = [parameter for name, parameter in causal.named_parameters() if ".experts." in name and parameter.ndim == 3]
+    stacks = [each for name, each in causal.named_parameters() if ".experts." in name and each.ndim == 3]
     if any(size % _GROUPED_MM_MULTIPLE for stack in stacks for size in stack.shape[1:]):
         causal.set_experts_implementation("eager")
     return causal.eval()
@@ -79,20 +85,20 @@ def build_causal_lm(config_dict: dict[str, Any]) -> Any:
 def find_block_list(base_model: nn.Module) -> str:
     """The name of the longest list of modules of one class that is in no other list. Raises UserError where there is none."""
     lists = {name: module for name, module in base_model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
-    outer = {name: blocks for name, blocks in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
-    alike = [name for name, blocks in outer.items() if len({type(block) for block in blocks}) == 1]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    alike = [name for name in outer if len({type(block) for block in lists[name]}) == 1]
     if not alike:
         raise UserError(f"model: {type(base_model).__name__} has no list of blocks of one class to shard; use another model")
-    return max(alike, key=lambda name: len(outer[name]))
+    return max(alike, key=lambda name: len(lists[name]))
 
 
-def find_logit_scale(causal_lm: Any, hidden_size: int) -> float:
-    """What `causal_lm` multiplies its logits by. Raises UserError where it does more to them than that.
+def find_logit_scale(causal: Any, hidden_size: int) -> float:
+    """What `causal` multiplies its logits by. Raises UserError where it does more to them than that.
 
     Found by trying: its own forward runs with a small head, on given hidden states in place of the base model.
     """
-    name, head = find_base_model_name(causal_lm), causal_lm.get_output_embeddings()
-    base = causal_lm.get_submodule(name)
+    name, head = find_base_model_name(causal), causal.get_output_embeddings()
+    base = causal.get_submodule(name)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         hidden = torch.randn(1, 3, hidden_size)
@@ -101,20 +107,20 @@ def find_logit_scale(causal_lm: Any, hidden_size: int) -> float:
         small.weight.copy_(torch.linalg.lstsq(hidden[0], plain[0]).solution.t())
         plain = small(hidden)
         try:
-            setattr(causal_lm, name, _FixedBaseModel(hidden))
-            causal_lm.set_output_embeddings(small)
-            logits = causal_lm(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
+            setattr(causal, name, _FixedBaseModel(hidden))
+            causal.set_output_embeddings(small)
+            logits = causal(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
             scale = float((logits * plain).sum() / plain.square().sum())
             alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
             reason = str(problem)[:100]
-            raise UserError(f"model: {type(causal_lm).__name__} cannot be taken apart ({reason}); use another model") from None
+            raise UserError(f"model: {type(causal).__name__} cannot be taken apart ({reason}); use another model") from None
         finally:
-            setattr(causal_lm, name, base)
-            causal_lm.set_output_embeddings(head)
+            setattr(causal, name, base)
+            causal.set_output_embeddings(head)
     if not alike:
         raise UserError(
-            f"model: {type(causal_lm).__name__} changes its logits (final_logit_softcapping or the like), which lmforge's loss"
+            f"model: {type(causal).__name__} changes its logits (final_logit_softcapping or the like), which lmforge's loss"
             " does not; take that out of its config.json, or use another model"
         )
     return 1.0 if abs(scale - 1) < 1e-5 else scale
@@ -143,13 +149,13 @@ class _FixedModelOutput(SimpleNamespace):
 
 
 @torch.no_grad()
-def constant_buffers(causal_lm: Any) -> list[tuple[nn.Module, str, Tensor]]:
+def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
     """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as rotary frequencies.
 
     On the meta device they have no values; transformers computes them where it initializes weights.
     """
     constants = []
-    for name, module in causal_lm.named_modules():
+    for name, module in causal.named_modules():
         buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
         if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
             raise UserError(f"model: {name} keeps tensors that are neither weights nor buffers; use another model")
@@ -161,7 +167,7 @@ def constant_buffers(causal_lm: Any) -> list[tuple[nn.Module, str, Tensor]]:
             for key, buffer in buffers.items():
                 unset = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[key] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
-            causal_lm._init_weights(module)
+            causal._init_weights(module)
         for key in buffers:
             value = module._buffers[key]
             assert value is not None
@@ -171,33 +177,88 @@ def constant_buffers(causal_lm: Any) -> list[tuple[nn.Module, str, Tensor]]:
     return constants
 
 
-def find_base_model_name(causal_lm: Any) -> str:
+def find_base_model_name(causal: Any) -> str:
     """The name of the one module beside the head. Raises UserError where there are several, or none."""
-    parts = [name for name, part in causal_lm.named_children() if name != _HEAD_NAME and any(True for _ in part.parameters())]
+    parts = [name for name, part in causal.named_children() if name != _HEAD_NAME and [*part.parameters()]]
     if len(parts) != 1:
-        name = type(causal_lm).__name__
+        name = type(causal).__name__
         raise UserError(f"model: {name} is not one base model and a head ({', '.join(parts)}); use another model")
     return parts[0]
 
 
-def reject_unsupported_parts(causal_lm: Any) -> None:
-    name, config = type(causal_lm).__name__, causal_lm.config
+def reject_unsupported_parts(causal: Any) -> None:
+    name, config = type(causal).__name__, causal.config
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
-    if other or getattr(type(causal_lm), "_is_stateful", False):
+    if other or getattr(type(causal), "_is_stateful", False):
         raise UserError(
             f"model: {name} has layers without attention ({', '.join(sorted(other)) or 'recurrent'}), in which documents"
             " of a sequence would see each other; use another model"
         )
-    head = causal_lm.get_output_embeddings()
-    if getattr(causal_lm, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
+    head = causal.get_output_embeddings()
+    if getattr(causal, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
         raise UserError(f"model: {name} has no plain {_HEAD_NAME}; use another model")
-    shared = Counter(
-        id(part) for key, part in causal_lm.named_parameters(remove_duplicate=False) if not key.startswith(_HEAD_NAME)
-    )
-    if max(shared.values()) > 1:
+    named = causal.named_parameters(remove_duplicate=False)
+    weights = [weight for key, weight in named if not key.startswith(_HEAD_NAME)]
+    if len(set(weights)) < len(weights):
         raise UserError(f"model: {name} uses some weights in several places, which sharding would separate; use another model")
     if head.bias is not None:
         raise UserError(f"model: the head of {name} has a bias, which lmforge's loss does not support; use another model")
+
+
+@dataclass(frozen=True)
+class TensorConversion:
+    """Stored tensors that together make one or several of the model's, the first of which is `target_name`."""
+
+    target_name: str
+    source_patterns: dict[str, str]  # stored name → the pattern that it matches
+    converter: Any
+    causal: Any
+
+    def convert(self, read_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta tensors: shapes only)."""
+        rule = deepcopy(self.converter)
+        for stored, pattern in self.source_patterns.items():
+            rule.add_tensor(self.target_name, stored, pattern, lambda stored=stored: read_tensor(stored))
+        try:
+            made = rule.convert(self.target_name, model=self.causal, config=self.causal.config)
+        except (RuntimeError, ValueError, KeyError, IndexError) as problem:
+            raise UserError(f"{self.target_name}: its parts do not match ({problem}); copy the folder again") from None
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def map_stored_names(content: dict[str, Any], stored: Iterable[str]) -> tuple[dict[str, str], list[TensorConversion]]:
+    """The tensors of a folder: (our name by stored name, those that must be converted)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    causal = build_causal_lm(content)
+    state, prefix = causal.state_dict(), causal.base_model_prefix
+    rules = get_model_conversion_mapping(causal)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    ignored = [re.compile(pattern) for pattern in causal._keys_to_ignore_on_load_unexpected or ()]
+    plain: dict[str, str] = {}
+    conversions: dict[str, TensorConversion] = {}
+    for name in sorted(stored, key=dot_natural_key):  # experts in numerical order
+        ours, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if ours not in state and name in state:
+            ours, pattern = name, None
+        if ours not in state and any(each.search(ours) for each in ignored):
+            continue
+        if pattern is None:
+            plain[name] = ours
+        else:
+            conversion = TensorConversion(ours, {}, by_pattern[pattern], causal)
+            conversions.setdefault(ours, conversion).source_patterns[name] = pattern
+    return plain, list(conversions.values())
+
+
+def to_stored_tensors(content: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors by the names and in the pieces of folders of its family."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(build_causal_lm(content), dict(tensors)))
 
 
 def _one_line(error: BaseException) -> str:

@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lmforge.errors import UserError
 from lmforge.interop.config_json import NUM_EXPERTS_FIELDS
@@ -30,9 +31,8 @@ from lmforge.interop.transformers_causal_lm import (
     read_pretrained_config,
     reject_unsupported_parts,
 )
-from lmforge.interop.transformers_weights import initial_values
 from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import LORA_SUFFIXES, initial_value
+from lmforge.model.init_weights import LORA_SUFFIXES, initial_value, tensor_seed
 from lmforge.model.layers import LanguageModel, LMHead
 
 
@@ -44,18 +44,12 @@ class TransformersConfig(ModelConfig):
     """
 
     config_dict: dict[str, Any] = field(default_factory=dict)
-    max_learned_positions: int | None = None
+    # That of learned positions.
+    max_sequence_length: int | None = None
+    family = "transformers"
 
     def __post_init__(self) -> None:
         """Nothing is derived or refused: transformers has checked the content."""
-
-    @property
-    def family(self) -> str:
-        return "transformers"
-
-    @property
-    def max_sequence_length(self) -> int | None:
-        return self.max_learned_positions
 
     def new_module(self) -> "TransformersModel":
         return TransformersModel(self)
@@ -64,24 +58,24 @@ class TransformersConfig(ModelConfig):
         return _count_parameters(json.dumps(self.config_dict, sort_keys=True))
 
 
-def to_transformers_config(config_dict: dict[str, Any], source: str) -> TransformersConfig:
+def _first(config: Any, *names: str, default: Any = 0) -> Any:
+    """The first of these fields of transformers' config that is neither missing nor None nor 0."""
+    return next((value for name in names if (value := getattr(config, name, None))), default)
+
+
+def to_transformers_config(content: dict[str, Any], source: str) -> TransformersConfig:
     """The config that a config.json describes. Raises UserError, beginning with `source`, for what cannot be wrapped."""
-    theirs = read_pretrained_config(config_dict, source)
-
-    def first(*names: str, default: Any = 0) -> Any:
-        values = (getattr(theirs, name, None) for name in names)
-        return next((value for value in values if value is not None), default)
-
-    heads, end_tokens = first("num_attention_heads", default=1), first("eos_token_id", default=None)
-    width, layers = first("hidden_size"), first("num_hidden_layers")
-    longest = first("max_position_embeddings")
+    theirs = read_pretrained_config(content, source)
+    first = partial(_first, theirs)
+    heads, end_tokens = first("num_attention_heads", default=1), getattr(theirs, "eos_token_id", None)
+    width, longest = first("hidden_size"), first("max_position_embeddings")
     # Rotary angles and slopes have no end; tables of learned positions do.
     slopes = theirs.model_type in ALIBI_MODEL_TYPES or first("alibi", default=False)
-    unbounded = getattr(theirs, "rope_parameters", None) or slopes or not longest
+    unbounded = first("rope_parameters") or slopes or not longest
     return TransformersConfig(
         vocab_size=first("vocab_size"),
         hidden_size=width,
-        num_hidden_layers=layers,
+        num_hidden_layers=first("num_hidden_layers"),
         num_attention_heads=heads,
         intermediate_size=first("intermediate_size", "ffn_dim", default=4 * width),
         num_key_value_heads=first("num_key_value_heads", "num_kv_heads", default=heads),
@@ -91,31 +85,9 @@ def to_transformers_config(config_dict: dict[str, Any], source: str) -> Transfor
         tie_word_embeddings=bool(first("tie_word_embeddings", default=False)),
         initializer_range=first("initializer_range", "init_std", default=0.02),
         eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
-        config_dict=config_dict,
-        max_learned_positions=None if unbounded else longest,
+        config_dict=content,
+        max_sequence_length=None if unbounded else longest,
     )
-
-
-class TransformersKVCache:
-    """transformers' keys and values, with positions and document ids of their tokens."""
-
-    def __init__(self, past_key_values: Any) -> None:
-        self.past_key_values = past_key_values
-        self._seen: tuple[Tensor, Tensor] | None = None
-
-    def extend(self, positions: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of the new tokens, [sequences, length]; returns those of all tokens so far."""
-        if self._seen is not None:
-            positions = torch.cat([self._seen[0], positions], dim=1)
-            document_ids = torch.cat([self._seen[1], document_ids], dim=1)
-        self._seen = positions, document_ids
-        return positions, document_ids
-
-    def select_sequences(self, indices: Tensor) -> None:
-        """Keep only these sequences, int64, in this order."""
-        assert self._seen
-        self.past_key_values.batch_select_indices(indices)
-        self._seen = self._seen[0][indices], self._seen[1][indices]
 
 
 class TransformersModel(LanguageModel):
@@ -125,13 +97,14 @@ class TransformersModel(LanguageModel):
     has_dropout = False
 
     def __init__(self, config: TransformersConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         causal = build_causal_lm(config.config_dict)
         reject_unsupported_parts(causal)
         self._base_model_name = find_base_model_name(causal)
         base, head = causal.get_submodule(self._base_model_name), causal.get_output_embeddings()
-        self._blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
+        self.blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
+        embedding = causal.get_input_embeddings()
+        self.embedding_names = tuple(name for name, module in causal.named_modules() if module is embedding)
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if not self._takes_positions and config.model_type not in ALIBI_MODEL_TYPES:
             raise UserError(f"model: a {config.model_type} model cannot be told where documents begin; use another model")
@@ -141,11 +114,31 @@ class TransformersModel(LanguageModel):
         self.lm_head = LMHead(head.in_features, head.out_features)
         self.tie_weights()
 
+    @torch.no_grad()
     def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As transformers initializes the model; adapters as ours."""
+        """(name, first value in fp32 on the CPU) of every tensor, as the family itself initializes it; adapters as ours.
+
+        Each module draws from a generator of its own, seeded with the seed and its name, so that values depend on nothing else.
+        Raises UserError where transformers leaves a tensor without a value.
+        """
         if embedding_std is not None:
             raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
-        yield from initial_values(self.config.config_dict, seed)
+        causal = build_causal_lm(self.config.config_dict)
+        for name, module in causal.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if not own:
+                continue
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(tensor_seed(seed, name))
+                for short, parameter in own.items():
+                    module.register_parameter(short, nn.Parameter(torch.full(parameter.shape, torch.nan)))
+                causal._init_weights(module)
+            for short in own:
+                value = module.get_parameter(short)
+                if value.isnan().any():
+                    raise UserError(f"model: transformers does not initialize {name}.{short}; start from a folder's weights")
+                yield f"{name}.{short}", value.detach()
+                module.register_parameter(short, own[short])  # on meta: one module is in memory at a time
         for name, parameter in self.named_parameters():
             if name.endswith(LORA_SUFFIXES):
                 yield name, initial_value(name, parameter.shape, self.config, seed)
@@ -154,19 +147,6 @@ class TransformersModel(LanguageModel):
     def base_model(self) -> nn.Module:
         """transformers' model without its head."""
         return self.get_submodule(self._base_model_name)
-
-    @property
-    def embeddings(self) -> list[nn.Embedding]:
-        return [self.base_model.get_input_embeddings()]  # type: ignore[operator]
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.get_submodule(self._blocks_name)  # type: ignore[return-value]
-
-    @property
-    def final_norm(self) -> nn.Module:
-        children = [child for name, child in self.base_model.named_children() if "norm" in name or "ln" in name]
-        return children[-1]
 
     def train(self, mode: bool = True) -> "TransformersModel":
         """The modules of transformers stay in evaluation mode: no dropout, no noise on routers."""
@@ -185,40 +165,31 @@ class TransformersModel(LanguageModel):
         for module, name, value in self._constant_buffers:
             module._buffers[name] = value.to(device)
 
-    def new_cache(self) -> "TransformersKVCache":
-        """An empty cache for consecutive tokens."""
-        return TransformersKVCache(import_transformers().DynamicCache(config=self.base_model.config))
-
     def incremental_decoder(
         self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype
     ) -> "TransformersIncrementalDecoder":
         return TransformersIncrementalDecoder(self, max_length, device)
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        document_ids: Tensor,
-        cache: "TransformersKVCache | None" = None,
-        rng_keys: Tensor | None = None,
+        self, tokens: Tensor, positions: Tensor, document_ids: Tensor, cache: Any = None, rng_keys: Tensor | None = None
     ) -> Tensor:
         """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
-        Args as in LanguageModel.forward, without dropout. Raises UserError for sequences longer than the learned positions.
+        Args as in LanguageModel.forward, without dropout. `cache` is transformers'; with it, `positions` and `document_ids`
+        are those of all tokens so far. Raises UserError for sequences longer than the learned positions.
         """
-        self.config.check_length(tokens.shape[1])
+        length = tokens.shape[1]
+        self.config.check_length(length)
         if self._constants_device != tokens.device:  # weights may be offloaded to host memory
             self._move_constants(tokens.device)
-        extra = {"position_ids": positions} if self._takes_positions else {}
-        if cache is not None:
-            positions, document_ids = cache.extend(positions, document_ids)
-        base = self.base_model
-        with document_attention_masks(base.config._attn_implementation, document_ids, positions):  # type: ignore[union-attr, arg-type]
+        extra = {"position_ids": positions[:, -length:]} if self._takes_positions else {}
+        base: Any = self.base_model
+        with document_attention_masks(base.config._attn_implementation, document_ids, positions):
             output = base(
                 input_ids=tokens,
                 # All ones: with a mask, transformers does not guess documents from positions.
                 attention_mask=torch.ones_like(document_ids, dtype=torch.long),
-                past_key_values=None if cache is None else cache.past_key_values,
+                past_key_values=cache,
                 use_cache=cache is not None,
                 return_dict=True,
                 **extra,
@@ -267,10 +238,8 @@ def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     embedding = model.embeddings[0].weight.numel()
     theirs = model.base_model.config
-    experts, chosen = (
-        next((value for name in names if (value := getattr(theirs, name, None))), 1)
-        for names in (NUM_EXPERTS_FIELDS, ("num_experts_per_tok", "moe_topk"))
-    )
+    experts = _first(theirs, *NUM_EXPERTS_FIELDS, default=1)
+    chosen = _first(theirs, "num_experts_per_tok", "moe_topk", default=1)
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     total = sum(sizes.values())
     idle = routed - routed * chosen // experts
@@ -283,37 +252,35 @@ class TransformersIncrementalDecoder:
 
     def __init__(self, model: TransformersModel, max_length: int, device: torch.device) -> None:
         model.config.check_length(max_length)
-        self._model = model
-        self._device = device
+        self._model, self._device = model, device
         self._lengths: list[int] = []
         self._tokens = torch.zeros(0, 0, dtype=torch.long, device=device)  # each sequence ends in the last column
-        self._cache: TransformersKVCache
+        self._cache: Any = None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Compute prompts as new sequences after the others; hidden states of each last token [prompts, hidden_size]."""
-        lengths = [*self._lengths, *map(len, prompts)]
-        longest, before = max(lengths), len(self._lengths)
-        tokens = torch.zeros(len(lengths), longest, dtype=torch.long)
-        for index, prompt in enumerate(prompts, start=before):
-            tokens[index, -len(prompt) :] = torch.tensor(prompt)
-        tokens = tokens.to(self._device)
-        known = min(longest, self._tokens.shape[1])
-        tokens[:before, longest - known :] = self._tokens[:, self._tokens.shape[1] - known :]
-        positions = torch.arange(longest, device=self._device) - longest + torch.tensor(lengths, device=self._device)[:, None]
-        self._cache = self._model.new_cache()
-        self._tokens, self._lengths = tokens, lengths
-        document_ids = torch.where(positions < 0, -1, 0).int()
-        return self._model(tokens, positions.clamp(min=0), document_ids, cache=self._cache)[before:, -1]
+        earlier = [tokens[-length:] for tokens, length in zip(self._tokens, self._lengths, strict=True)]
+        new = [torch.tensor(prompt, device=self._device) for prompt in prompts]
+        self._tokens = pad_sequence([*earlier, *new], batch_first=True, padding_side="left")
+        self._lengths = [*map(len, earlier), *map(len, new)]
+        self._cache = import_transformers().DynamicCache(config=self._model.base_model.config)
+        return self._forward(self._tokens)[len(earlier) :, -1]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
         """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
-        positions = torch.tensor(self._lengths, device=self._device)[:, None]
         self._tokens = torch.cat([self._tokens, tokens[:, None]], dim=1)
         self._lengths = [length + 1 for length in self._lengths]
-        return self._model(tokens[:, None], positions, torch.zeros_like(positions, dtype=torch.int32), cache=self._cache)[:, 0]
+        return self._forward(tokens[:, None])[:, 0]
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states of the last tokens of each sequence, those that are not in the cache."""
+        lengths = torch.tensor(self._lengths, device=self._device)[:, None]
+        positions = torch.arange(-self._tokens.shape[1], 0, device=self._device) + lengths
+        document_ids = torch.where(positions < 0, -1, 0).int()
+        return self._model(tokens, positions.clamp(min=0), document_ids, self._cache)
 
     def select_sequences(self, indices: Sequence[int]) -> None:
         """Keep only these sequences; they become 0, 1, … in this order."""
         chosen = torch.tensor(indices, dtype=torch.long, device=self._device)
         self._tokens, self._lengths = self._tokens[chosen], [self._lengths[index] for index in indices]
-        self._cache.select_sequences(chosen)
+        self._cache.batch_select_indices(chosen)

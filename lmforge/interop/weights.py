@@ -1,26 +1,25 @@
 """Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index) into a model.
 
 Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other
-pieces than the computed ones (transformers_weights.py). Missing and unexpected tensors are refused. Of a sharded model only
+pieces than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. Of a sharded model only
 this rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in checkpoint/.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
-from lmforge.interop.transformers_weights import TensorConversion, map_stored_names
 from lmforge.model import build_model
-from lmforge.model.init_weights import LORA_SUFFIXES, local_part
+from lmforge.model.init_weights import LORA_SUFFIXES, copy_full_tensor, local_part
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, lora_delta
 from lmforge.untrusted import read_json
@@ -48,9 +47,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     folder = Path(folder)
     local = dict(model.named_parameters())
     full_model = _full_model(model)
-    expected = {
-        name: each for name, each in full_model.named_parameters() if not name.endswith(LORA_SUFFIXES) and name not in new_names
-    }
+    absent = (*LORA_SUFFIXES, *new_names)
+    expected = {name: each for name, each in full_model.named_parameters() if not name.endswith(absent)}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
@@ -61,28 +59,22 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
     _resolve_tied_head(full_model, expected, stored)
-    direct = dict(expected)
-    with _tensor_reader(file_of, shapes_only=True) as read:
-        for conversion in conversions:
-            _check_converted(folder, direct, conversion.convert(read))
-    _reject_differences(folder, direct, stored)
+    for conversion in conversions:
+        _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
+    _reject_differences(folder, expected, stored)
     for file in opened:
-        wanted = [(local[ours], name) for ours, (source, name) in stored.items() if source is file and ours in local]
-        for _, name in wanted:
+        targets = {name: local[ours] for ours, (source, name) in stored.items() if source is file and ours in local}
+        for name in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        with file.open_for_reading():
-            file.read_all([(target, name, part) for each, name in wanted for target, part in [local_part(each)]])
-    with _tensor_reader(file_of) as read:
-        for conversion in conversions:
-            for name, value in conversion.convert(read).items():
-                _reject_quantized(value.dtype, f"{folder}: {name}")
-                target, part = local_part(local[name])
-                if target.numel():
-                    target.copy_(value[part])
+        file.read_parts([(name, *local_part(target)) for name, target in targets.items()])
+    for conversion in conversions:
+        for name, value in conversion.convert(lambda name: file_of[name].read(name)).items():
+            _reject_quantized(value.dtype, f"{folder}: {name}")
+            copy_full_tensor(local[name], value)
 
 
 @torch.no_grad()
-def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
     """Add low-rank adapters, full tensors by our names, to the weights of a model in place.
 
     Of a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself
@@ -110,27 +102,7 @@ def _full_model(model: Any) -> nn.Module:
     return model if isinstance(model, TransformersModel) else build_model(model.config, "meta")
 
 
-@contextmanager
-def _tensor_reader(
-    file_of: Mapping[str, SafetensorsFile], shapes_only: bool = False
-) -> Iterator[Callable[[str], torch.Tensor]]:
-    """A function that returns a full stored tensor; with `shapes_only` on the meta device, without reading it."""
-    with ExitStack() as stack:
-        if not shapes_only:
-            for file in set(file_of.values()):
-                stack.enter_context(file.open_for_reading())
-
-        def read(stored: str) -> torch.Tensor:
-            entry = file_of[stored].entries[stored]
-            value = torch.empty(entry.shape, dtype=entry.dtype, device="meta" if shapes_only else "cpu")
-            if not shapes_only:
-                file_of[stored].read_into(value, stored, tuple(slice(0, size) for size in entry.shape))
-            return value
-
-        yield read
-
-
-def _check_converted(folder: Path, expected: dict[str, nn.Parameter], converted: Mapping[str, torch.Tensor]) -> None:
+def _check_converted(folder: Path, expected: dict[str, nn.Parameter], converted: Mapping[str, Tensor]) -> None:
     """Remove the converted tensors from `expected`. Raises UserError where one is not expected, or of another shape."""
     for name, value in converted.items():
         parameter = expected.pop(name, None)

@@ -21,12 +21,8 @@ def build_model(config: "ModelConfig", device: "str | torch.device" = "cpu") -> 
     """A model of this config in fp32. Its weights are allocated, not filled: `init_weights` or `load_folder` does that."""
     import torch
 
-    from lmforge.model.gpt2 import GPT2
-    from lmforge.model.llama import Llama
-
     with torch.device("meta"):
-        families = {"llama": Llama, "gpt2": GPT2}
-        model: LanguageModel = families[config.family](config) if config.family in families else config.new_module()
+        model: LanguageModel = config.new_module()
     model.to_empty(device=device)
     model.tie_weights()
     return model

@@ -1,33 +1,57 @@
-"""Attention: which tokens see which, and the one place where scores are computed.
+"""Attention: which tokens see which, the one place where scores are computed, and the keys and values that are kept.
 
 A mask is made once per forward from the document ids of a batch and passed to every block. A token sees itself and the
 earlier tokens of its own document, at most `window` of them. Padding is a document like any other (its id is -1): it
 sees itself, so that no row of scores is empty and nothing becomes NaN.
+
+Context parallelism: each rank has a part of every sequence, and attention gathers keys and values of the other ranks.
+All-gather rather than a ring: with grouped heads keys and values are few, documents and windows need no special case,
+and it is one collective a block (Llama 3, arXiv 2407.21783, section 3.3.2). A sequence is cut into twice as many pieces as
+there are ranks; rank r gets the r-th from either end. Under a causal mask that is equal work for all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from lmforge.data.batch import Batch
+from lmforge.model.config import ModelConfig
+
+# Differentiable, and works when compiled. Its name changed with torch 2.13.
+_all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
-class SequenceSharder(Protocol):
-    """How each sequence is split over ranks (context parallel), and what attention needs to know of it."""
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks that split sequences."""
+
+    group: dist.ProcessGroup
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of each sequence."""
+        """This rank's tokens of each sequence: [sequences, length / ranks]. The length divides by twice the ranks."""
+        ranges = self.local_ranges(batch.sequence_length // self.group.size())
+        return batch.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
-        """(slot in the full sequence of its first token, tokens) of each contiguous range of the local tokens."""
+        """(index of the first token in the full sequence, number of tokens) of this rank's two pieces."""
+        piece, rank = local_length // 2, self.group.rank()
+        return [(rank * piece, piece), ((2 * self.group.size() - 1 - rank) * piece, piece)]
 
-    def all_gather_sequence(self, local: torch.Tensor, dim: int) -> torch.Tensor:
-        """`local` of every rank, concatenated along `dim` in the order of the sequence. Differentiable."""
+    def all_gather_sequence(self, local: Tensor, dim: int) -> Tensor:
+        """The `local` tensors of all ranks along `dim`, in the order of the full sequence. Gradients are summed over ranks."""
+        gathered = _all_gather(local.contiguous(), dim, self.group)
+        pieces = gathered.unflatten(dim, (self.group.size(), 2, -1))
+        from_start, from_end = pieces.unbind(dim + 1)
+        ordered = torch.cat([from_start, from_end.flip(dim)], dim=dim)
+        return ordered.flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True)
@@ -39,13 +63,13 @@ class AttentionMask:
     context_parallel: set where only the keys and values of this rank's tokens are local.
     """
 
-    dense_mask: torch.Tensor | None = None
+    dense_mask: Tensor | None = None
     block_mask: BlockMask | None = None
-    context_parallel: SequenceSharder | None = None
+    context_parallel: ContextParallel | None = None
 
 
 def create_attention_mask(
-    document_ids: torch.Tensor, window: int | None, context_parallel: SequenceSharder | None = None
+    document_ids: Tensor, window: int | None, context_parallel: ContextParallel | None = None
 ) -> AttentionMask:
     """The mask of one batch, to be made once per forward and window.
 
@@ -60,27 +84,19 @@ def create_attention_mask(
     query_slots = torch.cat([slots[first : first + count] for first, count in ranges])
     if document_ids.is_cuda:
         mask_mod = document_mask_mod(document_ids, keys, query_slots, window)
-        block_mask = _compiled_create_block_mask()(mask_mod, sequences, None, length, len(slots), device=keys.device)
+        block_mask = _compiled(create_block_mask)(mask_mod, sequences, None, length, len(slots), device=keys.device)
         return AttentionMask(block_mask=block_mask, context_parallel=context_parallel)
-    seen = slots <= query_slots[:, None]
-    if window is not None:
-        seen &= slots > query_slots[:, None] - window
-    seen = (document_ids[:, :, None] == keys[:, None, :]) & seen
+    seen = (document_ids[:, :, None] == keys[:, None, :]) & causal_mask(query_slots, slots, window)
     return AttentionMask(dense_mask=seen[:, None], context_parallel=context_parallel)
 
 
-def create_cache_mask(positions: torch.Tensor, slots: torch.Tensor, window: int | None) -> AttentionMask:
-    """The mask of a forward pass with a cache, where the key of a sequence's token at position p is in slot p.
-
-    positions: int64 [sequences, queries]; slots: int64 [keys], their numbers from 0.
-    """
-    seen = slots <= positions[:, :, None]
-    if window is not None:
-        seen &= slots > positions[:, :, None] - window
-    return AttentionMask(dense_mask=seen[:, None])
+def causal_mask(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
+    """bool [..., queries, slots]: a token in slot `queries` [...] sees the `slots` [slots] up to its own, at most `window`."""
+    seen = slots <= queries[..., None]
+    return seen if window is None else seen & (slots > queries[..., None] - window)
 
 
-def _query_ranges(num_queries: int, num_keys: int, context_parallel: SequenceSharder | None) -> list[tuple[int, int]]:
+def _query_ranges(num_queries: int, num_keys: int, context_parallel: ContextParallel | None) -> list[tuple[int, int]]:
     """The slots of the queries as ranges (first, count): the last of all keys, or with context parallel some of them."""
     return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
 
@@ -90,7 +106,7 @@ def attention_backend_name(device: torch.device) -> str:
     return "FlexAttention, block mask" if device.type == "cuda" else "SDPA, dense mask"
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim), where the mask allows) v.
 
     Args:
@@ -103,7 +119,8 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     if mask.context_parallel is not None:
         keys, values = mask.context_parallel.all_gather_sequence(torch.stack((keys, values)), 3)
     if mask.block_mask is not None:
-        compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
+        compute = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
         return compute(queries, keys, values, block_mask=mask.block_mask, enable_gqa=grouped)
     assert mask.dense_mask is not None
     if grouped and queries.is_cuda:
@@ -125,11 +142,11 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
 
 
 def document_mask_mod(
-    query_document_ids: torch.Tensor, key_document_ids: torch.Tensor, query_slots: torch.Tensor, window: int | None
-) -> Callable[..., torch.Tensor]:
+    query_document_ids: Tensor, key_document_ids: Tensor, query_slots: Tensor, window: int | None
+) -> Callable[..., Tensor]:
     """The rule of `create_attention_mask` as FlexAttention takes it; `query_slots` [queries] are the slots of the queries."""
 
-    def seen(sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_ids[sequence, query] == key_document_ids[sequence, key]
         allowed = same_document & (query_slots[query] >= key)
         return allowed if window is None else allowed & (key > query_slots[query] - window)
@@ -138,11 +155,69 @@ def document_mask_mod(
 
 
 @cache
-def _compiled_create_block_mask() -> Any:
-    return torch.compile(create_block_mask)
+def _compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function)
 
 
-@cache
-def _compiled_flex_attention() -> Any:
-    # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
-    return torch.compile(flex_attention)
+class LayerKVCache:
+    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences, key_value_heads, slots, head_dim].
+
+    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write into the cache itself.
+    """
+
+    def __init__(self, key_values: Tensor, sequences: Tensor, positions: Tensor) -> None:
+        self._keys, self._values = key_values
+        self._sequences, self._positions = sequences, positions
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store those of the new tokens, [sequences, key_value_heads, length, head_dim]; returns views of all so far."""
+        for kept, new in ((self._keys, keys), (self._values, values)):
+            kept[self._sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
+        return self._keys, self._values
+
+    def mask(self, window: int | None) -> AttentionMask:
+        """A token sees the slots of its sequence up to its own, at most `window` of them."""
+        slots = torch.arange(self._keys.shape[2], device=self._keys.device)
+        return AttentionMask(dense_mask=causal_mask(self._positions, slots, window)[:, None])
+
+
+class KVCache:
+    """Keys and values of earlier tokens, so that generation computes each token once.
+
+    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the model's forward: keys and
+    values of the token at position p are in slot p. Sequences have lengths of their own, and those in use are always the
+    first ones, so that a decoding step reads and writes one block of memory. Raises UserError where the model cannot compute
+    that many tokens (learned positions).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        config.check_length(max_length)
+        # For each layer keys, then values. Zeros: attention still multiplies masked slots, by 0.
+        shape = (2, batch_size, config.num_key_value_heads, max_length, config.head_dim)
+        self.key_values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.max_length = max_length
+
+    def view(self, first: int, positions: Tensor, end: int) -> list[LayerKVCache]:
+        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences from `first` on.
+
+        One LayerKVCache for each block. `end` is one more than the largest position. The positions of a sequence are
+        consecutive; what pads a shorter one at the right is written to slots that its later tokens overwrite.
+        """
+        if end > self.max_length:
+            raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
+        part = slice(first, first + len(positions))
+        sequences = torch.arange(len(positions), device=positions.device)[:, None]
+        return [LayerKVCache(key_values[:, part, :, :end], sequences, positions) for key_values in self.key_values]
+
+    def copy_sequences(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy sequences over other sequences."""
+        for key_values in self.key_values:
+            key_values[:, list(targets)] = key_values[:, list(sources)]

@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """Which module computes this model: "llama" (llama.py) or "gpt2" (gpt2.py); any other is made by `new_module`."""
+        """Which code computes this model: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/)."""
         return FAMILY_BY_MODEL_TYPE[self.model_type]
 
     @property
@@ -142,8 +142,11 @@ class ModelConfig:
             )
 
     def new_module(self) -> Any:
-        """The module that computes a family which is not ours, on the meta device."""
-        raise NotImplementedError(self.family)
+        """The module that computes this model, on torch's default device."""
+        from lmforge.model.gpt2 import GPT2
+        from lmforge.model.llama import Llama
+
+        return GPT2(self) if self.family == "gpt2" else Llama(self)
 
     def counted_parameters(self) -> tuple[int, int, int, int] | None:
         """flops.ParameterCount's fields where they can only be counted from the modules; None where flops.py derives them."""
@@ -159,8 +162,8 @@ def get_preset(name: str) -> ModelConfig:
     return ModelConfig(**PRESETS[name])
 
 
-def _parse_rope_scaling(rope_dict: dict[str, Any]) -> RopeScaling | None:
-    rope_type = rope_dict.get("rope_type", rope_dict.get("type", "default"))
+def _parse_rope_scaling(table: dict[str, Any]) -> RopeScaling | None:
+    rope_type = str(table.get("rope_type", table.get("type", "default")))
     needed = {
         "default": (),
         "linear": ("factor",),
@@ -168,14 +171,13 @@ def _parse_rope_scaling(rope_dict: dict[str, Any]) -> RopeScaling | None:
     }
     if rope_type not in needed:
         raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(needed)}')
-    for name in needed[rope_type]:
-        if not _is_positive(rope_dict.get(name)):
-            raise UserError(
-                f'rope_scaling: rope_type "{rope_type}" needs {name}, a number above zero; got {rope_dict.get(name)!r}'
-            )
-    if rope_type == "llama3" and rope_dict["low_freq_factor"] >= rope_dict["high_freq_factor"]:
+    values: dict[str, Any] = {name: table.get(name) for name in needed[rope_type]}
+    for name, value in values.items():
+        if not _is_positive(value):
+            raise UserError(f'rope_scaling: rope_type "{rope_type}" needs {name}, a number above zero; got {value!r}')
+    if rope_type == "llama3" and table["low_freq_factor"] >= table["high_freq_factor"]:
         raise UserError("rope_scaling: low_freq_factor must be below high_freq_factor")
-    return RopeScaling(rope_type, **{name: rope_dict[name] for name in needed[rope_type]}) if needed[rope_type] else None
+    return RopeScaling(rope_type, **values) if values else None
 
 
 def _is_positive(value: Any) -> bool:

@@ -33,26 +33,23 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     counted = config.counted_parameters()
     if counted is not None:
         return ParameterCount(*counted)
+    gpt2, layers = config.family == "gpt2", config.num_hidden_layers
     width, inner = config.hidden_size, config.intermediate_size
-    matrix = config.vocab_size * width
-    head = config.num_outputs * width
-    untied = 0 if config.tie_word_embeddings else head
-    if config.family == "gpt2":
-        attention = 4 * width * width + 4 * width
-        feed_forward = 2 * width * inner + inner + width
-        blocks = config.num_hidden_layers * (attention + feed_forward + 4 * width) + 2 * width
-        matrices = config.num_hidden_layers * (4 * width * width + 2 * width * inner)
-        positions = config.max_position_embeddings * width
-        return ParameterCount(blocks + matrix + untied + positions, matrix + positions, blocks + head, matrices)
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    attention = 2 * width * queries + 2 * width * keys
-    matrices = config.num_hidden_layers * (attention + 3 * width * inner)
-    attention += config.attention_bias * (queries + 2 * keys) + config.attention_output_bias * width
-    attention += config.qk_norm * 2 * config.head_dim
-    feed_forward = 3 * width * inner + config.mlp_bias * (2 * inner + width)
-    blocks = config.num_hidden_layers * (attention + feed_forward + 2 * width) + width
-    return ParameterCount(blocks + matrix + untied, matrix, blocks + head, matrices)
+    matrices = layers * width * (2 * (queries + keys) + (2 if gpt2 else 3) * inner)
+    if gpt2:
+        vectors = 5 * width + inner
+        norms = (2 * layers + 1) * 2 * width
+    else:
+        vectors = config.attention_bias * (queries + 2 * keys) + config.attention_output_bias * width
+        vectors += config.mlp_bias * (2 * inner + width) + config.qk_norm * 2 * config.head_dim
+        norms = (2 * layers + 1) * width
+    blocks = matrices + layers * vectors + norms
+    head = config.num_outputs * width
+    embeddings = width * (config.vocab_size + (config.max_position_embeddings if gpt2 else 0))
+    total = embeddings + blocks + (0 if config.tie_word_embeddings else head)
+    return ParameterCount(total, embeddings, blocks + head, matrices)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -65,29 +62,31 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     return 6 * parameter_count(config).active_matmul + attention
 
 
+_HOPPER = {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}
+_HOPPER_NVL = {"bf16": 835e12, "fp8": 1671e12, "tf32": 417e12, "fp32": 60e12}
 # Dense figures (without sparsity) from the vendors' data sheets, in FLOP/s. The first match wins, so the slower variants of
 # a chip stand before the chip. Consumer chips: with fp32 accumulation.
-_PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("GH200", {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}),
-    ("GB200", {"bf16": 2500e12, "fp8": 5000e12, "tf32": 1250e12, "fp32": 80e12}),
-    ("B200", {"bf16": 2250e12, "fp8": 4500e12, "tf32": 1125e12, "fp32": 75e12}),
-    ("H200 NVL", {"bf16": 835e12, "fp8": 1671e12, "tf32": 417e12, "fp32": 60e12}),
-    ("H200", {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}),
-    ("H100 PCIe", {"bf16": 756e12, "fp8": 1513e12, "tf32": 378e12, "fp32": 51e12}),
-    ("H100 NVL", {"bf16": 835e12, "fp8": 1671e12, "tf32": 417e12, "fp32": 60e12}),
-    ("H100", {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}),
-    ("A100", {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
-    ("L40S", {"bf16": 362e12, "fp8": 733e12, "tf32": 183e12, "fp32": 91.6e12}),
-    ("L40", {"bf16": 181e12, "fp8": 362e12, "tf32": 90.5e12, "fp32": 90.5e12}),
-    ("L4", {"bf16": 121e12, "fp8": 242e12, "tf32": 60e12, "fp32": 30.3e12}),
-    ("A40", {"bf16": 149.7e12, "tf32": 74.8e12, "fp32": 37.4e12}),
-    ("A10G", {"bf16": 70e12, "tf32": 35e12, "fp32": 31.5e12}),
-    ("A10", {"bf16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12}),
-    ("V100", {"fp16": 125e12, "fp32": 15.7e12}),
-    ("T4", {"fp16": 65e12, "fp32": 8.1e12}),
-    ("RTX 4090", {"bf16": 165.2e12, "fp8": 330.3e12, "tf32": 82.6e12, "fp32": 82.6e12}),
-    ("RTX 3090", {"bf16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12}),
-)
+_PEAK_FLOPS = {
+    "GH200": _HOPPER,
+    "GB200": {"bf16": 2500e12, "fp8": 5000e12, "tf32": 1250e12, "fp32": 80e12},
+    "B200": {"bf16": 2250e12, "fp8": 4500e12, "tf32": 1125e12, "fp32": 75e12},
+    "H200 NVL": _HOPPER_NVL,
+    "H200": _HOPPER,
+    "H100 PCIe": {"bf16": 756e12, "fp8": 1513e12, "tf32": 378e12, "fp32": 51e12},
+    "H100 NVL": _HOPPER_NVL,
+    "H100": _HOPPER,
+    "A100": {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    "L40S": {"bf16": 362e12, "fp8": 733e12, "tf32": 183e12, "fp32": 91.6e12},
+    "L40": {"bf16": 181e12, "fp8": 362e12, "tf32": 90.5e12, "fp32": 90.5e12},
+    "L4": {"bf16": 121e12, "fp8": 242e12, "tf32": 60e12, "fp32": 30.3e12},
+    "A40": {"bf16": 149.7e12, "tf32": 74.8e12, "fp32": 37.4e12},
+    "A10G": {"bf16": 70e12, "tf32": 35e12, "fp32": 31.5e12},
+    "A10": {"bf16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+    "T4": {"fp16": 65e12, "fp32": 8.1e12},
+    "RTX 4090": {"bf16": 165.2e12, "fp8": 330.3e12, "tf32": 82.6e12, "fp32": 82.6e12},
+    "RTX 3090": {"bf16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
+}
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -97,7 +96,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         device_name: as torch.cuda.get_device_name() gives it.
         dtype: of the matrix products: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
     """
-    for name, peaks in _PEAK_FLOPS:
+    for name, peaks in _PEAK_FLOPS.items():
         if re.search(rf"\b{re.escape(name)}\b", device_name):
             # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
             return peaks.get(dtype, peaks.get("bf16") if dtype == "fp16" else None)

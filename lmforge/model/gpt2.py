@@ -4,17 +4,14 @@ Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dro
 what each half of a block adds, not on attention's probabilities. No loss here: the objective applies the head.
 """
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
-from torch.nn.functional import gelu
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
 
-from lmforge.model.attention import AttentionMask, attend, create_attention_mask
-from lmforge.model.cache import KVCacheView, LayerKVCache
+from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel, LMHead, add_residual, apply_linear
-from lmforge.model.token_rng import TokenRng, perturb_embeddings
+from lmforge.model.token_rng import TokenRng
 
 
 class Conv1D(nn.Module):
@@ -25,8 +22,8 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.t(), self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.t(), self.bias)
 
 
 class GPT2Attention(nn.Module):
@@ -36,9 +33,7 @@ class GPT2Attention(nn.Module):
         self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
 
-    def forward(
-        self, x: torch.Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(heads).transpose(1, 2) for part in apply_linear(self.c_attn, x, token_rng).chunk(3, dim=-1))
         if cache is not None:
@@ -53,7 +48,7 @@ class GPT2MLP(nn.Module):
         self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
         self.approximate = "none" if config.hidden_act == "gelu" else "tanh"
 
-    def forward(self, x: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
         return apply_linear(self.c_proj, gelu(apply_linear(self.c_fc, x, token_rng), approximate=self.approximate), token_rng)
 
 
@@ -68,13 +63,17 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(config)
 
     def forward(
-        self, hidden: torch.Tensor, mask: AttentionMask, cache: LayerKVCache | None = None, token_rng: TokenRng | None = None
-    ) -> torch.Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype."""
-        attended = self.attn(self.ln_1(hidden), mask, cache, token_rng=token_rng)
+        self,
+        hidden: Tensor,
+        rotary: None,
+        mask: AttentionMask,
+        cache: LayerKVCache | None = None,
+        token_rng: TokenRng | None = None,
+    ) -> Tensor:
+        """hidden [sequences, length, hidden_size] → the same shape and dtype. Positions are learned: nothing is rotated."""
+        attended = self.attn(self.ln_1(hidden), mask, cache, token_rng)
         hidden = add_residual(hidden, attended, token_rng, 0)
-        fed = self.mlp(self.ln_2(hidden), token_rng=token_rng)
-        return add_residual(hidden, fed, token_rng, 1)
+        return add_residual(hidden, self.mlp(self.ln_2(hidden), token_rng), token_rng, 1)
 
 
 class GPT2Backbone(nn.Module):
@@ -91,42 +90,12 @@ class GPT2Backbone(nn.Module):
 class GPT2(LanguageModel):
     """A language model of the GPT-2 family, without its loss."""
 
+    embedding_names = ("transformer.wte", "transformer.wpe")
+    blocks_name = "transformer.h"
+    final_norm_name = "transformer.ln_f"
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.transformer = GPT2Backbone(config)
         self.lm_head = LMHead(config.hidden_size, config.num_outputs)
         self.tie_weights()
-
-    @property
-    def embeddings(self) -> list[nn.Embedding]:
-        return [self.transformer.wte, self.transformer.wpe]
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.transformer.h
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.transformer.ln_f
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
-        """Raises UserError for sequences longer than the learned positions."""
-        self.config.check_length(tokens.shape[1])
-        return perturb_embeddings(self.transformer.wte(tokens) + self.transformer.wpe(positions), token_rng)
-
-    def run_blocks(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor,
-        cache: KVCacheView | None = None,
-        layer_indices: Iterable[int] | None = None,
-        token_rng: TokenRng | None = None,
-    ) -> torch.Tensor:
-        mask = create_attention_mask(document_ids, None, self.context_parallel) if cache is None else cache.mask(None)
-        for layer in range(len(self.blocks)) if layer_indices is None else layer_indices:
-            layer_cache = None if cache is None else cache.layers[layer]
-            layer_rng = None if token_rng is None else token_rng.for_block(layer)
-            hidden = self.blocks[layer](hidden, mask, layer_cache, layer_rng)
-        return hidden

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def initial_value(
     name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, seed: int, embedding_std: float | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """The first value of one tensor, fp32 on the CPU.
 
     Norm weights are one and biases zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
@@ -78,14 +78,14 @@ def init_adapters(model: nn.Module, seed: int, new_names: Collection[str] = ()) 
             copy_full_tensor(parameter, initial_value(name, parameter.shape, model.config, seed))  # type: ignore[arg-type]
 
 
-def copy_full_tensor(parameter: nn.Parameter, full: torch.Tensor) -> None:
+def copy_full_tensor(parameter: nn.Parameter, full: Tensor) -> None:
     """Copy a full tensor into a parameter, in the parameter's dtype; of a sharded one (DTensor) this rank's part."""
     local, part = local_part(parameter)
     if local.numel():
         local.copy_(full[part])
 
 
-def local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter, sharing its memory, and which slices of the full tensor that is."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)

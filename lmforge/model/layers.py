@@ -1,26 +1,26 @@
 """The modules that both families are made of, and `LanguageModel`: what every model offers."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lmforge.data.batch import Batch
-from lmforge.model.attention import SequenceSharder
-from lmforge.model.cache import KVCacheView
+from lmforge.model.attention import ContextParallel, LayerKVCache, create_attention_mask
 from lmforge.model.config import ModelConfig
 from lmforge.model.incremental import IncrementalDecoder
 from lmforge.model.init_weights import initial_value
-from lmforge.model.token_rng import TokenRng, neftune_noise_scale
+from lmforge.model.rope import rotary_embedding
+from lmforge.model.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 
 
-def apply_linear(layer: nn.Module, x: torch.Tensor, token_rng: TokenRng | None) -> torch.Tensor:
+def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
     """`layer(x)`; a layer with an adapter (lora.py) has a dropout of its own, and is given what to draw from."""
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
 
 
-def add_residual(hidden: torch.Tensor, x: torch.Tensor, token_rng: TokenRng | None, site: int) -> torch.Tensor:
+def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: int) -> Tensor:
     """hidden + dropout(x) at a site of the block; without `token_rng` there is no dropout."""
     return hidden + (x if token_rng is None else token_rng.apply_dropout(x, site))
 
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
@@ -49,7 +49,7 @@ class LMHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
-    def forward(self, hidden: torch.Tensor, head_fn: Callable[[torch.Tensor, torch.Tensor], Any] | None = None) -> Any:
+    def forward(self, hidden: Tensor, head_fn: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight), whatever that returns.
 
         Objectives use `head_fn`: called through the module, so that hooks which gather a sharded weight run, it may go
@@ -66,10 +66,13 @@ class LanguageModel(nn.Module):
     stage can run its own: `embed`, `run_blocks`, `final_norm`.
     """
 
-    config: ModelConfig
+    # Names of modules: the token embedding and then the others, the list of blocks, the norm after them.
+    embedding_names: tuple[str, ...]
+    blocks_name: str
+    final_norm_name: str
     lm_head: LMHead
     # Set where a rank has only a part of each sequence: how attention gets the keys of the other parts.
-    context_parallel: SequenceSharder | None = None
+    context_parallel: ContextParallel | None = None
     # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding, and in what attention and
     # feed-forward add to the hidden states. Attention probabilities are never dropped.
     dropout: float = 0.0
@@ -80,20 +83,19 @@ class LanguageModel(nn.Module):
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
 
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
     def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor,
-        cache: Any = None,
-        rng_keys: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, document_ids: Tensor, cache: Any = None, rng_keys: Tensor | None = None
+    ) -> Tensor:
         """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
         Args:
             tokens, positions: int64 [sequences, length]; positions restart at each document.
             document_ids: int32 [sequences, length], equal within a document, -1 on padding.
-            cache: keys and values of earlier tokens, to which the new ones are added (cache.KVCacheView); each sequence is
+            cache: keys and values of earlier tokens, to which the new ones are added (`KVCache.view`); each sequence is
                 one document then.
             rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
         """
@@ -101,7 +103,7 @@ class LanguageModel(nn.Module):
         hidden = self.embed(tokens, positions, token_rng)
         return self.final_norm(self.run_blocks(hidden, positions, document_ids, cache, token_rng=token_rng))
 
-    def make_token_rng(self, rng_keys: torch.Tensor | None, document_ids: torch.Tensor) -> TokenRng | None:
+    def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
         """What dropout and NEFTune draw from on this rank for tokens with these keys; None where both are off."""
         drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
         if rng_keys is None or not (drops or self.neftune_noise_alpha):
@@ -117,21 +119,39 @@ class LanguageModel(nn.Module):
         """The part of a batch that this rank computes: all of it, except with context parallel."""
         return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
-        """The input of the first block: [sequences, length, hidden_size]."""
-        raise NotImplementedError
+    def embed(self, tokens: Tensor, positions: Tensor, token_rng: TokenRng | None = None) -> Tensor:
+        """The input of the first block: [sequences, length, hidden_size].
+
+        Raises UserError for sequences longer than the learned positions.
+        """
+        self.config.check_length(tokens.shape[1])
+        token_embedding, *position_embeddings = self.embeddings
+        hidden = token_embedding(tokens)
+        for embedding in position_embeddings:
+            hidden = hidden + embedding(positions)
+        return perturb_embeddings(hidden, token_rng)
 
     def run_blocks(
         self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor,
-        cache: KVCacheView | None = None,
+        hidden: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        cache: list[LayerKVCache] | None = None,
         layer_indices: Iterable[int] | None = None,
         token_rng: TokenRng | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
-        raise NotImplementedError
+        blocks, windows = self.blocks, self.config.layer_windows
+        if cache is None:
+            masks = {each: create_attention_mask(document_ids, each, self.context_parallel) for each in set(windows)}
+        else:
+            masks = {each: cache[0].mask(each) for each in set(windows)}
+        rotary = rotary_embedding(positions, self.config)
+        for layer in range(len(blocks)) if layer_indices is None else layer_indices:
+            layer_cache = None if cache is None else cache[layer]
+            layer_rng = None if token_rng is None else token_rng.for_block(layer)
+            hidden = blocks[layer](hidden, rotary, masks[windows[layer]], layer_cache, layer_rng)
+        return hidden
 
     def incremental_decoder(self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:
         """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its cache in `dtype`.
@@ -140,7 +160,7 @@ class LanguageModel(nn.Module):
         """
         return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype)
 
-    def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, first value in fp32 on the CPU) of every parameter; see init_weights.py."""
         for name, parameter in self.named_parameters():
             yield name, initial_value(name, parameter.shape, self.config, seed, embedding_std)
@@ -153,12 +173,12 @@ class LanguageModel(nn.Module):
     @property
     def embeddings(self) -> list[nn.Embedding]:
         """The token embedding, then the others."""
-        raise NotImplementedError
+        return [cast(nn.Embedding, self.get_submodule(name)) for name in self.embedding_names]
 
     @property
     def blocks(self) -> nn.ModuleList:
-        raise NotImplementedError
+        return cast(nn.ModuleList, self.get_submodule(self.blocks_name))
 
     @property
     def final_norm(self) -> nn.Module:
-        raise NotImplementedError
+        return self.get_submodule(self.final_norm_name)

@@ -4,18 +4,14 @@ RMSNorm before each half of a block, rotary positions, grouped key and value hea
 options are those of ModelConfig. No loss here: the objective applies the head.
 """
 
-from collections.abc import Iterable
-
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from lmforge.model.attention import AttentionMask, attend, create_attention_mask
-from lmforge.model.cache import KVCacheView, LayerKVCache
+from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel, LMHead, RMSNorm, add_residual, apply_linear
-from lmforge.model.rope import RotaryEmbedding, rotary_embedding
-from lmforge.model.token_rng import TokenRng, perturb_embeddings
+from lmforge.model.rope import RotaryEmbedding
+from lmforge.model.token_rng import TokenRng
 
 
 class LlamaAttention(nn.Module):
@@ -35,12 +31,12 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         rotary: RotaryEmbedding,
         mask: AttentionMask,
         cache: LayerKVCache | None,
         token_rng: TokenRng | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (apply_linear(layer, x, token_rng).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
@@ -59,7 +55,7 @@ class LlamaMLP(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
         gated = silu(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(self.up_proj, x, token_rng)
         return apply_linear(self.down_proj, gated, token_rng)
 
@@ -79,12 +75,12 @@ class LlamaBlock(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         rotary: RotaryEmbedding,
         mask: AttentionMask,
         cache: LayerKVCache | None = None,
         token_rng: TokenRng | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """hidden [sequences, length, hidden_size] → the same shape and dtype."""
         attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, token_rng=token_rng)
         hidden = add_residual(hidden, attended, token_rng, 0)
@@ -105,44 +101,12 @@ class LlamaBackbone(nn.Module):
 class Llama(LanguageModel):
     """A language model of the Llama family, without its loss."""
 
+    embedding_names = ("model.embed_tokens",)
+    blocks_name = "model.layers"
+    final_norm_name = "model.norm"
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.model = LlamaBackbone(config)
         self.lm_head = LMHead(config.hidden_size, config.num_outputs)
         self.tie_weights()
-
-    @property
-    def embeddings(self) -> list[nn.Embedding]:
-        return [self.model.embed_tokens]
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.model.layers
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.model.norm
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, token_rng: TokenRng | None = None) -> torch.Tensor:
-        return perturb_embeddings(self.model.embed_tokens(tokens), token_rng)
-
-    def run_blocks(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor,
-        cache: KVCacheView | None = None,
-        layer_indices: Iterable[int] | None = None,
-        token_rng: TokenRng | None = None,
-    ) -> torch.Tensor:
-        masks = {
-            window: create_attention_mask(document_ids, window, self.context_parallel) if cache is None else cache.mask(window)
-            for window in set(self.config.layer_windows)
-        }
-        rotary = rotary_embedding(positions, self.config)
-        for layer in range(len(self.blocks)) if layer_indices is None else layer_indices:
-            layer_cache = None if cache is None else cache.layers[layer]
-            layer_rng = None if token_rng is None else token_rng.for_block(layer)
-            hidden = self.blocks[layer](hidden, rotary, masks[self.config.layer_windows[layer]], layer_cache, layer_rng)
-        return hidden

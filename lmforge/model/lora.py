@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,28 +54,25 @@ class LoraConfig:
 class LoraLinear(nn.Module):
     """A linear layer with an adapter. It takes over the parameters of `layer`."""
 
-    def __init__(self, layer: nn.Module, config: LoraConfig, site: int) -> None:
+    def __init__(self, layer: nn.Linear | Conv1D, config: LoraConfig, site: int) -> None:
         """`site` distinguishes the layer from the others of its block, for dropout."""
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.transposed = isinstance(layer, Conv1D)
-        inputs, outputs = reversed(self._out_in_weight.shape)
-        like = {"device": self._out_in_weight.device, "dtype": self._out_in_weight.dtype}
+        outputs, inputs = self._out_in_weight().shape
+        like: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
         self.lora_A = nn.Linear(inputs, config.rank, bias=False, **like)
         self.lora_B = nn.Linear(config.rank, outputs, bias=False, **like)
         self.scaling, self.dropout_rate, self.site = config.scaling, config.dropout, site
         self.enabled = True
 
-    @property
     def _out_in_weight(self) -> Tensor:
         """The weight as [outputs, inputs]; GPT-2 stores it transposed."""
-        assert isinstance(self.weight, Tensor)
         return self.weight.t() if self.transposed else self.weight
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
         """x [..., inputs] → [..., outputs]; `token_rng` is the block's."""
-        assert self.bias is None or isinstance(self.bias, Tensor)
-        out = nn.functional.linear(x, self._out_in_weight, self.bias)
+        out = nn.functional.linear(x, self._out_in_weight(), self.bias)
         if not self.enabled:
             return out
         dropped = x if token_rng is None else dropout(x, self.dropout_rate, token_rng.rng_keys, self.site)
@@ -112,21 +110,20 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
     model.requires_grad_(False)
     # The head of a reward model is new: it is trained itself.
     model.lm_head.requires_grad_(model.config.reward)
-    for name, site in layers.items():
+    for name, (layer, site) in layers.items():
         if name in chosen:
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, LoraLinear(model.get_submodule(name), config, site))
+            model.set_submodule(name, LoraLinear(layer, config, site))
     model.lora_config = config
 
 
-def _linear_layers(model: LanguageModel) -> dict[str, int]:
+def _linear_layers(model: LanguageModel) -> dict[str, tuple[nn.Linear | Conv1D, int]]:
     """The linear layers of the blocks by name, each with a site for dropout that is unique in its block."""
-    names = {module: name for name, module in model.named_modules()}
-    sites: dict[str, int] = {}
-    for block in model.blocks:
-        linear = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
-        sites |= {names[module]: ADAPTER_SITE * number for number, module in enumerate(linear, start=1)}
-    return sites
+    layers: dict[str, tuple[nn.Linear | Conv1D, int]] = {}
+    for index, block in enumerate(model.blocks):
+        prefix = f"{model.blocks_name}.{index}."
+        linear = [(prefix + name, each) for name, each in block.named_modules() if isinstance(each, nn.Linear | Conv1D)]
+        layers |= {name: (each, ADAPTER_SITE * number) for number, (name, each) in enumerate(linear, start=1)}
+    return layers
 
 
 def _matches_target(target: str, name: str) -> bool:

@@ -7,6 +7,7 @@ on the meta device or cast to a 16-bit dtype.
 import math
 
 import torch
+from torch import Tensor
 
 from lmforge.model.config import ModelConfig
 
@@ -18,18 +19,18 @@ class RotaryEmbedding:
     dictionaries and dataclasses, and angles must stay fp32.
     """
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
 
-    def apply_rotary(self, heads: torch.Tensor) -> torch.Tensor:
+    def apply_rotary(self, heads: Tensor) -> Tensor:
         """Rotate [sequences, length, heads, head_dim]; channel i pairs with channel i + head_dim / 2, as in transformers."""
         first, second = heads.chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(rotated, dim=-1).to(heads.dtype)
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> torch.Tensor:
+def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Angle per position of each channel pair, in radians: fp32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     base = 1.0 / config.rope_theta**exponents
@@ -48,7 +49,9 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") 
     return base * (kept + (1 - kept) / scaling.factor)
 
 
-def rotary_embedding(positions: torch.Tensor, config: ModelConfig) -> RotaryEmbedding:
-    """The rotations of positions int64 [sequences, length], computed once per forward."""
+def rotary_embedding(positions: Tensor, config: ModelConfig) -> RotaryEmbedding | None:
+    """The rotations of positions int64 [sequences, length], computed once per forward; None where positions are learned."""
+    if config.family == "gpt2":
+        return None
     angles = positions.float()[:, :, None, None] * rotary_frequencies(config, positions.device)
     return RotaryEmbedding(angles.cos(), angles.sin())

@@ -5,8 +5,8 @@ from the options which ranks hold what; `validate.py` refuses combinations that 
 
 For others: `parallelize`, `ParallelModel` (what the training loop calls, the same for every engine), `parallel_dims`,
 `plan_batches`, `choose_engine` and the choices of `precision.py`. The engines (`ddp`, `fsdp1`, `fsdp2`,
-`pipeline_parallel`) and transforms (`tensor_parallel`, `context_parallel`, `activation_checkpointing`) are used by
-`parallelize` only.
+`pipeline_parallel`) and transforms (`tensor_parallel`, `activation_checkpointing`) are used by `parallelize` only.
 
-Not here: the options themselves (config), process groups (cluster), the losses (objectives), checkpoints (checkpoint).
+Not here: how attention gathers keys and values with context parallelism (model/attention.py), the options themselves
+(config), process groups (cluster), the losses (objectives), checkpoints (checkpoint).
 """

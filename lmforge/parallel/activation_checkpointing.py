@@ -4,7 +4,6 @@ It replaces a block's own `forward`, so that no wrapper changes the names of ten
 weights before its backward pass, stay outside the recomputation.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,10 +40,6 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
 
 
 def _selective_context() -> Any:
-    return create_selective_checkpoint_contexts(_selective_policy())
-
-
-def _selective_policy() -> Callable[..., CheckpointPolicy]:
     num_matmuls = {False: 0, True: 0}  # in the forward pass, and in the recomputation
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -54,4 +49,4 @@ def _selective_policy() -> Callable[..., CheckpointPolicy]:
             keep = num_matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return choose
+    return create_selective_checkpoint_contexts(choose)

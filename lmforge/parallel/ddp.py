@@ -1,6 +1,5 @@
 """DDP: every rank holds the whole model, and gradients are summed over ranks while the backward pass runs."""
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,9 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.data.batch import Batch, Metrics
-from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
 
 
@@ -20,28 +16,16 @@ class DDPModel(ParallelModel):
 
     engine = "ddp"
 
-    def __init__(
-        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, autocast_dtype: torch.dtype | None
-    ) -> None:
-        wrapped = DistributedDataParallel(
-            model_with_loss,
-            device_ids=[dist_ctx.device.index] if dist_ctx.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )
-        self._set_phase: Callable[[str], None] = lambda phase: None
-        wrapped.register_comm_hook(self, _all_reduce_hook)
-        _fix_bucket_order(wrapped)
-        super().__init__(wrapped, model, dist_ctx, autocast_dtype)
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        device = self.dist_ctx.device
+        device_ids = [device.index] if device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(model_with_loss, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.ddp.register_comm_hook(self, _all_reduce_hook)
+        _fix_bucket_order(self.ddp)
+        return self.ddp
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        assert isinstance(self.model_with_loss, DistributedDataParallel)
-        return nullcontext() if is_last else self.model_with_loss.no_sync()
-
-    def forward_backward(
-        self, micro_batches: Sequence[Batch], num_items: Tensor, set_phase: Callable[[str], None]
-    ) -> list[Metrics]:
-        self._set_phase = set_phase
-        return super().forward_backward(micro_batches, num_items, set_phase)
+        return nullcontext() if is_last else self.ddp.no_sync()
 
 
 def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
@@ -63,7 +47,7 @@ def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
     ddp.zero_grad(set_to_none=True)
 
 
-def _all_reduce_hook(ddp_model: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _all_reduce_hook(ddp_model: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     if bucket.is_last():  # this rank's backward pass is done; the rest is waiting for the other ranks
         ddp_model._set_phase("reduce")
     # DDP's own hook divides by the number of ranks; here the loss is already divided by the items of the global batch.

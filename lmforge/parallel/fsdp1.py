@@ -6,7 +6,7 @@ allocates the whole gradient all the same; the other engines do not.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim import Optimizer
 
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.sections import TORCH_SHARDING_NAMES
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
-from lmforge.parallel.dims import SHARD, ParallelDims
-from lmforge.parallel.parallel_model import ShardedModel
+from lmforge.parallel.dims import SHARD
+from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 # The module's docstring says it; FSDP1 prints it for each block, in as many lines as the block has tensors.
 warnings.filterwarnings("ignore", message=r"(?s).* has both parameters with requires_grad=True and False")
@@ -33,74 +33,65 @@ _MODEL_PREFIX = "model."  # the name of the model in ModelWithLoss
 _HEAD_WEIGHT = "lm_head.weight"
 
 
-class FSDP1Model(ShardedModel):
-    """FSDP1 divides gradients by the number of ranks; `loss_scale` undoes that."""
+class FSDP1Model(ParallelModel):
+    """FSDP1 divides gradients by the number of ranks; `gradient_divide_factor` undoes that."""
 
     engine = "fsdp1"
+    is_sharded = True
 
-    def __init__(
-        self,
-        model_with_loss: nn.Module,
-        model: LanguageModel,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        dtype: torch.dtype,
-    ) -> None:
-        """Wrap `model_with_loss`, whose weights are initialized, on any device. Raises UserError for no-shard."""
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """Wrap a model whose weights are initialized, on any device. Raises UserError for no-shard."""
+        model, dims, options = self.model, self._dims, self._options
         if dims.fsdp_degree == 1:
             # Its no-shard is deprecated, and a hybrid of groups of one computes wrong gradients: it reduces none.
             raise UserError(f"parallel.sharding = {dims.sharding}: over one rank fsdp1 shards nothing; use engine = ddp")
         # One group of all ranks is not hybrid.
         sharding = dims.sharding if dims.is_hybrid else dims.sharding.removeprefix("hybrid-")
-        options = dims.options
-        self._mesh = dims.build_mesh(dist_ctx.device.type)
-        shapes = [parameter.shape for parameter in model.parameters()]
+        mesh = dims.build_mesh(self.dist_ctx.device.type)
+        self._shard_group = mesh.get_group(SHARD)
         units: set[nn.Module] = set(model.blocks)
         if model.lm_head.weight is not model.embeddings[0].weight:
             units |= {model.lm_head, *(model.embeddings if options.wrap_embedding else [])}
-        wrapped = FullyShardedDataParallel(
+        self.fsdp = FullyShardedDataParallel(
             model_with_loss,
-            device_mesh=self._mesh,
+            device_mesh=mesh,
             sharding_strategy=ShardingStrategy[TORCH_SHARDING_NAMES[sharding]],
             cpu_offload=CPUOffload(offload_params=options.cpu_offload),
             auto_wrap_policy=CustomPolicy(lambda module: module in units),
             mixed_precision=MixedPrecision(
-                param_dtype=dtype if dtype != torch.float32 else None,
+                param_dtype=self._dtype,
                 reduce_dtype=torch.float32,
                 # Rotary angles and masks keep their dtype; hidden states are in `dtype` from the embedding on.
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
-            device_id=dist_ctx.device,
+            device_id=self.dist_ctx.device,
             limit_all_gathers=options.limit_all_gathers,
             forward_prefetch=options.forward_prefetch,
             use_orig_params=True,
         )
-        super().__init__(wrapped, model, dist_ctx, dims)
-        self.loss_scale = float(dist_ctx.world_size)
+        self.gradient_divide_factor = float(self.dist_ctx.world_size)
         # FSDP1 puts the names of its wrappers into those of the parameters.
         names = (name for name, _ in model.named_parameters())
-        self._parameter_shapes = dict(zip(names, shapes, strict=True))
-
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        return self._parameter_shapes
+        self.parameter_shapes = dict(zip(names, self.parameter_shapes.values(), strict=True))
+        return self.fsdp
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        assert isinstance(self.model_with_loss, FullyShardedDataParallel)
-        return nullcontext() if is_last or self._options.reduce_every_micro_batch else self.model_with_loss.no_sync()
+        return nullcontext() if is_last or self._options.reduce_every_micro_batch else self.fsdp.no_sync()
 
     def _local_grads(self) -> list[Tensor]:
         # Where this rank holds no part of a tensor, its gradient is empty.
         return [gradient for gradient in super()._local_grads() if gradient.numel()]
 
-    def _all_reduce_over_shards(self, squares: Tensor) -> None:
-        dist.all_reduce(squares, group=self._mesh.get_group(SHARD))
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
+        total = squares.sum()
+        dist.all_reduce(total, group=self._shard_group)
+        return total
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:
         # FSDP1 does not let its modules run while their weights are gathered, so a copy of the model decodes.
-        config = self.model.config
-        copy = build_model(config, self.dist_ctx.device)
+        copy = build_model(self.model.config, self.dist_ctx.device)
         if self.model.lora_config is not None:
             add_lora(copy, self.model.lora_config)
         with FullyShardedDataParallel.summon_full_params(self.model_with_loss, writeback=False), torch.no_grad():
@@ -109,9 +100,7 @@ class FSDP1Model(ShardedModel):
                 parameter.copy_(filled[name])
         yield copy
 
-    def state_dict(
-        self, optimizer: torch.optim.Optimizer, named_state: Callable[..., dict[str, dict[str, Tensor]]]
-    ) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
         model, states = get_state_dict(self.model_with_loss, optimizer)
         by_parameter: Any = states["state"]
         if self.model.config.tie_word_embeddings:  # one tensor, under the embedding's name
@@ -121,15 +110,10 @@ class FSDP1Model(ShardedModel):
             "optimizer": {name.removeprefix(_MODEL_PREFIX): value for name, value in by_parameter.items()},
         }
 
-    def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         model, states = get_state_dict(self.model_with_loss, optimizer)
         model |= {_MODEL_PREFIX + name: value for name, value in state_dict["model"].items()}
         if self.model.config.tie_word_embeddings:
-            model[_MODEL_PREFIX + _HEAD_WEIGHT] = model[_MODEL_PREFIX + _tied_embedding_name(self.model)]
+            model[_MODEL_PREFIX + _HEAD_WEIGHT] = model[f"{_MODEL_PREFIX}{self.model.embedding_names[0]}.weight"]
         states["state"] = {_MODEL_PREFIX + name: value for name, value in state_dict["optimizer"].items()}
         set_state_dict(self.model_with_loss, optimizer, model_state_dict=model, optim_state_dict=states)
-
-
-def _tied_embedding_name(model: LanguageModel) -> str:
-    names = [name for name, module in model.named_modules() if module is model.embeddings[0]]
-    return f"{names[0]}.weight".replace("_fsdp_wrapped_module.", "")

@@ -5,80 +5,67 @@ is used at both ends of the forward pass, so it stays in the root, which is gath
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.model.layers import LanguageModel, LMHead
-from lmforge.parallel.dims import ParallelDims
-from lmforge.parallel.parallel_model import ShardedModel
+from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 
-class FSDP2Model(ShardedModel):
+class FSDP2Model(ParallelModel):
     """FSDP2. Gradients are summed over ranks: the loss is already divided by the items of the global batch."""
 
     engine = "fsdp2"
+    is_sharded = True
 
-    def __init__(
-        self,
-        model_with_loss: nn.Module,
-        model: LanguageModel,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        mesh: DeviceMesh,
-        dtype: torch.dtype,
-    ) -> None:
-        """Shard `model` in place, on any device (meta too); `model_with_loss` becomes the root."""
-        super().__init__(model_with_loss, model, dist_ctx, dims)
-        self._mesh = dims.fsdp_mesh(mesh)
-        # In fp32 nothing is cast, so that bf16 master weights compute in bf16.
-        self._hidden_dtype = next(model.parameters()).dtype if dtype == torch.float32 else dtype
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """Shard the model in place, on any device (meta too); `model_with_loss` becomes the root."""
+        assert self._mesh is not None
+        self._fsdp_mesh = self._dims.fsdp_mesh(self._mesh)
+        # Without a dtype nothing is cast, so that bf16 master weights compute in bf16.
+        self._hidden_dtype = self._dtype or next(self.model.parameters()).dtype
         self._replication: Tensor | None = None
-        pin_memory = dist_ctx.device.type == "cuda"
-        self._fsdp_kwargs: dict[str, Any] = {
-            "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
-        }
-        self._apply_fsdp()
-        for unit in self._fsdp_modules():
+        pin_memory = self.dist_ctx.device.type == "cuda"
+        self._fully_shard = partial(
+            fully_shard,
+            mesh=self._fsdp_mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
+        )
+        self._apply_fsdp(model_with_loss)
+        self._root = cast(FSDPModule, model_with_loss)
+        self._units = [module for module in model_with_loss.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         if self._options.prefetch_blocks:
             self._set_prefetch(self._options.prefetch_blocks)
+        return model_with_loss
 
-    def _apply_fsdp(self) -> None:
+    def _apply_fsdp(self, root: nn.Module) -> None:
         model = self.model
         is_tied = model.lm_head.weight is model.embeddings[0].weight
-        embeddings = [] if is_tied else model.embeddings
-        self._shard_modules(self.model_with_loss, model.blocks, embeddings, [] if is_tied else [model.lm_head])
+        embeddings, heads = ([], []) if is_tied else (model.embeddings, [model.lm_head])
+        self._shard_modules(root, model.blocks, embeddings, heads)
 
     def _shard_modules(
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
         for block in (*blocks, *(embeddings if self._options.wrap_embedding else [])):
-            fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward, **self._fsdp_kwargs)
+            self._fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward)
         for head in heads:
             # The backward pass begins with the head.
-            fully_shard(head, reshard_after_forward=False, **self._fsdp_kwargs)
-        fully_shard(root, **self._fsdp_kwargs)
-
-    def _fsdp_modules(self) -> list[FSDPModule]:
-        return [module for module in self.model_with_loss.modules() if isinstance(module, FSDPModule)]
-
-    def _root(self) -> FSDPModule:
-        assert isinstance(self.model_with_loss, FSDPModule)
-        return self.model_with_loss
+            self._fully_shard(head, reshard_after_forward=False)
+        self._fully_shard(root)
 
     def _set_prefetch(self, num_blocks: int) -> None:
         blocks: list[FSDPModule] = [block for block in self.model.blocks if isinstance(block, FSDPModule)]
@@ -88,61 +75,51 @@ class FSDP2Model(ShardedModel):
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         # Copies of the model sum their gradients once a step, whatever is reduced within a copy.
-        self._root().set_requires_all_reduce(is_last)
+        self._root.set_requires_all_reduce(is_last)
         if not self._options.reduce_every_micro_batch:
-            self._root().set_requires_gradient_sync(is_last)
+            self._root.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def _divide_by_replication(self, squares: Tensor) -> Tensor:
-        if not self._options.splits_model:
-            return squares
-        # Tensors may be split over different numbers of ranks: each part counts once, however many ranks hold it.
-        if self._replication is None:
-            counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
-            self._replication = torch.tensor(counts, device=squares.device)  # on the CPU with cpu_offload
-        return squares / self._replication
-
-    def _all_reduce_over_shards(self, squares: Tensor) -> None:
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
         if self._options.splits_model:
-            dist.all_reduce(squares)
-        elif self._dims.fsdp_degree > 1:
-            dist.all_reduce(squares, group=self._mesh.get_group(-1))
+            # Tensors may be split over different numbers of ranks: each part counts once, however many ranks hold it.
+            if self._replication is None:
+                counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
+                self._replication = torch.tensor(counts, device=squares.device)  # on the CPU with cpu_offload
+            total = (squares / self._replication).sum()
+            dist.all_reduce(total)
+            return total
+        total = squares.sum()
+        if self._dims.fsdp_degree > 1:
+            dist.all_reduce(total, group=self._fsdp_mesh.get_group(-1))
+        return total
 
-    def state_dict(
-        self, optimizer: torch.optim.Optimizer, named_state: Callable[..., dict[str, dict[str, Tensor]]]
-    ) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
         # A forward pass without a backward pass, as in validation, leaves units gathered: then their tensors are not the
         # master weights.
-        for unit in self._fsdp_modules():
+        for unit in self._units:
             unit.reshard()
         return super().state_dict(optimizer, named_state)
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:
-        units, context_parallel = self._fsdp_modules(), self.model.context_parallel
+        context_parallel = self.model.context_parallel
         self.model.context_parallel = None  # each rank decodes whole sequences
-        _init_root_state(self._root())
-        for unit in units:
+        # The root learns its units, as in its first forward pass: before that, a unit that ran alone would become a root.
+        self._root._get_fsdp_state()._lazy_init()  # private to torch; checked with 2.13.0
+        for unit in self._units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
         try:
             yield self.model
         finally:
             self.model.context_parallel = context_parallel
-            _forget_forward_order(self._root())
-            for unit in units:
+            _forget_forward_order(self._root)
+            for unit in self._units:
                 unit.reshard()
                 # The root and the head always stay gathered between forward and backward.
                 stays = unit is self.model_with_loss or isinstance(unit, LMHead)
                 unit.set_reshard_after_forward(self._dims.reshard_after_forward and not stays, recurse=False)
-
-
-def _init_root_state(root: FSDPModule) -> None:
-    """Tell the root its units, as its first forward pass would. Before that, a unit that ran alone would become a root.
-
-    Private to torch; checked with 2.13.0.
-    """
-    root._get_fsdp_state()._lazy_init()
 
 
 def _forget_forward_order(root: FSDPModule) -> None:

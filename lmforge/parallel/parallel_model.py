@@ -9,15 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.dims import ParallelDims
-from lmforge.parallel.dtensor import local_tensor
 
 # An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return anything.
 LossFn = Callable[[Any, Batch], Any]
+# (model, optimizer) → the optimizer's state tensors by the name of their parameter.
+NamedState = Callable[[nn.Module, Optimizer], dict[str, dict[str, Tensor]]]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: the tensor itself where it is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from all ranks that hold a part: all of them must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class ModelWithLoss(nn.Module):
@@ -43,40 +57,55 @@ class ParallelModel:
     """
 
     engine = "single"
-    # A loss is multiplied by it before the backward pass, where an engine divides gradients by the number of ranks.
-    loss_scale = 1.0
-    # Number of ranks that work on the same sequences.
-    model_parallel_size = 1
+    # Whether FSDP, which has a mixed precision of its own, shards the model.
+    is_sharded = False
+    # What the engine divides gradients by when it sums them over ranks; the loss is multiplied by it before.
+    gradient_divide_factor = 1.0
     # The ranks of one pipeline rank have the same work to do, so that their times compare.
     pipeline_rank = 0
 
     def __init__(
-        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, autocast_dtype: torch.dtype | None
+        self,
+        model: LanguageModel,
+        loss_fn: LossFn,
+        dist_ctx: DistributedContext,
+        dims: ParallelDims,
+        dtype: torch.dtype | None,
+        mesh: DeviceMesh | None,
     ) -> None:
-        """`autocast_dtype` is None for fp32, and for engines with a mixed precision of their own."""
-        self.model_with_loss = model_with_loss
+        """Wrap or shard `model` in place. `dtype` is None for fp32, `mesh` for engines other than fsdp2."""
         self.model = model
         self.dist_ctx = dist_ctx
-        self._autocast_dtype = autocast_dtype
+        self._loss_fn = loss_fn
+        self._dims, self._options = dims, dims.options
+        self._dtype, self._mesh = dtype, mesh
+        # Number of ranks that work on the same sequences.
+        self.model_parallel_size = dims.options.model_parallel_size
+        # The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds.
+        self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._set_phase: Callable[[str], None] = lambda phase: None
+        self.model_with_loss = self._wrap(ModelWithLoss(model, loss_fn))
+
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """What is called on micro-batches, in the engine's wrapper, if it has one."""
+        return model_with_loss
 
     @property
     def description(self) -> str:
         """The engine and how it shards, for people to read."""
-        return self.engine
+        if not self.is_sharded:
+            return self.engine
+        return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds."""
-        return {name: parameter.shape for name, parameter in self.model.named_parameters()}
-
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision, around forward passes."""
-        if self._autocast_dtype is None:
+        if self._dtype is None or self.is_sharded:
             return nullcontext()
-        return torch.autocast(self.dist_ctx.device.type, dtype=self._autocast_dtype)
+        return torch.autocast(self.dist_ctx.device.type, dtype=self._dtype)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""
@@ -89,6 +118,7 @@ class ParallelModel:
 
         Returns the loss's metrics of each micro-batch. `set_phase` is called with the phase that begins.
         """
+        self._set_phase = set_phase
         all_metrics = []
         for number, batch in enumerate(micro_batches, start=1):
             with self.micro_batch_context(is_last=number == len(micro_batches)):
@@ -96,7 +126,7 @@ class ParallelModel:
                 with self.autocast():
                     total, metrics = self.model_with_loss(batch)
                 set_phase("backward")
-                (total * (self.loss_scale / num_items)).backward()
+                (total * (self.gradient_divide_factor / num_items)).backward()
             all_metrics.append(metrics)
         return all_metrics
 
@@ -105,18 +135,16 @@ class ParallelModel:
         with self.autocast():
             return self.model_with_loss(batch, score_fn=score_fn)
 
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        # In host memory gradients occupy nothing scarce, and allocating them again costs time.
+        optimizer.zero_grad(set_to_none=not self._options.cpu_offload)
 
     def _local_grads(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
-    def _divide_by_replication(self, squares: Tensor) -> Tensor:
-        """Squared gradient norms [gradients], each divided by the number of ranks that count the same gradient."""
-        return squares
-
-    def _all_reduce_over_shards(self, squares: Tensor) -> None:
-        """Sum squared norms, in place, over the ranks that share one copy of the model."""
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
+        """The sum of squared gradient norms [gradients], over the ranks that share one copy of the model."""
+        return squares.sum()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -125,9 +153,7 @@ class ParallelModel:
         # With many ranks one may hold no part of any tensor.
         zero = torch.zeros((), device=self.dist_ctx.device)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [zero]
-        squares = self._divide_by_replication(torch.stack(norms).square()).sum()
-        self._all_reduce_over_shards(squares)
-        return squares.sqrt()
+        return self._sum_over_ranks(torch.stack(norms).square()).sqrt()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -147,34 +173,12 @@ class ParallelModel:
         """
         yield self.model
 
-    def state_dict(
-        self, optimizer: torch.optim.Optimizer, named_state: Callable[..., dict[str, dict[str, Tensor]]]
-    ) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
         """What a checkpoint holds: {"model": tensors, "optimizer": tensors}, under the model's own names.
 
         `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
         """
         return {"model": dict(self.model.named_parameters()), "optimizer": named_state(self.model, optimizer)}
 
-    def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose tensors were filled."""
-
-
-class ShardedModel(ParallelModel):
-    """What FSDP1 and FSDP2 have in common."""
-
-    def __init__(
-        self, model_with_loss: nn.Module, model: LanguageModel, dist_ctx: DistributedContext, dims: ParallelDims
-    ) -> None:
-        super().__init__(model_with_loss, model, dist_ctx, None)
-        self._dims = dims
-        self._options = dims.options
-        self.model_parallel_size = dims.options.model_parallel_size
-
-    @property
-    def description(self) -> str:
-        return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        # In host memory gradients occupy nothing scarce, and allocating them again costs time.
-        optimizer.zero_grad(set_to_none=not self._options.cpu_offload)

@@ -8,14 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.sections import ParallelOptions
+from lmforge.model.attention import ContextParallel
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.parallel.context_parallel import ContextParallel
 from lmforge.parallel.ddp import DDPModel
 from lmforge.parallel.dims import CONTEXT, TENSOR, ParallelDims, parallel_dims
 from lmforge.parallel.fsdp1 import FSDP1Model
 from lmforge.parallel.fsdp2 import FSDP2Model
-from lmforge.parallel.parallel_model import LossFn, ModelWithLoss, ParallelModel
+from lmforge.parallel.parallel_model import LossFn, ParallelModel
 from lmforge.parallel.pipeline_parallel import PipelineModel
 from lmforge.parallel.precision import check_float8, convert_to_float8
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
@@ -55,30 +55,24 @@ def parallelize(
         convert_to_float8(model)
     dims = parallel_dims(options, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     mesh = _build_mesh(dims, dist_ctx) if engine == "fsdp2" else None
-    if options.tensor_parallel_degree > 1:
-        assert mesh is not None
+    if mesh is not None and options.tensor_parallel_degree > 1:
         apply_tensor_parallel(model, mesh[TENSOR])
-    if options.context_parallel_degree > 1:
-        assert mesh is not None
+    if mesh is not None and options.context_parallel_degree > 1:
         model.context_parallel = ContextParallel(mesh[CONTEXT].get_group())
     apply_activation_checkpointing(model, options.activation_checkpointing, options.activation_checkpointing_every)
     if compile_model:
-        compile_blocks(model)
-    if mesh is None:
-        _materialize(model, torch.device("cpu") if engine == "fsdp1" else dist_ctx.device, init_weights)
-        return _wrap(engine, model, loss_fn, dist_ctx, dims, dtype)
-    if options.pipeline_parallel_degree > 1:
-        sharded: FSDP2Model = PipelineModel(model, loss_fn, dist_ctx, dims, mesh, dtype)
-    else:
-        sharded = FSDP2Model(ModelWithLoss(model, loss_fn), model, dist_ctx, dims, mesh, dtype)
-    _materialize(model, torch.device("cpu") if options.cpu_offload else dist_ctx.device, init_weights)
-    return sharded
-
-
-def compile_blocks(model: LanguageModel) -> None:
-    """Compile each repeated block in place: one graph serves them all, and the names of tensors do not change."""
-    for block in model.blocks:
-        block.compile(dynamic=False)
+        for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
+            block.compile(dynamic=False)
+    device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
+    if mesh is None:  # DDP and FSDP1 need real weights when they wrap
+        _materialize(model, device, init_weights)
+    engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
+    engine_class = PipelineModel if options.pipeline_parallel_degree > 1 else engines[engine]
+    autocast_dtype = None if dtype == torch.float32 else dtype
+    parallel_model = engine_class(model, loss_fn, dist_ctx, dims, autocast_dtype, mesh)
+    if mesh is not None:
+        _materialize(model, device, init_weights)
+    return parallel_model
 
 
 def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:
@@ -88,22 +82,6 @@ def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dims.build_mesh(device_type)
-
-
-def _wrap(
-    engine: str,
-    model: LanguageModel,
-    loss_fn: LossFn,
-    dist_ctx: DistributedContext,
-    dims: ParallelDims,
-    dtype: torch.dtype,
-) -> ParallelModel:
-    """`model` under an engine that wraps modules which have their weights."""
-    model_with_loss = ModelWithLoss(model, loss_fn)
-    if engine == "fsdp1":
-        return FSDP1Model(model_with_loss, model, dist_ctx, dims, dtype)
-    engine_class = DDPModel if engine == "ddp" else ParallelModel
-    return engine_class(model_with_loss, model, dist_ctx, dtype if dtype != torch.float32 else None)
 
 
 def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], object] | None) -> None:

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel, LMHead
-from lmforge.parallel.dims import PIPELINE, ParallelDims
+from lmforge.parallel.dims import PIPELINE
 from lmforge.parallel.fsdp2 import FSDP2Model
 from lmforge.parallel.parallel_model import LossFn
 
@@ -80,42 +78,32 @@ class _NormOnly:
 class PipelineModel(FSDP2Model):
     """FSDP2 within the stages of a pipeline. `model` keeps only the parameters of this rank's stages."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        loss_fn: LossFn,
-        dist_ctx: DistributedContext,
-        dims: ParallelDims,
-        mesh: DeviceMesh,
-        dtype: torch.dtype,
-    ) -> None:
-        """Cut `model` into stages in place, on any device."""
-        self._pipeline_group = mesh[PIPELINE].get_group()
-        size, self.pipeline_rank = self._pipeline_group.size(), self._pipeline_group.rank()
-        per_rank = dims.options.stages_per_rank
+    def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
+        """Cut the model into stages in place, on any device."""
+        assert self._mesh is not None
+        self._group = self._mesh[PIPELINE].get_group()
+        size, self.pipeline_rank = self._group.size(), self._group.rank()
+        per_rank = self._options.stages_per_rank
         self._num_stages = size * per_rank
-        self._parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        cuts = split_blocks(len(model.blocks), self._num_stages)
-        self._stage_indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
+        cuts = split_blocks(len(self.model.blocks), self._num_stages)
+        self._indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
+        last = self._num_stages - 1
         self._stages = [
-            StageModule(model, cuts[index], loss_fn, is_first=index == 0, is_last=index == self._num_stages - 1)
-            for index in self._stage_indices
+            StageModule(self.model, cuts[index], self._loss_fn, is_first=index == 0, is_last=index == last)
+            for index in self._indices
         ]
-        _drop_other_parameters(model, self._stages)
-        super().__init__(nn.ModuleList(self._stages), model, dist_ctx, dims, mesh, dtype)
+        _drop_other_parameters(self.model, self._stages)
         self._schedule: Any = None  # torch's two schedules have no common type that can be called
         self._loss_factor = torch.ones(())
         self._metric_names: list[str] = []
+        return super()._wrap(nn.ModuleList(self._stages))
 
     @property
     def description(self) -> str:
         schedule = "1F1B" if len(self._stages) == 1 else f"interleaved 1F1B with {len(self._stages)} stages a rank"
         return f"{super().description}, {schedule}"
 
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        return self._parameter_shapes
-
-    def _apply_fsdp(self) -> None:
+    def _apply_fsdp(self, root: nn.Module) -> None:
         for stage in self._stages:
             heads = [module for module in stage.norm_and_head if isinstance(module, LMHead)]
             self._shard_modules(stage, stage.blocks, stage.embeddings, heads)
@@ -125,7 +113,7 @@ class PipelineModel(FSDP2Model):
     ) -> list[Metrics]:
         set_phase("forward")
         batch = Batch.cat(micro_batches)
-        self._loss_factor = self.loss_scale / num_items
+        self._loss_factor = self.gradient_divide_factor / num_items
         schedule = self._schedule or self._build_schedule(len(micro_batches))
         for stage in self._stages:
             stage.metrics.clear()
@@ -144,35 +132,33 @@ class PipelineModel(FSDP2Model):
     def _build_schedule(self, num_micro_batches: int) -> Any:
         device = self.dist_ctx.device
         stages = [
-            PipelineStage(stage, index, self._num_stages, device, group=self._pipeline_group)
-            for stage, index in zip(self._stages, self._stage_indices, strict=True)
+            PipelineStage(stage, index, self._num_stages, device, group=self._group)
+            for stage, index in zip(self._stages, self._indices, strict=True)
         ]
         kwargs: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
         if len(stages) == 1:
             self._schedule = Schedule1F1B(stages[0], num_micro_batches, **kwargs)
         else:
-            self._schedule = ScheduleInterleaved1F1B(list(stages), num_micro_batches, **kwargs)
+            self._schedule = ScheduleInterleaved1F1B([*stages], num_micro_batches, **kwargs)
         return self._schedule
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
         """What `score_fn` returns on the rank of the last stage, 0 on the others, so that sums over ranks are right."""
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
-        size = self._pipeline_group.size()
-        for stage, index in zip(self._stages, self._stage_indices, strict=True):
+        size = self._group.size()
+        parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
+        shape = batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
+        for stage, index in zip(self._stages, self._indices, strict=True):
             if not stage.is_first:
-                hidden = torch.empty(self._hidden_shape(batch), dtype=self._hidden_dtype, device=device)
-                dist.recv(hidden, group=self._pipeline_group, group_src=(index - 1) % size)
+                hidden = torch.empty(shape, dtype=self._hidden_dtype, device=device)
+                dist.recv(hidden, group=self._group, group_src=(index - 1) % size)
             hidden = stage(hidden, score_fn=score_fn if stage.is_last else None, **batch.tensors)
             if stage.is_last:
                 result = hidden
             else:
-                dist.send(hidden.contiguous(), group=self._pipeline_group, group_dst=(index + 1) % size)
+                dist.send(hidden.contiguous(), group=self._group, group_dst=(index + 1) % size)
         return result
-
-    def _hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
-        parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
-        return batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:

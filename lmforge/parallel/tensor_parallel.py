@@ -8,11 +8,10 @@ has them whole, and looks up and scores (objectives/sharded_head.py) its own par
 
 import logging
 import warnings
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -43,8 +42,14 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     parallelize_module(model.final_norm, mesh, SequenceParallel(use_local_output=True))
     (embedding,) = model.embeddings
     by_vocabulary = model.config.vocab_size % mesh.size() == 0
-    split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM))
-    parallelize_module(embedding, mesh, split if by_vocabulary else _ReplicatedEmbedding())
+    if by_vocabulary:
+        split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM))
+        parallelize_module(embedding, mesh, split)
+    else:
+        # Every rank has the full embedding, and looks up its own part of the sequence.
+        to_shard = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(SEQUENCE_DIM))
+        parallelize_module(embedding, mesh, to_shard)
+        parallelize_module(embedding, mesh, SequenceParallel(use_local_output=True))
     head = distribute_tensor(model.lm_head.weight, mesh, [Shard(0) if by_vocabulary else Replicate()])
     model.lm_head.weight = nn.Parameter(head)
     model.tie_weights()
@@ -72,21 +77,3 @@ def _block_plan(config: ModelConfig) -> dict[str, ParallelStyle]:
         norm = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
     return plan
-
-
-class _ReplicatedEmbedding(ParallelStyle):
-    """The full embedding on every rank, which looks up its own part of the sequence."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in module.named_parameters():
-                module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
-
-        def shard_tokens(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            tokens = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-            return (tokens.redistribute(placements=[Shard(SEQUENCE_DIM)]),)
-
-        def to_local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, replicate, shard_tokens, to_local)  # type: ignore[arg-type]

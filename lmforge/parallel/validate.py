@@ -65,15 +65,13 @@ def check_neftune(options: ParallelOptions) -> None:
         )
 
 
-def check_parallel(options: ParallelOptions, model_config: ModelConfig, plan: BatchPlan) -> None:
+def check_parallel(options: ParallelOptions, config: ModelConfig, plan: BatchPlan) -> None:
     """Raise UserError, which says the way out, where tensor, context or pipeline parallelism does not fit model or batch."""
-    if model_config.family == "transformers" and options.model_parallel_size > 1:
+    if config.family == "transformers" and options.model_parallel_size > 1:
         raise UserError(f"{_DEGREES}: not with model.implementation = transformers")
     _check_context_parallel(plan.sequence_length, options.context_parallel_degree)
-    _check_tensor_parallel(
-        model_config, options.tensor_parallel_degree, plan.sequence_length // options.context_parallel_degree
-    )
-    _check_pipeline_parallel(model_config, options.pipeline_parallel_degree, options.stages_per_rank, plan)
+    _check_tensor_parallel(config, options.tensor_parallel_degree, plan.sequence_length // options.context_parallel_degree)
+    _check_pipeline_parallel(config, options.pipeline_parallel_degree, options.stages_per_rank, plan)
 
 
 def _check_context_parallel(sequence_length: int, degree: int) -> None:
@@ -87,17 +85,17 @@ def _check_context_parallel(sequence_length: int, degree: int) -> None:
         )
 
 
-def _check_tensor_parallel(model_config: ModelConfig, degree: int, local_length: int) -> None:
+def _check_tensor_parallel(config: ModelConfig, degree: int, local_length: int) -> None:
     """`local_length`: tokens of each sequence on a rank."""
     if degree == 1:
         return
     requested = f"parallel.tensor_parallel_degree = {degree}"
-    if model_config.model_type == "gpt2":
+    if config.model_type == "gpt2":
         raise UserError(
             f"{requested}: gpt2 keeps queries, keys and values in one matrix, which is not split; use sharding alone"
         )
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {name: getattr(model_config, name) for name in names}
+    sizes = {name: getattr(config, name) for name in names}
     for name, size in sizes.items():
         if size % degree:
             fitting = [each for each in range(2, degree) if all(other % each == 0 for other in sizes.values())]
@@ -110,13 +108,13 @@ def _check_tensor_parallel(model_config: ModelConfig, degree: int, local_length:
         )
 
 
-def _check_pipeline_parallel(model_config: ModelConfig, degree: int, stages_per_rank: int, plan: BatchPlan) -> None:
+def _check_pipeline_parallel(config: ModelConfig, degree: int, stages_per_rank: int, plan: BatchPlan) -> None:
     if degree == 1:
         return
     requested = f"parallel.pipeline_parallel_degree = {degree}"
-    if model_config.tie_word_embeddings:
+    if config.tie_word_embeddings:
         raise UserError(f"{requested}: model.tie_word_embeddings puts one tensor at both ends of it; untie them, or only shard")
-    blocks, num_stages = model_config.num_hidden_layers, degree * stages_per_rank
+    blocks, num_stages = config.num_hidden_layers, degree * stages_per_rank
     if blocks < num_stages:
         raise UserError(f"{requested}: {blocks} blocks do not make {num_stages} stages; use fewer ranks or stages")
     # 1F1B fills the pipeline before its first backward pass; the interleaved schedule goes in rounds.

@@ -52,7 +52,7 @@ def build_model_and_optimizer(
         options=config.parallel,
         init_weights=fill or (lambda model: None),
     )
-    return parallel_model, build_optimizer(parallel_model.model, config.optimizer, parallel_model.parameter_shapes())
+    return parallel_model, build_optimizer(parallel_model.model, config.optimizer, parallel_model.parameter_shapes)
 
 
 def fill_weights(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.parallel.dtensor import local_tensor
+from lmforge.parallel.parallel_model import local_tensor
 
 # Elements that are worked on at once: it bounds the fp32 copies of moments in bf16, four times this many bytes each.
 MAX_CHUNK_NUMEL = 2**25

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lmforge.parallel.dtensor import local_tensor
+from lmforge.parallel.parallel_model import local_tensor
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.train.adamw import AdamW
 

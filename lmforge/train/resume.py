@@ -114,7 +114,7 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
 def _model_difference(manifest: Manifest, inputs: RunInputs) -> str:
     theirs, ours = asdict(manifest.model_config), asdict(inputs.model_config)
     for described in (theirs, ours):  # a wrapped model is described by its config.json alone
-        described |= described.pop("content", {})
+        described |= described.pop("config_dict", {})
     names = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
     differing = [f"{name} {theirs.get(name)} there, {ours.get(name)} here" for name in names[:3]]
     return "; ".join(differing) or f"computed by {manifest.model_config.family} there, by {inputs.model_config.family} here"

@@ -9,7 +9,7 @@ from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.layouts import LayoutHints, convert_checkpoint
 from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.tensor_sources import open_tensor_source
+from lmforge.interop.torch_checkpoints import open_tensor_source
 from lmforge.model.flops import parameter_count
 from lmforge.verbs.export import write_model_folder
 

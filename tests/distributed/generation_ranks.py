@@ -51,7 +51,7 @@ if __name__ == "__main__":
                 options=ParallelOptions(engine=engine),
                 init_weights=lambda model: init_weights(model, seed),
             )
-            optimizer, texts = build_optimizer(parallel_model.model, OptimizerOptions(), parallel_model.parameter_shapes()), []
+            optimizer, texts = build_optimizer(parallel_model.model, OptimizerOptions(), parallel_model.parameter_shapes), []
             for step in range(2):
                 with parallel_model.unsharded() as model, parallel_model.autocast():
                     texts.append(generate(model, seed + step, dist_ctx.rank_info.rank))

@@ -37,7 +37,7 @@ def trained_by(engine: str, fill: Callable[[LanguageModel], None]) -> tuple[Para
     spread_out = parallelize(
         model, NextTokenObjective().loss, dist_ctx=ranks, dtype=torch.float32, options=strategy, init_weights=fill
     )
-    return spread_out, build_optimizer(spread_out.model, OptimizerOptions(lr=1e-2), spread_out.parameter_shapes())
+    return spread_out, build_optimizer(spread_out.model, OptimizerOptions(lr=1e-2), spread_out.parameter_shapes)
 
 
 def step(spread_out: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:

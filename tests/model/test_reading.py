@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from lmforge.errors import UserError
-from lmforge.model.cache import KVCache
+from lmforge.model.attention import KVCache
 from lmforge.model.config import ModelConfig
-from lmforge.model.decode_model import can_fuse
-from lmforge.model.incremental import MAX_GROUP_TOKENS, MIN_LENGTH_RATIO, IncrementalDecoder, group_by_length
+from lmforge.model.incremental import MAX_GROUP_TOKENS, MIN_LENGTH_RATIO, IncrementalDecoder, can_fuse, group_by_length
 from lmforge.model.layers import LanguageModel
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document
 
