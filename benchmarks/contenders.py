@@ -38,11 +38,9 @@ from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer,
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
-from lmforge.train.resume import ResumePoint
-from lmforge.train.trainer import Trainer
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10

@@ -1,9 +1,10 @@
 """Learning from the rewards of sampled completions: one objective with orthogonal switches, of which GRPO, Dr. GRPO, DAPO,
 GSPO and RLOO are presets. Where completions and rewards come from is not known here.
 
-In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantage",
-constant in a completion; "old", the log-probability of each label when it was sampled; "reference", that under the reference
-model, where the KL divergence from it is part of the loss; "overlong", 1 in truncated completions, where they are masked.
+In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantages",
+constant in a completion; "old_logprobs", the log-probability of each label when it was sampled; "reference_logprobs", that
+under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in truncated completions, where
+they are masked.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -146,8 +147,8 @@ def policy_loss(batch: Batch, logprobs: Tensor, config: PolicyLossConfig) -> tup
     """
     labels = masked_labels(batch, config)
     scored, lengths = labels != IGNORE_INDEX, document_label_counts(labels, batch.document_ids)
-    old, advantage = batch.extra("old"), batch.extra("advantage")
-    log_ratio = torch.where(scored, logprobs - old, 0.0)
+    old_logprobs, advantages = batch.extra("old_logprobs"), batch.extra("advantages")
+    log_ratio = torch.where(scored, logprobs - old_logprobs, 0.0)
     if config.importance_sampling_level != "token":
         document_log_ratio = document_sums(log_ratio, batch.document_ids)
         if config.importance_sampling_level == "sequence":
@@ -155,16 +156,16 @@ def policy_loss(batch: Batch, logprobs: Tensor, config: PolicyLossConfig) -> tup
         log_ratio = broadcast_to_tokens(document_log_ratio, batch.document_ids)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
-    losses = -torch.minimum(ratio * advantage, clipped * advantage)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
     values = {
         "ratio": ratio,
-        "clip/low": ((ratio < 1 - config.epsilon) & (advantage < 0)).float(),
-        "clip/high": ((ratio > 1 + config.epsilon_high) & (advantage > 0)).float(),
+        "clip/low": ((ratio < 1 - config.epsilon) & (advantages < 0)).float(),
+        "clip/high": ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float(),
     }
-    if config.kl_estimator == "k1" and batch.extras is not None and "reference" in batch.extras.tensors:
-        values["kl"] = old - batch.extra("reference")  # already taken off the rewards
+    if config.kl_estimator == "k1" and batch.extras is not None and "reference_logprobs" in batch.extras.tensors:
+        values["kl"] = old_logprobs - batch.extra("reference_logprobs")  # already taken off the rewards
     if config.kl_estimator in ("k2", "k3"):
-        log_inverse = torch.where(scored, batch.extra("reference") - logprobs, 0.0)
+        log_inverse = torch.where(scored, batch.extra("reference_logprobs") - logprobs, 0.0)
         kl = log_inverse.square() / 2 if config.kl_estimator == "k2" else log_inverse.expm1() - log_inverse
         values["kl"] = kl * ratio if config.use_bias_correction_kl else kl
         losses = losses + config.beta * values["kl"]
@@ -180,7 +181,7 @@ def masked_labels(batch: Batch, config: PolicyLossConfig) -> Tensor:
     """The batch's labels, without those of truncated completions where they are masked."""
     if not config.mask_truncated_completions:
         return batch.labels
-    return torch.where(batch.extra("overlong") > 0, IGNORE_INDEX, batch.labels)
+    return torch.where(batch.extra("truncated") > 0, IGNORE_INDEX, batch.labels)
 
 
 def policy_num_items(batch: Batch, config: PolicyLossConfig) -> Tensor:

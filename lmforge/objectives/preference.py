@@ -190,13 +190,12 @@ def _with_metrics(pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected:
 class PreferenceObjective:
     """One of the losses above, such as `partial(dpo, beta=0.1)`, as an objective.
 
-    With `uses_reference`, batches bring the extra "reference": the reference's log-probability of each label, computed in
-    the policy's dtype.
+    With `uses_reference`, batches bring the extra "reference_logprobs": the reference's log-probability of each label,
+    computed in the policy's dtype.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, uses_reference: bool) -> None:
-        self._loss_fn = loss_fn
-        self._uses_reference = uses_reference
+        self._loss_fn, self._uses_reference = loss_fn, uses_reference
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
@@ -204,7 +203,7 @@ class PreferenceObjective:
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
-        reference = batch.extra("reference") if self._uses_reference else None
+        reference = batch.extra("reference_logprobs") if self._uses_reference else None
         logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
         total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference))
         return total, metrics if reference is None else metrics | reference_gap(batch, logprobs, reference)
@@ -241,7 +240,7 @@ def reference_mismatch_warning(first_step_metrics: Mapping[str, float], toleranc
 class RewardModelObjective:
     """Bradley-Terry loss of a model whose head has one output; its value at a document's last token is the reward.
 
-    Batches bring the extra "margin", constant in a chosen document and 0 elsewhere.
+    Batches bring the extra "margins", constant in a document; that of the chosen one counts.
     """
 
     def __init__(self, *, center_rewards_coefficient: float) -> None:
@@ -254,7 +253,7 @@ class RewardModelObjective:
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
         chosen, rejected = split_pairs(document_rewards(model, batch))
-        last_margins = batch.extra("margin") * _is_last_token(batch.document_ids)
+        last_margins = batch.extra("margins") * _is_last_token(batch.document_ids)
         margin, _ = split_pairs(document_sums(last_margins, batch.document_ids))
         coefficient = self._center_rewards_coefficient
         return bradley_terry(chosen, rejected, _pair_mask(batch), margin=margin, center_rewards_coefficient=coefficient)

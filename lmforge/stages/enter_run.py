@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from lmforge import checkpoint
@@ -19,12 +20,11 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.runs import Run, is_local
-from lmforge.stages.inputs import check_tracker
 from lmforge.stages.pretrained import pin_checkpoints, with_original_sources
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.metrics import ConsoleLogger
-from lmforge.train.resume import ResumePoint, check_resumable, find_resume_point, last_checkpoint_message
+from lmforge.train.resume import check_resumable, find_resume_point, last_checkpoint_message
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs
 from lmforge.train.validation import open_validation_tasks
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -47,7 +47,9 @@ def enter_run(
     """
     resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     with dist_ctx.raise_on_all():
-        check_tracker(config)
+        if config.log.tensorboard and find_spec("tensorboard") is None:
+            way = "pip install 'lmforge[tensorboard]', or leave the option out"
+            raise UserError(f"log.tensorboard: it is not installed; {way}")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
         parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     config = dist_ctx.decide_on_rank0(partial(pin_checkpoints, config))
@@ -57,9 +59,7 @@ def enter_run(
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
         config = config.with_steps(sequences_per_epoch, inputs.batch_plan.global_batch_size)
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
-    point = ResumePoint()
-    if resumes:
-        point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps))
+    point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
     with dist_ctx.raise_on_all():
         check_resumable(point, config, inputs)

@@ -22,9 +22,9 @@ from lmforge.errors import UserError
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
-from lmforge.stages.inputs import check_model, open_tuned_model
-from lmforge.stages.pretrained import find_pretrained
-from lmforge.train.context import RunInputs
+from lmforge.stages.build_model import check_model
+from lmforge.stages.pretrained import find_pretrained, open_tuned_model
+from lmforge.train.trainer import RunInputs
 
 
 class PromptPacking:
@@ -34,20 +34,11 @@ class PromptPacking:
         self, prompts: Sequence[TokenizedPrompt], validation_prompts: Sequence[TokenizedPrompt], sequence_length: int
     ) -> None:
         self.prompts, self.validation_prompts = prompts, validation_prompts
+        self.num_sequences = len(prompts)
         self._sequence_length = sequence_length
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.prompts)
-
     def sequence(self, index: int) -> PackedSequence:
-        sequence = PackedSequence.all_padding(self._sequence_length)
-        if index < self.num_sequences:
-            tokens = self.prompts[index].tokens
-            sequence.tokens[: len(tokens)] = tokens
-            sequence.positions[: len(tokens)] = np.arange(len(tokens))
-            sequence.document_ids[: len(tokens)] = 0
-        return sequence
+        return PackedSequence.of_one_document(self.prompts[index].tokens, self._sequence_length)
 
 
 def check_prompts_and_rewards(config: AlignConfig) -> None:

@@ -14,11 +14,10 @@ from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import compiled_graph_count
-from lmforge.train.checkpoint_schedule import SaveRequest
+from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from lmforge.train.optimizer import set_learning_rate, step_unless
-from lmforge.train.rollback import report_bad_step, roll_back
-from lmforge.train.stop_signals import StopSignals
+from lmforge.train.resume import roll_back
 from lmforge.train.trainer import Trainer
 from lmforge.train.validation import validate, write_samples
 
@@ -79,7 +78,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
         while done < config.train.steps:
             step = done
             watch.set_phase("data", step)
-            micro_batches = trainer.batch_source.batches(step + detector.skipped_batches)
+            micro_batches = trainer.batch_source.batches(step + detector.batch_offset)
             throughput.add(micro_batches)
             lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
             grad_norm, _ = train_step(
@@ -109,7 +108,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
 
             if bad_steps := detector.take_bad_steps(log_is_due, config.faults.max_bad_steps):
                 for bad_step in bad_steps:
-                    report_bad_step(trainer, bad_step)
+                    trainer.report_bad_step(bad_step)
                 if detector.consecutive_bad_steps >= config.faults.max_bad_steps:
                     schedule.defer(save_request)
                     done = roll_back(trainer, bad_steps[-1])
@@ -120,7 +119,6 @@ def train(trainer: Trainer) -> tuple[int, int]:
             record: dict[str, Any] = {}
             if log_is_due:
                 record = {**metrics.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.read(done)}
-                record |= _counters(trainer)
                 gc.collect()
                 for line in watch.check_step_times(done, record["step_seconds"], trainer.parallel_model.pipeline_rank):
                     console.info(line)
@@ -176,15 +174,6 @@ def _is_due(every_steps: int | None, step: int) -> bool:
     return every_steps is not None and step % every_steps == 0
 
 
-def _counters(trainer: Trainer) -> dict[str, float]:
-    """Counters that metrics.jsonl has only where they are not zero."""
-    counters = {
-        "skipped_steps": trainer.bad_step_detector.skipped_steps,
-        "save_stall_seconds": trainer.checkpointer.blocking_seconds,
-    }
-    return {name: value for name, value in counters.items() if value}
-
-
 class _Throughput:
     """Rates of training since the last log step, without validation, saving and samples. Padding is not counted."""
 
@@ -212,7 +201,7 @@ class _Throughput:
         return result
 
     def read(self, step: int) -> dict[str, Any]:
-        """The rates. Call it after something has waited for the device, or the clock is ahead of the work."""
+        """The rates, and counters that are not zero. Call it after something has waited for the device."""
         trainer, dist_ctx = self._trainer, self._trainer.ctx.dist_ctx
         steps = max(1, step - self._start_step)
         seconds = max(1e-9, time.perf_counter() - self._start_time - self._excluded_seconds)
@@ -228,4 +217,6 @@ class _Throughput:
             "seconds_left": (trainer.ctx.config.train.steps - step) * seconds / steps,
         }
         self.reset(step)
-        return rates
+        skipped_steps, stall_seconds = trainer.bad_step_detector.skipped_steps, trainer.checkpointer.blocking_seconds
+        counters = {"skipped_steps": skipped_steps, "save_stall_seconds": stall_seconds}
+        return rates | {name: value for name, value in counters.items() if value}

@@ -28,12 +28,10 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.optimizer import build_optimizer
-from lmforge.train.resume import ResumePoint
-from lmforge.train.trainer import Trainer
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 from tests.conftest import Command
 
 Capture = pytest.CaptureFixture[str]
