@@ -38,23 +38,24 @@ class KTOObjective:
         The sum is of w_d (1 − σ(β(x − z))) where desirable and w_u (1 − σ(β(z − x))) where not: x is log π − log reference of
         a completion, z the KL divergence, clamped to at least 0 and not differentiated.
         """
-        reference = batch.extra("reference_logprobs")
+        reference, document_ids = batch.extra("reference_logprobs"), batch.document_ids
         logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
         scored = batch.labels != IGNORE_INDEX
-        log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, batch.document_ids))
-        lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-        desirable_tokens, _ = split_pairs(document_sums(batch.extra("kto_labels") * scored, batch.document_ids))
+        log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, document_ids))
+        lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, document_ids))
+        desirable_tokens, _ = split_pairs(document_sums(batch.extra("kto_labels") * scored, document_ids))
         completion_mask, desirable, kl_mask = lengths > 0, desirable_tokens > 0, mismatched_lengths > 0
         kl_sum = torch.where(kl_mask, mismatched.detach(), 0.0).sum(1, keepdim=True)
         kl = kl_sum / kl_mask.sum(1, keepdim=True).clamp(min=1)
         gain = self._beta * (log_ratios - kl.clamp(min=0))
-        losses = torch.where(desirable, self._desirable_weight * (-gain).sigmoid(), self._undesirable_weight * gain.sigmoid())
+        desirable_losses = self._desirable_weight * (-gain).sigmoid()
+        losses = torch.where(desirable, desirable_losses, self._undesirable_weight * gain.sigmoid())
         total = torch.where(completion_mask, losses, 0.0).sum()
         metrics = {
             "loss": (total.detach(), completion_mask.sum().float()),
             "kl": (kl_sum.sum(), kl_mask.sum().float()),
         }
-        completion_logprobs, _ = split_pairs(document_sums(logprobs.detach(), batch.document_ids))
+        completion_logprobs, _ = split_pairs(document_sums(logprobs.detach(), document_ids))
         values = {"rewards": self._beta * log_ratios.detach(), "logps": completion_logprobs, "tokens": lengths}
         for side, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
             for name, value in values.items():

@@ -157,18 +157,6 @@ def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Me
     return _with_metrics(pairs, -logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
-def bradley_terry(
-    chosen: Tensor, rejected: Tensor, pair_mask: Tensor, *, margin: Tensor, center_rewards_coefficient: float
-) -> tuple[Tensor, Metrics]:
-    """−log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)² of scalar rewards, summed over pairs.
-
-    The margin is that of Llama 2 (arXiv 2307.09288); the second term keeps rewards near zero (arXiv 2312.09244).
-    """
-    losses = -logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected).square()
-    total = torch.where(pair_mask, losses, 0.0).sum()
-    return total, {"loss": (total.detach(), pair_mask.sum().to(chosen.dtype)), **reward_metrics(chosen, rejected, pair_mask)}
-
-
 @torch.no_grad()
 def reward_metrics(chosen: Tensor, rejected: Tensor, pair_mask: Tensor) -> Metrics:
     """Rewards of both sides, their margin, and how often the chosen one's is higher. A tie counts as wrong."""
@@ -240,7 +228,9 @@ def reference_mismatch_warning(first_step_metrics: Mapping[str, float], toleranc
 class RewardModelObjective:
     """Bradley-Terry loss of a model whose head has one output; its value at a document's last token is the reward.
 
-    Batches bring the extra "margins", constant in a document; that of the chosen one counts.
+    −log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)², summed over pairs. The margin is that of Llama 2
+    (arXiv 2307.09288); the second term keeps rewards near zero (arXiv 2312.09244). Batches bring the extra "margins",
+    constant in a document; that of the chosen one counts.
     """
 
     def __init__(self, *, center_rewards_coefficient: float) -> None:
@@ -254,9 +244,12 @@ class RewardModelObjective:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
         chosen, rejected = split_pairs(document_rewards(model, batch))
         last_margins = batch.extra("margins") * _is_last_token(batch.document_ids)
-        margin, _ = split_pairs(document_sums(last_margins, batch.document_ids))
-        coefficient = self._center_rewards_coefficient
-        return bradley_terry(chosen, rejected, _pair_mask(batch), margin=margin, center_rewards_coefficient=coefficient)
+        margins, _ = split_pairs(document_sums(last_margins, batch.document_ids))
+        losses = -logsigmoid(chosen - rejected - margins)
+        losses = losses + self._center_rewards_coefficient * (chosen + rejected).square()
+        pair_mask = _pair_mask(batch)
+        total, count = torch.where(pair_mask, losses, 0.0).sum(), pair_mask.sum().to(chosen.dtype)
+        return total, {"loss": (total.detach(), count), **reward_metrics(chosen, rejected, pair_mask)}
 
 
 def document_rewards(model: LanguageModel, batch: Batch) -> Tensor:

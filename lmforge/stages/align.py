@@ -13,7 +13,7 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.errors import UserError
 from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.objective import Objective
-from lmforge.objectives.policy import PolicyObjective, build_policy_loss_config
+from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.objectives.preference import (
     PreferenceObjective,
     RewardModelObjective,
@@ -56,8 +56,11 @@ def build_preference_objective(config: AlignConfig) -> Objective:
         case "simpo":
             return PreferenceObjective(partial(simpo, beta=beta, gamma=options.gamma), uses_reference=False)
         case "kto":
-            weights = {"desirable_weight": options.desirable_weight, "undesirable_weight": options.undesirable_weight}
-            return KTOObjective(beta=beta, **weights)
+            return KTOObjective(
+                beta=beta,
+                desirable_weight=options.desirable_weight,
+                undesirable_weight=options.undesirable_weight,
+            )
         case "reward":
             return RewardModelObjective(center_rewards_coefficient=options.center_rewards_coefficient)
     raise AssertionError(options.method)
@@ -99,16 +102,16 @@ def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
 def build_policy_objective(config: AlignConfig) -> RolloutObjective:
     """The objective of grpo."""
     names = completion_metric_names(config.rollout.num_generations)
-    return RolloutObjective(PolicyObjective(build_policy_loss_config(config.rollout)), names)
+    return RolloutObjective(build_policy_loss_config(config.rollout), names)
 
 
 def build_rollouts(trainer: Trainer) -> Rollouts:
     """Completions of prompts, with their rewards. Every rank calls it, and has reward functions of its own."""
-    config, tokenizer, packing = _align_config(trainer), trainer.inputs.tokenizer, trainer.inputs.train_dataset.packing
+    config, inputs = _align_config(trainer), trainer.inputs
+    tokenizer, packing = inputs.tokenizer, inputs.train_dataset.packing
     assert isinstance(packing, PromptPacking)
     loss_config = build_policy_loss_config(config.rollout)
     prompts = [*packing.prompts, *packing.validation_prompts]
-    is_chat = is_conversational(prompts)
     with trainer.ctx.dist_ctx.raise_on_all():
         reward_functions = _load_reward_functions(trainer, config)
     scorer = CompletionScorer(
@@ -118,14 +121,12 @@ def build_rollouts(trainer: Trainer) -> Rollouts:
         trainer.ctx.run.path,
         trainer.ctx.dist_ctx.rank_info.rank,
     )
-    rollouts = Rollouts(
-        trainer,
-        config.rollout,
-        loss_config,
-        scorer,
-        stop_token_ids=ChatTemplate.from_tokenizer(tokenizer).stop_ids if is_chat else frozenset({tokenizer.eos_token_id}),
-        reference=build_reference(trainer, config, loss_config.temperature) if loss_config.kl_estimator != "none" else None,
-    )
+    stop_token_ids, reference = frozenset({tokenizer.eos_token_id}), None
+    if is_conversational(prompts):
+        stop_token_ids = ChatTemplate.from_tokenizer(tokenizer).stop_ids
+    if loss_config.kl_estimator != "none":
+        reference = build_reference(trainer, config, loss_config.temperature)
+    rollouts = Rollouts(trainer, config.rollout, loss_config, scorer, stop_token_ids=stop_token_ids, reference=reference)
     folder = trainer.resume_point.checkpoint_folder
     if config.rollout.num_iterations > 1 and folder is not None:
         _restore(rollouts, folder, trainer)
@@ -133,14 +134,15 @@ def build_rollouts(trainer: Trainer) -> Rollouts:
 
 
 def _load_reward_functions(trainer: Trainer, config: AlignConfig) -> RewardFunctions:
-    ctx, options, heartbeat = trainer.ctx, config.rollout, partial(trainer.ctx.watch.set_phase, "reward")
+    ctx, options = trainer.ctx, config.rollout
+    heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
     return load_reward_functions(
         options.reward_functions,
         weights=options.reward_weights or None,
         timeout_seconds=options.reward_timeout_seconds,
         # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
         log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
-        open_reward_model=partial(RewardModelScorer, device=ctx.dist_ctx.device, dtype=trainer.dtype, on_batch=heartbeat),
+        open_reward_model=partial(RewardModelScorer, device=device, dtype=trainer.dtype, on_batch=heartbeat),
         heartbeat=heartbeat,
     )
 

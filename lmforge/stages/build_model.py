@@ -40,13 +40,14 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
     limit, length = model_config.max_sequence_length, config.data.sequence_length
     if limit is not None and length > limit:
         raise UserError(f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at most that")
-    longest = max((len(tokenizer.encode(prompt)) for prompt in config.sample.prompts), default=0) + config.sample.max_tokens
-    if config.sample.every_steps is not None and limit is not None and longest > limit:
+    sample = config.sample
+    longest = max((len(tokenizer.encode(prompt)) for prompt in sample.prompts), default=0) + sample.max_tokens
+    if sample.every_steps is not None and limit is not None and longest > limit:
         raise UserError(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
     check_parallel(config.parallel, model_config, batch_plan)
     if config.optimizer.groups or get_lora_config(config) is not None:
-        model = build_meta_model(config, model_config)
-        assign_groups([name for name, each in model.named_parameters() if each.requires_grad], config.optimizer.groups)
+        parameters = build_meta_model(config, model_config).named_parameters()
+        assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
 
 
 def build_model_and_optimizer(

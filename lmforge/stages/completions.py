@@ -102,7 +102,8 @@ class RewardModelScorer:
         encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], tools)
         limit = self._loaded.config.max_sequence_length
         indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
-        indices.sort(key=lambda index: len(encoded[index]))  # sequences of similar length share a batch
+        # Sequences of similar length share a batch.
+        indices.sort(key=lambda index: len(encoded[index]))
         scores: list[float | None] = [None] * len(encoded)
         for first in range(0, len(indices), SCORING_BATCH_SIZE):
             self._on_batch()
@@ -143,10 +144,12 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[st
         )
     part, parts = location["part"]
     records: list[dict[str, Any]] = []
-    for rank in range(location["ranks"]):  # files of higher ranks are another attempt's
+    # Files of higher ranks are another attempt's.
+    for rank in range(location["ranks"]):
         path = run_folder / location["answers"].replace("*", str(rank))
         if not path.exists():
-            continue  # on the disk of another host
+            # On the disk of another host.
+            continue
         table = [record for _, record in read_records(path)]
         size = len(table) // parts
         records += table[part * size : (part + 1) * size]

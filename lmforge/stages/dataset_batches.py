@@ -41,7 +41,8 @@ def _token_rng_seed(config: StageConfig) -> int | None:
     """The seed of the tokens' rng keys; None where nothing random is drawn for them."""
     drawn = config.model.dropout > 0
     if isinstance(config, TunedConfig):
-        drawn = drawn or config.model.neftune_noise_alpha > 0 or (config.lora.rank is not None and config.lora.dropout > 0)
+        drawn |= config.model.neftune_noise_alpha > 0
+        drawn |= config.lora.rank is not None and config.lora.dropout > 0
     return config.train.seed if drawn else None
 
 
@@ -80,8 +81,9 @@ class DatasetBatches:
         trainer, config, dist_ctx = self._trainer, self._trainer.ctx.config, self._trainer.ctx.dist_ctx
         if (dataset := trainer.inputs.validation_dataset) is None:
             return {}
+        rank, world_size = dist_ctx.rank_info.rank, dist_ctx.world_size
         plan: dict[str, Any] = {
-            "rank_and_size": data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size),
+            "rank_and_size": data_parallel_rank_and_size(config.parallel, rank, world_size),
             "num_sequences": config.validation.sequences,
             "batch_size": trainer.inputs.batch_plan.micro_batch_size,
         }
@@ -98,7 +100,8 @@ class DatasetBatches:
 
     @torch.no_grad()
     def _score(self, batch: Batch, step: int, score_fn: Callable[..., Any]) -> Any:
-        self._trainer.ctx.watch.set_phase("evaluate", step)  # each batch is progress, however many there are
+        # Each batch is progress, however many there are.
+        self._trainer.ctx.watch.set_phase("evaluate", step)
         return self._trainer.parallel_model.score(batch, score_fn=score_fn)
 
     def state_dict(self) -> dict[str, Tensor]:

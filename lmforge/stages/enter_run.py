@@ -114,7 +114,8 @@ def next_checkpoint_bytes(run: Run) -> int:
     try:
         return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
     except (UserError, OSError):
-        return 0  # it is being written or deleted
+        # It is being written or deleted.
+        return 0
 
 
 @contextmanager
@@ -125,12 +126,11 @@ def explain_failures(run: Run) -> Iterator[None]:
     except Exception as problem:
         # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
         cluster.claim_error_reporting()
+        failed, reason = RunFailed, explain_nondeterministic_op(problem)
         if isinstance(problem, RuntimeError) and (lost := PEER_LOST_PATTERN.search(str(problem))):
-            reason = f"another rank was lost ({lost[0].lower()})"
-            raise PeerLost(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem
-        if nondeterministic := explain_nondeterministic_op(problem):
-            raise RunFailed(f"{run.path}: {nondeterministic}; {last_checkpoint_message(run)}") from problem
-        if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
+        elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
             reason = f"no room to write ({problem.strerror})"
-            raise RunFailed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem
-        raise
+        if reason is None:
+            raise
+        raise failed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem

@@ -87,7 +87,8 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
     if is_hub_name(source) or (source / "config.json").exists():
         return Pretrained(resolve_model_folder(source, required_file), None)
     if not ((source / MANIFEST).exists() or Run.open(source).checkpoint_steps()):
-        return Pretrained(source, None)  # refused, in its own words, by whoever reads its config.json
+        # Refused, in its own words, by whoever reads its config.json.
+        return Pretrained(source, None)
     (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
     return Pretrained(folder, manifest)
 

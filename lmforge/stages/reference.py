@@ -6,7 +6,7 @@ Each gives batches the log-probability of every scored label under it, in the po
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,23 +47,19 @@ def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Te
     return logprobs
 
 
+@dataclass(frozen=True)
 class ReferenceModel:
     """Gives the log-probabilities of a reference. `adapters_off` is entered around it: for a policy without its adapters."""
 
-    def __init__(
-        self,
-        parallel_model: ParallelModel,
-        adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext,
-        temperature: float = 1.0,
-    ) -> None:
-        self._parallel_model = parallel_model
-        self._adapters_off = adapters_off
-        self._score = partial(reference_logprobs, temperature=temperature)
+    parallel_model: ParallelModel
+    adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext
+    temperature: float = 1.0
 
     def logprobs(self, batch: Batch) -> Tensor:
         """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._adapters_off():
-            logprobs: Tensor = self._parallel_model.score(batch, score_fn=self._score)
+        score_fn = partial(reference_logprobs, temperature=self.temperature)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.adapters_off():
+            logprobs: Tensor = self.parallel_model.score(batch, score_fn)
             return logprobs
 
     def add_logprobs(self, batch: Batch) -> Batch:
@@ -117,7 +113,8 @@ def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelMo
         model,
         reference_logprobs,
         dist_ctx=dist_ctx,
-        dtype=trainer.dtype,  # the policy's, or the two would differ before anything is learned
+        # The policy's, or the two would differ before anything is learned.
+        dtype=trainer.dtype,
         float8=config.train.float8,
         options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,
@@ -157,7 +154,8 @@ def precompute_reference_logprobs(
         local = local.to(dist_ctx.device)
         logprobs = []
         for start in range(0, local_size, batch_size):
-            trainer.ctx.watch.set_phase("evaluate", 0)  # each batch is progress, however many there are
+            # Each batch is progress, however many there are.
+            trainer.ctx.watch.set_phase("evaluate", 0)
             logprobs.append(get_reference().logprobs(local[start : start + batch_size]))
         parts = dist_ctx.all_gather(torch.cat(logprobs).float().cpu().numpy())
         chunk = np.concatenate(parts)[: min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)]

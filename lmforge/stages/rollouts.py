@@ -23,6 +23,7 @@ from lmforge.data.order import derive_key
 from lmforge.data.packing import PackedSequence
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import document_sums
 from lmforge.objectives.policy import (
     PolicyLossConfig,
@@ -67,15 +68,15 @@ def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
     return torch.tensor(estimates, dtype=torch.float64)
 
 
-class RolloutObjective:
+class RolloutObjective(PolicyObjective):
     """A policy objective whose metrics include those of the completions. Each sequence holds one completion."""
 
-    def __init__(self, policy: PolicyObjective, metric_names: Sequence[str]) -> None:
-        self._policy, self._metric_names = policy, metric_names
-        self.num_items = policy.num_items
+    def __init__(self, config: PolicyLossConfig, metric_names: Sequence[str]) -> None:
+        super().__init__(config)
+        self._metric_names = metric_names
 
-    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        total, metrics = self._policy.loss(model, batch)
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
+        total, metrics = super().loss(model, batch)
         for name in self._metric_names:
             values = batch.extra(name)[:, 0]
             known = ~values.isnan()
@@ -128,29 +129,30 @@ class Rollouts:
         options, num_generations = self._options, self._options.num_generations
         # The prompts of a step are those of all ranks, in the order of the ranks.
         num_groups = self._local_batch_size // num_generations
-        steps = range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations)
-        firsts = [(each * self._world_size + self._rank) * num_groups for each in steps]
-        samples = [sample for first in firsts for sample in range(first, first + num_groups)]
-        order = self._trainer.inputs.train_dataset
-        chosen = [int(index) for first in firsts for index in order.indices(first, first + num_groups)]
-        prompts = [self._packing.prompts[index] for index in chosen for _ in range(num_generations)]
-        seed = self._trainer.ctx.config.train.seed
-        seeds = [derive_key(seed, "rollout", sample, number) for sample in samples for number in range(num_generations)]
+        order, seed = self._trainer.inputs.train_dataset, self._trainer.ctx.config.train.seed
+        prompts: list[TokenizedPrompt] = []
+        seeds: list[int] = []
+        for each in range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations):
+            first = (each * self._world_size + self._rank) * num_groups
+            for sample, index in enumerate(order.indices(first, first + num_groups), start=first):
+                prompts += [self._packing.prompts[index]] * num_generations
+                seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
         completions = self.generate(prompts, seeds, step)
         batch = Batch.from_sequences(list(map(self._to_sequence, prompts, completions)))
         old_logprobs = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
         with self._dist_ctx.raise_on_all():
             rewards, failed = self._scorer.score(completions_table_name(set_index, options), prompts, completions)
-        metrics = self._completion_metrics(rewards.view(-1, num_generations), failed, completions)
+        groups = rewards.view(-1, num_generations)
+        metrics = self._completion_metrics(groups, failed, completions)
         # Of the rewards as given: a KL penalty makes completions differ that were equally good.
-        differs = has_nonzero_std(rewards.view(-1, num_generations))
+        differs = has_nonzero_std(groups)
         extras = {"old_logprobs": old_logprobs}
         if self._reference is not None:
             parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(batch)]
             extras["reference_logprobs"] = torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()
             ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in extras.values())
             rewards = subtract_kl_penalty(rewards, ours, theirs, self._loss_config)
-        advantages = compute_advantages(rewards.view(-1, num_generations), self._loss_config).float().flatten()
+        advantages = compute_advantages(rewards.view(groups.shape), self._loss_config).float().flatten()
         # Nothing is learned from a completion without a reward.
         keep = ~rewards.isnan()
         if options.drop_zero_std_groups:
@@ -182,7 +184,8 @@ class Rollouts:
         options, completions = self._options, [SampledCompletion() for _ in prompts]
         sampling = SamplingParams(0.0 if greedy else options.temperature, top_p=options.top_p)
         with unsharded_for_decoding(self._trainer.parallel_model) as model:
-            if not prompts:  # such a rank enters and leaves with the others too
+            # Such a rank enters and leaves with the others too.
+            if not prompts:
                 return []
             engine = Engine(
                 model,
@@ -215,18 +218,21 @@ class Rollouts:
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
-        prompts = evenly_spaced(self._packing.validation_prompts, self._trainer.ctx.config.validation.sequences)
-        if not prompts:
+        prompts = self._packing.validation_prompts
+        count = min(self._trainer.ctx.config.validation.sequences, len(prompts))
+        if not count:
             return {}
-        local = prompts[self._rank :: self._world_size]
+        # Evenly spaced.
+        chosen = [prompts[index * len(prompts) // count] for index in range(count)]
+        local = chosen[self._rank :: self._world_size]
         completions = self.generate(local, [0] * len(local), step, greedy=True)
         with self._dist_ctx.raise_on_all():
             rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions)
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
         sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])
-        reward, passes, count = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
-        return {"val/reward": reward / count, "val/pass@1": passes / count} if count else {}
+        reward, passes, num_known = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
+        return {"val/reward": reward / num_known, "val/pass@1": passes / num_known} if num_known else {}
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """Where the completions of a batch are."""
@@ -270,12 +276,6 @@ class Rollouts:
 
     def close(self) -> None:
         self._scorer.reward_functions.close()
-
-
-def evenly_spaced(prompts: Sequence[TokenizedPrompt], count: int) -> list[TokenizedPrompt]:
-    """At most `count` of them, evenly spaced."""
-    count = min(count, len(prompts))
-    return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def _trim_padding(batch: Batch) -> Batch:

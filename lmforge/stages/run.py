@@ -32,16 +32,14 @@ def pretrain(config: PretrainConfig) -> int:
     Every rank calls it. Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
     UserError before anything of the run is written, and RunFailed after that.
     """
-    return run_stage(
-        config, StageSpec(download_pretrained, open_pretrain_inputs, lambda config: NextTokenObjective(), DatasetBatches)
-    )
+    spec = StageSpec(download_pretrained, open_pretrain_inputs, lambda config: NextTokenObjective(), DatasetBatches)
+    return run_stage(config, spec)
 
 
 def sft(config: SftConfig) -> int:
     """Fine-tune a model on conversations. See `pretrain`."""
-    return run_stage(
-        config, StageSpec(prepare_examples, open_example_inputs, lambda config: NextTokenObjective(), DatasetBatches)
-    )
+    spec = StageSpec(prepare_examples, open_example_inputs, lambda config: NextTokenObjective(), DatasetBatches)
+    return run_stage(config, spec)
 
 
 def align(config: AlignConfig) -> int:

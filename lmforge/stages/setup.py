@@ -15,7 +15,6 @@ from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.metrics import MetricsFile, device_peak_flops
 from lmforge.train.resume import load_resume_point
 from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
@@ -36,7 +35,8 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
     parallel_model, optimizer = build_model_and_optimizer(
         config, inputs.model_config, objective, dist_ctx, dtype, compiled, fill
     )
-    detector = BadStepDetector(dist_ctx, spike_sigmas=config.faults.spike_sigmas, window_steps=config.faults.spike_window_steps)
+    faults = config.faults
+    detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
     if not begins:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(ctx, point, parallel_model, optimizer)
@@ -57,9 +57,6 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         optimizer,
         detector,
         checkpointer,
-        CheckpointSchedule(
-            checkpointer, config.checkpoint, every_steps=config.checkpoint_every_steps, is_rank0=dist_ctx.is_rank0
-        ),
         metrics_file,
         flops_per_token=training_flops_per_token(config, inputs.model_config),
         peak_flops=device_peak_flops(dist_ctx.device, dtype),

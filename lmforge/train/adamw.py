@@ -43,7 +43,8 @@ class AdamW(torch.optim.Optimizer):
         """The state of a parameter of `group`, made of zeros where there is none yet."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, which computes with it
+            # On the host, which computes with it.
+            state["step"] = torch.zeros(())
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state

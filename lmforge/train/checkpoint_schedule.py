@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lmforge.checkpoint import AsyncCheckpointer
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.sections import CheckpointOptions
+from lmforge.config.stage import StageConfig
 
 
 class SaveRequest(IntEnum):
@@ -31,11 +31,9 @@ class CheckpointSchedule:
     Requests by the clock come from rank 0 only; `StopSignals` makes all ranks follow them at the same step.
     """
 
-    def __init__(
-        self, checkpointer: AsyncCheckpointer, options: CheckpointOptions, *, every_steps: int, is_rank0: bool
-    ) -> None:
-        self._checkpointer, self._options = checkpointer, options
-        self._every_steps, self._is_rank0 = every_steps, is_rank0
+    def __init__(self, checkpointer: AsyncCheckpointer, config: StageConfig, is_rank0: bool) -> None:
+        self._checkpointer, self._options = checkpointer, config.checkpoint
+        self._every_steps, self._is_rank0 = config.checkpoint_every_steps, is_rank0
         self._last_saved = dict.fromkeys((SaveRequest.REGULAR, SaveRequest.KEPT), time.monotonic())
         self._last_request, self._deferred_request = SaveRequest.REGULAR, SaveRequest.NONE
 
@@ -98,7 +96,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt  # Ctrl-C twice: leave at once
+            # Ctrl-C twice: leave at once.
+            raise KeyboardInterrupt
         self._signal = number
 
     def exchange(self, save_request: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.data.batch import Metrics
 from lmforge.model.flops import peak_flops
 
 
@@ -23,7 +24,7 @@ class MetricsAccumulator:
         self._dist_ctx = dist_ctx
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], skip_if: torch.Tensor | None = None) -> None:
+    def add(self, metrics: Metrics, skip_if: torch.Tensor | None = None) -> None:
         """Add metrics, unless the condition `skip_if`, on the device, holds."""
         for name, pair in metrics.items():
             total = torch.stack([part.detach().double() for part in pair])
@@ -77,9 +78,10 @@ class MetricsFile:
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         if is_torn:
-            self._file.write("\n")  # a killed process left half a line
+            # A killed process left half a line.
+            self._file.write("\n")
         self._events: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -136,7 +138,7 @@ class ConsoleLogger:
     def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
         self._is_rank0 = dist_ctx.is_rank0
         self._steps = steps
-        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115 - closed in close()
+        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
         self._console = Console(highlight=False)
         self._progress: Progress | None = None
         self._progress_task: Any = None

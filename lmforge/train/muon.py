@@ -77,7 +77,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Newton–Schulz iteration: U·S·Vᵀ → U·S'·Vᵀ with S' near 1. Zero stays zero.
     """
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices  # the smaller of the two products
+    # The smaller of the two products.
+    x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NS_STEPS):
         gram = x @ x.mT
@@ -90,7 +91,8 @@ def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
     updates = list(matrices)
     for shape in dict.fromkeys(matrix.shape for matrix in matrices):
         indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
-        for index, update in zip(indices, orthogonalize(torch.stack([matrices[index] for index in indices])), strict=True):
+        stacked = torch.stack([matrices[index] for index in indices])
+        for index, update in zip(indices, orthogonalize(stacked), strict=True):
             updates[index] = update
     return updates
 

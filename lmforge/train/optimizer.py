@@ -28,8 +28,9 @@ def build_optimizer(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
     flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
     if flat and (options.name == "muon" or options.state_dtype != "fp32"):
-        option = "optimizer.name = muon" if options.name == "muon" else f"optimizer.state_dtype = {options.state_dtype}"
-        raise UserError(f"{option}: fsdp1 keeps parameters flat, and what they were is lost on it; use engine = fsdp2")
+        option = "name = muon" if options.name == "muon" else f"state_dtype = {options.state_dtype}"
+        reason = "fsdp1 keeps parameters flat, and what they were is lost on it"
+        raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
     groups = _parameter_groups(model, options, shapes)
     if options.name == "sgd":
         momentum = 0.9 if options.momentum is None else options.momentum

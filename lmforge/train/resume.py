@@ -145,7 +145,8 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
 
 def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
     there, here = asdict(theirs), asdict(ours)
-    for fields in (there, here):  # a wrapped model is described by its config.json alone
+    # A wrapped model is described by its config.json alone.
+    for fields in (there, here):
         fields |= fields.pop("content", {})
     names = [name for name in here | there if there.get(name) != here.get(name)]
     differing = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names[:3]]

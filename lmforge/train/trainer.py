@@ -128,11 +128,15 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     bad_step_detector: BadStepDetector
     checkpointer: AsyncCheckpointer
-    checkpoint_schedule: CheckpointSchedule
     metrics_file: MetricsFile | None
     flops_per_token: float
     peak_flops: float | None
+    checkpoint_schedule: CheckpointSchedule = field(init=False)
     batch_source: BatchSource = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_rank0 = self.ctx.dist_ctx.is_rank0
+        self.checkpoint_schedule = CheckpointSchedule(self.checkpointer, self.ctx.config, is_rank0)
 
     @property
     def start_step(self) -> int:
