@@ -172,10 +172,10 @@ class PolicyObjective:
         old_logprobs, advantages = batch.extra("old_logprobs"), batch.extra("advantages")
         log_ratio = torch.where(scored, logprobs - old_logprobs, 0.0)
         if config.importance_sampling_level != "token":
-            document_log_ratio = document_sums(log_ratio, document_ids)
+            by_document = document_sums(log_ratio, document_ids)
             if config.importance_sampling_level == "sequence":
-                document_log_ratio = document_log_ratio / lengths.clamp(min=1)
-            log_ratio = broadcast_to_tokens(document_log_ratio, document_ids)
+                by_document = by_document / lengths.clamp(min=1)
+            log_ratio = broadcast_to_tokens(by_document, document_ids)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
         losses = -torch.minimum(ratio * advantages, clipped * advantages)

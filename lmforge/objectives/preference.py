@@ -25,6 +25,9 @@ from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
 from lmforge.objectives.objective import apply_head
 
+# By which policy and reference may differ before the first update, in nats a token.
+MAX_REFERENCE_GAP = 1e-3
+
 
 @dataclass(frozen=True)
 class PairLogprobs:
@@ -210,18 +213,18 @@ def reference_gap(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor) ->
     return {"reference_gap": (torch.where(scored, logprobs - reference_logprobs, 0.0).abs().sum(), scored.sum().float())}
 
 
-def reference_mismatch_warning(first_step_metrics: Mapping[str, float], tolerance: float = 1e-3) -> str | None:
+def reference_mismatch_warning(metrics: Mapping[str, float]) -> str | None:
     """A warning if the policy differs from its reference before the first update, else None.
 
-    `first_step_metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type` sigmoid the loss is
-    ln 2 for any beta and label smoothing.
+    `metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type` sigmoid the loss is ln 2 for
+    any beta and label smoothing.
     """
-    gap = first_step_metrics["reference_gap"]
-    if gap <= tolerance:
+    gap = metrics["reference_gap"]
+    if gap <= MAX_REFERENCE_GAP:
         return None
     return (
         f"before the first update policy and reference differ by {gap:.2g} nats a token (loss"
-        f" {first_step_metrics['loss']:.4f}): the reference has other weights, or computes in another dtype"
+        f" {metrics['loss']:.4f}): the reference has other weights, or computes in another dtype"
     )
 
 

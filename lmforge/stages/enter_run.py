@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 from lmforge import checkpoint
 from lmforge.atomic_files import DISK_FULL_ERRNOS
@@ -20,14 +20,13 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.runs import Run, is_local
-from lmforge.stages.pretrained import pin_checkpoints, with_original_sources
+from lmforge.stages.pretrained import ConfigT, pin_checkpoints, with_original_sources
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.resume import check_resumable, find_resume_point, last_checkpoint_message
 from lmforge.train.trainer import ResumePoint, RunContext, RunInputs
 from lmforge.train.validation import open_validation_tasks
 
-ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # What gloo and NCCL say when the other end is gone.
 PEER_LOST_PATTERN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"

@@ -184,7 +184,7 @@ class Rollouts:
         options, completions = self._options, [SampledCompletion() for _ in prompts]
         sampling = SamplingParams(0.0 if greedy else options.temperature, top_p=options.top_p)
         with unsharded_for_decoding(self._trainer.parallel_model) as model:
-            # Such a rank enters and leaves with the others too.
+            # A rank without prompts enters and leaves with the others too.
             if not prompts:
                 return []
             engine = Engine(

@@ -68,11 +68,11 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_lerp_(first, gradients, 1 - beta1)
             torch._foreach_mul_(second, beta2)
             torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-            denominator = torch._foreach_div(second, [1 - beta2**step for step in steps])
-            torch._foreach_sqrt_(denominator)
-            torch._foreach_add_(denominator, group["eps"])
+            denom = torch._foreach_div(second, [1 - beta2**step for step in steps])
+            torch._foreach_sqrt_(denom)
+            torch._foreach_add_(denom, group["eps"])
             torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
-            torch._foreach_addcdiv_(values, first, denominator, [-lr / (1 - beta1**step) for step in steps])
+            torch._foreach_addcdiv_(values, first, denom, [-lr / (1 - beta1**step) for step in steps])
             if params[0].dtype != torch.float32:
                 torch._foreach_copy_(params, values)
             if self.state_dtype != torch.float32:

@@ -57,8 +57,10 @@ class BadStepDetector:
 
     def check(self, step: int, metrics: Sequence[Metrics], gradient_norm: Tensor) -> Tensor:
         """Whether step `step` (from 1) is bad: bool, on the device. `metrics` are this rank's, of each micro-batch."""
-        losses = [torch.stack([part.detach().double() for part in each["loss"]]) for each in metrics if "loss" in each]
-        total = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=self._dist_ctx.device)
+        pairs = [each["loss"] for each in metrics if "loss" in each]
+        losses = [torch.stack([part.detach().double() for part in pair]) for pair in pairs]
+        device = self._dist_ctx.device
+        total = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=device)
         total, count = self._dist_ctx.all_reduce_sum(total)
         loss, norm = total / count.clamp(min=1), gradient_norm.double()
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))

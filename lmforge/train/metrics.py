@@ -141,7 +141,6 @@ class ConsoleLogger:
         self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
         self._console = Console(highlight=False)
         self._progress: Progress | None = None
-        self._progress_task: Any = None
 
     def info(self, line: str) -> None:
         """One line for the reader."""
@@ -170,12 +169,12 @@ class ConsoleLogger:
                 TextColumn("{task.description}"),
                 console=self._console,
             )
-            self._progress_task = self._progress.add_task("", total=self._steps, completed=step)
+            self._progress.add_task("", total=self._steps, completed=step)
             self._progress.start()
 
     def update_progress(self, step: int) -> None:
         if self._progress is not None:
-            self._progress.update(self._progress_task, completed=step)
+            self._progress.update(self._progress.task_ids[0], completed=step)
 
     def log_metrics(self, record: dict[str, Any]) -> None:
         """One readable line of a metrics record."""
@@ -187,9 +186,8 @@ class ConsoleLogger:
             parts["seconds_left"] = f"{format_duration(left)} left"
         self.info("  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()]))
         if self._progress is not None:
-            self._progress.update(
-                self._progress_task, description=f"loss {record.get('loss', 0):.4f}, {format_duration(left or 0)} left"
-            )
+            description = f"loss {record.get('loss', 0):.4f}, {format_duration(left or 0)} left"
+            self._progress.update(self._progress.task_ids[0], description=description)
 
     def close(self) -> None:
         if self._progress is not None:

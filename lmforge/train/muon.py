@@ -56,7 +56,8 @@ class Muon(AdamW):
         values = [local_tensor(matrix) for matrix in matrices]
         gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
         stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
-        momenta = [momentum.float() for momentum in stored]  # itself, where it is fp32
+        # In fp32 these are the tensors themselves.
+        momenta = [momentum.float() for momentum in stored]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         if self.state_dtype != torch.float32:
             torch._foreach_copy_(stored, momenta)
@@ -148,12 +149,12 @@ def _group_by_mesh(parameters: list[Tensor]) -> list[tuple[dist.ProcessGroup | N
 
 
 def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
-    dimensions = [number for number, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not dimensions:
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not sharded:
         return None
-    (dimension,) = dimensions
-    assert parameter.placements[dimension].is_shard(0)
-    group = parameter.device_mesh.get_group(dimension)
+    (dim,) = sharded
+    assert parameter.placements[dim].is_shard(0)
+    group = parameter.device_mesh.get_group(dim)
     return group if group.size() > 1 else None
 
 

@@ -67,7 +67,8 @@ def validate(trainer: Trainer, step: int) -> dict[str, float]:
                 num_fewshot=options.num_fewshot,
                 limit=options.task_limit,
                 batch_size=batch_size,
-                on_batch=partial(ctx.watch.set_phase, "evaluate", step),  # each batch is progress
+                # Each batch is progress.
+                on_batch=partial(ctx.watch.set_phase, "evaluate", step),
             )
             result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
             ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")
