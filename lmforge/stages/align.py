@@ -121,9 +121,10 @@ def build_rollouts(trainer: Trainer) -> Rollouts:
         trainer.ctx.run.path,
         trainer.ctx.dist_ctx.rank_info.rank,
     )
-    stop_token_ids, reference = frozenset({tokenizer.eos_token_id}), None
+    stop_token_ids = frozenset({tokenizer.eos_token_id})
     if is_conversational(prompts):
         stop_token_ids = ChatTemplate.from_tokenizer(tokenizer).stop_ids
+    reference = None
     if loss_config.kl_estimator != "none":
         reference = build_reference(trainer, config, loss_config.temperature)
     rollouts = Rollouts(trainer, config.rollout, loss_config, scorer, stop_token_ids=stop_token_ids, reference=reference)

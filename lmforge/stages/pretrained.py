@@ -58,9 +58,6 @@ class Pretrained:
             described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
-    def has_tokenizer(self) -> bool:
-        return (self.folder / "tokenizer.json").exists()
-
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self.folder)
 
