@@ -58,10 +58,10 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
     tokens = TokenFolder.open(folder)
     tokenizer = tokens.tokenizer
     pretrained = find_pretrained(config.model.source) if config.model.source else None
-    if pretrained and (pretrained.folder / "tokenizer.json").exists():
-        if pretrained.tokenizer().hash != tokenizer.hash:
-            way = f"prepare it with --tokenizer {pretrained.folder}"
-            raise UserError(f"{folder}: prepared with another tokenizer than {pretrained.folder} has; {way}")
+    has_tokenizer = pretrained and (pretrained.folder / "tokenizer.json").exists()
+    if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
+        way = f"prepare it with --tokenizer {pretrained.folder}"
+        raise UserError(f"{folder}: prepared with another tokenizer than {pretrained.folder} has; {way}")
     model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
     check_model(config, model_config, batch_plan, tokenizer)
     load_weights = None
