@@ -72,8 +72,10 @@ LOSS_TYPE_PRESETS = MappingProxyType(
     {
         # arXiv 2402.03300; with the sample standard deviation (÷ n − 1), as TRL has it.
         "grpo": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k3", beta=0.04),
-        "dr_grpo": PolicyLossConfig(loss_aggregation="constant", scale_rewards="none"),  # arXiv 2503.20783
-        "dapo": PolicyLossConfig(epsilon_high=0.28, mask_truncated_completions=True),  # arXiv 2503.14476
+        # arXiv 2503.20783
+        "dr_grpo": PolicyLossConfig(loss_aggregation="constant", scale_rewards="none"),
+        # arXiv 2503.14476
+        "dapo": PolicyLossConfig(epsilon_high=0.28, mask_truncated_completions=True),
         # arXiv 2507.18071
         "gspo": PolicyLossConfig(
             importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, loss_aggregation="sequence"

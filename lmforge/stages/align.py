@@ -155,5 +155,6 @@ def _restore(rollouts: Rollouts, folder: Path, trainer: Trainer) -> None:
         with trainer.ctx.dist_ctx.raise_on_all(), torch.no_grad():
             checkpoint.load(folder, {"rollouts": state})
         rollouts.load_state_dict(state)
-    except UserError as reason:  # corrupt, or saved with other options
+    except UserError as reason:
+        # It is corrupt, or was saved with other options.
         trainer.ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")

@@ -92,7 +92,8 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     log = run.log_path(attempt, dist_ctx.rank_info.rank)
     if not dist_ctx.is_rank0:
-        sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
+        # Open until the process ends.
+        sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     folder = run.checkpoints_folder
     watch = Watchdog(
         dist_ctx,

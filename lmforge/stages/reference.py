@@ -164,5 +164,6 @@ def precompute_reference_logprobs(
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
                 with atomic_write(paths[index]) as file:
                     np.save(file, chunk, allow_pickle=False)
-    dist_ctx.all_gather(None)  # all chunks are written
+    # Until all chunks are written.
+    dist_ctx.all_gather(None)
     return np.concatenate([np.load(path, allow_pickle=False) for path in paths])

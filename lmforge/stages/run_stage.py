@@ -93,7 +93,8 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
         try:
             trainer.batch_source = spec.build_batches(trainer)
             done, stopped_by = train(trainer)
-        except UserError as problem:  # such as a corrupt shard: the run has begun, so it has failed
+        except UserError as problem:
+            # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
         finally:
             trainer.close()

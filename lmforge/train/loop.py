@@ -76,24 +76,8 @@ def train(trainer: Trainer) -> tuple[int, int]:
             watch.set_phase("evaluate", 0)
             trainer.log({"step": 0, "tokens": 0, **throughput.exclude(validate, trainer, 0)})
         while done < config.train.steps:
-            step = done
-            watch.set_phase("data", step)
-            micro_batches = trainer.batch_source.batches(step + detector.batch_offset)
-            throughput.add(micro_batches)
-            lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
-            grad_norm, _ = train_step(
-                trainer.parallel_model,
-                trainer.optimizer,
-                micro_batches,
-                trainer.objective.num_items,
-                lr=lr,
-                max_grad_norm=config.optimizer.max_grad_norm,
-                set_phase=partial(_set_phase, trainer, step),
-                is_bad_step=partial(_check_step, trainer, metrics, step + 1),
-            )
-            done = step + 1
-            if step >= trainer.start_step + COMPILE_WARMUP_STEPS and compiled_graph_count() > num_graphs:
-                console.info(f"step {done}: compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why")
+            step, done = done, done + 1
+            lr, grad_norm = _run_step(trainer, throughput, metrics, step)
             console.update_progress(done)
 
             watch.set_phase("barrier", step)
@@ -137,6 +121,28 @@ def train(trainer: Trainer) -> tuple[int, int]:
                 watch.set_phase("sample", done)
                 throughput.exclude(write_samples, trainer, done)
     return done, 0
+
+
+def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
+    """Step `step` (from 0) on the next batch. Returns its learning rate, and the gradient norm on the device."""
+    trainer.ctx.watch.set_phase("data", step)
+    micro_batches = trainer.batch_source.batches(step + trainer.bad_step_detector.batch_offset)
+    throughput.add(micro_batches)
+    lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
+    grad_norm, _ = train_step(
+        trainer.parallel_model,
+        trainer.optimizer,
+        micro_batches,
+        trainer.objective.num_items,
+        lr=lr,
+        max_grad_norm=trainer.ctx.config.optimizer.max_grad_norm,
+        set_phase=partial(_set_phase, trainer, step),
+        is_bad_step=partial(_check_step, trainer, metrics, step + 1),
+    )
+    if step >= trainer.start_step + COMPILE_WARMUP_STEPS and compiled_graph_count() > num_graphs:
+        line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
+        trainer.ctx.console.info(f"step {step + 1}: {line}")
+    return lr, grad_norm
 
 
 @contextmanager
