@@ -348,5 +348,5 @@ def test_metrics_are_of_the_pairs() -> None:
 def test_a_batch_without_reference_logprobs_is_refused_by_name() -> None:
     generator, model = drawn()
     batch = packed(one_row(drawn_pairs(generator, 1)))
-    with pytest.raises(ValueError, match="'reference'"):
+    with pytest.raises(ValueError, match="'reference_logprobs'"):
         OBJECTIVES["dpo"].loss(model, batch)
