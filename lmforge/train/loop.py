@@ -68,8 +68,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
     config, watch, console = trainer.ctx.config, trainer.ctx.watch, trainer.ctx.console
     detector, schedule = trainer.bad_step_detector, trainer.checkpoint_schedule
     metrics, stop_signals = MetricsAccumulator(trainer.ctx.dist_ctx), StopSignals(trainer.ctx.dist_ctx)
-    throughput = _Throughput(trainer)
-    done = trainer.start_step
+    throughput, done = _Throughput(trainer), trainer.start_step
     console.start_progress(done)
     with closing(stop_signals), _garbage_collection_paused():
         if done == 0 and config.validation.at_start:
