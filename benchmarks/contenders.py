@@ -23,7 +23,14 @@ from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sections import LogOptions, OptimizerOptions, ParallelOptions, ScheduleOptions, TrainOptions
+from lmforge.config.sections import (
+    CheckpointOptions,
+    LogOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    ScheduleOptions,
+    TrainOptions,
+)
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
 from lmforge.interop.config_json import to_config_json
@@ -37,12 +44,9 @@ from lmforge.runs import Run
 from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
-from lmforge.train.resume import ResumePoint
-from lmforge.train.trainer import Trainer
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -148,6 +152,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         train=TrainOptions(steps=ENDLESS_STEPS, master_dtype=contest.master_dtype, float8=float8),
         schedule=ScheduleOptions(name="constant", warmup_steps=0),
         log=LogOptions(every_steps=LOG_EVERY_STEPS),
+        checkpoint=CheckpointOptions(every_steps=ENDLESS_STEPS),
     )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
     fill = partial(fill_weights, config, ranks, None)
@@ -167,7 +172,6 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         optimizer,
         BadStepDetector(ranks, spike_sigmas=None, window_steps=1),
         checkpointer,
-        CheckpointSchedule(checkpointer, config.checkpoint, every_steps=ENDLESS_STEPS, is_rank0=True),
         MetricsFile(folder / "metrics.jsonl"),
         flops_per_token=flops_per_token(contest.shape, contest.length),
         peak_flops=None,

@@ -155,9 +155,10 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     [
         (["--model.hidden_size", "64"], "another model config (hidden_size 32 there, 64 here"),
         (["--train.global_batch_size", "8"], "its global batch has 4 sequences, this recipe's 8"),
-        (["--train.seed", "9"], "trained on other data, or with another data.sequence_length or train.seed"),
+        (["--train.seed", "9"], "trained with other data options (train.seed 0 → 9); "),
+        (["--data.sequence_length", "32"], "trained with other data options (data.sequence_length 48 → 32); "),
     ],
-    ids=["shape", "batch", "data"],
+    ids=["shape", "batch", "seed", "length"],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_untouched(
     trained: Run, onwards: list[str], refused: Refusal, change: list[str], expected: str
@@ -421,7 +422,7 @@ def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_op
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.stages.inputs.find_spec", lambda name: None)
+    monkeypatch.setattr("lmforge.stages.enter_run.find_spec", lambda name: None)
     printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
     assert printed == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
     assert not (tmp_path / "a" / "recipe.toml").exists()

@@ -197,7 +197,7 @@ def test_a_file_is_shown_with_what_is_trained_on_of_it_as_its_options_say(
         (["data", "PAIRS", "--tokenizer", "RUN", "--mask", "all"], "--mask all: is for conversations; of pairs the answers"),
         (
             ["data", "FILE", "--tokenizer", "RUN", "--apply_chat_template"],
-            "--apply_chat_template: is for pairs, judged answers and prompts",
+            "--apply_chat_template: is for pairs, labelled completions and prompts",
         ),
     ],
 )

@@ -41,8 +41,7 @@ from lmforge.parallel.validate import check_parallel
 from lmforge.runs import MANIFEST
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
-from lmforge.stages.inputs import loads_pretrained_weights, resolve_model_config
-from lmforge.stages.pretrained import find_pretrained
+from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import device_peak_flops, peak_memory_gib

@@ -65,8 +65,8 @@ class Manifest:
         return json.dumps({**table, "xxh3": _checksum(table)}, indent=1) + "\n"
 
     @property
-    def skipped_batches(self) -> int:
-        """How many batches rollbacks have skipped before this step."""
+    def batch_offset(self) -> int:
+        """Step k trains on batch k + batch_offset: 0, unless the run rolled back and went on with later batches."""
         return self.consumed_sequences // self.global_batch_size - self.step
 
 

@@ -141,7 +141,7 @@ class AlignConfig(TunedConfig):
 
     @property
     def kind(self) -> str:
-        return {"kto": "judged", "reward": "ranked", "grpo": "prompts"}.get(self.align.method, "pairs")
+        return {"kto": "unpaired", "reward": "pairs-with-margins", "grpo": "prompts"}.get(self.align.method, "pairs")
 
     @property
     def beta(self) -> float:

@@ -16,11 +16,12 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 class Extras:
     """Per-token tensors that some objectives need and models do not: fp32 [sequences, sequence_length] by name.
 
-    reference  the label's log-probability under the reference model
-    old        the label's log-probability when it was sampled
-    advantage  the advantage of the completion that the token belongs to
-    label      1 in a desirable completion, 0 in an undesirable one
-    overlong   1 in a completion that was truncated at the longest allowed, else 0
+    reference_logprobs  the label's log-probability under the reference model
+    old_logprobs        the label's log-probability when it was sampled
+    advantages          the advantage of the completion that the token belongs to
+    kto_labels          1 in a desirable completion, 0 in an undesirable one
+    margins             by how much the chosen completion is better, in both completions of a pair
+    truncated           1 in a completion that was truncated at the longest allowed, else 0
 
     A plain object, because FSDP's mixed precision casts the tensors of its arguments to bf16, also those in tuples, dicts and
     dataclasses; sums of log-probabilities in bf16 are wrong by whole nats.
@@ -64,14 +65,8 @@ class Batch:
     @classmethod
     def from_token_lists(cls, token_lists: Sequence[Sequence[int]]) -> Self:
         """One document a sequence, padded at its end to the longest; nothing is scored."""
-        sequences = []
-        for tokens in token_lists:
-            sequence = PackedSequence.all_padding(max(map(len, token_lists)))
-            sequence.tokens[: len(tokens)] = tokens
-            sequence.positions[: len(tokens)] = range(len(tokens))
-            sequence.document_ids[: len(tokens)] = 0
-            sequences.append(sequence)
-        return cls.from_sequences(sequences)
+        length = max(map(len, token_lists))
+        return cls.from_sequences([PackedSequence.of_one_document(tokens, length) for tokens in token_lists])
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:

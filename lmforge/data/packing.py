@@ -37,6 +37,15 @@ class PackedSequence:
             {name: np.zeros(sequence_length, np.float32) for name in extras},
         )
 
+    @classmethod
+    def of_one_document(cls, tokens: Sequence[int] | np.ndarray, sequence_length: int) -> Self:
+        """One document, padded at its end; nothing is scored."""
+        sequence, size = cls.all_padding(sequence_length), len(tokens)
+        sequence.tokens[:size] = tokens
+        sequence.positions[:size] = np.arange(size)
+        sequence.document_ids[:size] = 0
+        return sequence
+
 
 @dataclass(frozen=True)
 class TokenizedExample:

@@ -20,14 +20,14 @@ def evaluate_loss(
     *,
     num_sequences: int | None,
     batch_size: int,
-    shard: tuple[int, int] | None = None,
+    rank_and_size: tuple[int, int] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Measure `num_sequences` sequences (None: all) of an unshuffled dataset, evenly spaced over it.
 
     `score` maps a batch on this rank's device to the four sums of `score_text`. Every rank makes the same number of forward
-    passes over equal parts, padded with masked sequences, so that sharded models stay in step. `shard` is (index of this
-    rank's part, number of parts) where several ranks score the same part; `tokens` and `bytes` then count it for each of them.
+    passes over equal parts, padded with masked sequences, so that sharded models stay in step. `rank_and_size` is that of
+    data parallelism, where several ranks score the same part; `tokens` and `bytes` then count it for each of them.
 
     Returns `loss` (nats per token), `perplexity`, `bits_per_byte` (special tokens left out), and the `tokens` and `bytes`
     that were scored.
@@ -35,7 +35,7 @@ def evaluate_loss(
     sums = torch.zeros(4, dtype=torch.float64, device=dist_ctx.device)
     for batch in local_batches(
         dataset,
-        shard or (dist_ctx.rank_info.rank, dist_ctx.world_size),
+        rank_and_size or (dist_ctx.rank_info.rank, dist_ctx.world_size),
         num_sequences=num_sequences,
         batch_size=batch_size,
         on_progress=on_progress,
@@ -54,7 +54,7 @@ def evaluate_loss(
 
 def local_batches(
     dataset: PackedDataset,
-    shard: tuple[int, int],
+    rank_and_size: tuple[int, int],
     *,
     num_sequences: int | None,
     batch_size: int,
@@ -62,15 +62,15 @@ def local_batches(
 ) -> Iterator[Batch]:
     """This rank's part of `num_sequences` sequences of an unshuffled dataset, evenly spaced; as many batches on every rank.
 
-    `shard` is (index of the part, number of parts). `on_progress(done, total)` is called after each batch, in sequences of
+    `rank_and_size` is that of data parallelism. `on_progress(done, total)` is called after each batch, in sequences of
     all ranks.
     """
     available = dataset.sequences_per_epoch
     total = min(num_sequences or available, available)
-    index, num_shards = shard
-    stride = batch_size * num_shards
+    rank, size = rank_and_size
+    stride = batch_size * size
     for first in range(0, total, stride):
-        start = first + index * batch_size
+        start = first + rank * batch_size
         # Indices beyond the last sequence give padding.
         yield Batch.from_sequences(
             [dataset.sequence(number * available // total) for number in range(start, start + batch_size)]

@@ -92,8 +92,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_shard: VocabShard) -> Tensor:
         total = torch.zeros((), dtype=loss_dtype(hidden), device=hidden.device)
-        needs_gradients = any(ctx.needs_input_grad)
-        gradients = empty_gradients(ctx, hidden, weight) if needs_gradients else None
+        gradients = empty_gradients(ctx, hidden, weight) if any(ctx.needs_input_grad) else None
         for chunk in head_chunks(hidden, weight, labels, vocab_shard):
             total += chunk.losses.sum()
             if gradients is not None:

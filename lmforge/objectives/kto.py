@@ -20,36 +20,12 @@ from lmforge.objectives.objective import apply_head
 from lmforge.objectives.preference import reference_gap, split_pairs
 
 
-def kto(
-    log_ratios: Tensor,
-    desirable: Tensor,
-    completion_mask: Tensor,
-    kl: Tensor,
-    *,
-    beta: float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> tuple[Tensor, Metrics]:
-    """The sum over completions of w_d (1 − σ(β(x − z))) where desirable, w_u (1 − σ(β(z − x))) where not.
-
-    All of one shape or broadcast to it: x = `log_ratios`, log π − log reference of full completions; `desirable` bool;
-    `completion_mask` bool, whether there is a completion; z = `kl`, clamped to at least 0 and not differentiated.
-    """
-    gain = beta * (log_ratios - kl.detach().clamp(min=0))
-    losses = torch.where(desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
-    total = torch.where(completion_mask, losses, 0.0).sum()
-    metrics = {"loss": (total.detach(), completion_mask.sum().to(total.dtype))}
-    for name, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
-        rewards = torch.where(mask, beta * log_ratios.detach(), 0.0)
-        metrics[f"rewards/{name}"] = rewards.sum(), mask.sum().to(total.dtype)
-    return total, metrics
-
-
 class KTOObjective:
-    """KTO as an objective. Batches bring the extras "reference" and "label" (1 desirable, 0 not; constant in a document)."""
+    """KTO as an objective. Batches bring the extras "reference_logprobs" and "kto_labels" (1 desirable, 0 not; constant in a
+    document)."""
 
     def __init__(self, *, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
-        self._loss_fn = partial(kto, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+        self._beta, self._desirable_weight, self._undesirable_weight = beta, desirable_weight, undesirable_weight
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of labelled completions, an fp32 scalar on the batch's device."""
@@ -57,20 +33,31 @@ class KTOObjective:
         return (num_labels > 0).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum over completions, metrics as (sum, count) pairs). A batch without completions gives 0, not NaN."""
-        reference = batch.extra("reference")
+        """(sum over completions, metrics as (sum, count) pairs). A batch without completions gives 0, not NaN.
+
+        The sum is of w_d (1 − σ(β(x − z))) where desirable and w_u (1 − σ(β(z − x))) where not: x is log π − log reference of
+        a completion, z the KL divergence, clamped to at least 0 and not differentiated.
+        """
+        reference, document_ids = batch.extra("reference_logprobs"), batch.document_ids
         logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
         scored = batch.labels != IGNORE_INDEX
-        log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, batch.document_ids))
-        lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-        desirable_tokens, _ = split_pairs(document_sums(batch.extra("label") * scored, batch.document_ids))
+        log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, document_ids))
+        lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, document_ids))
+        desirable_tokens, _ = split_pairs(document_sums(batch.extra("kto_labels") * scored, document_ids))
         completion_mask, desirable, kl_mask = lengths > 0, desirable_tokens > 0, mismatched_lengths > 0
         kl_sum = torch.where(kl_mask, mismatched.detach(), 0.0).sum(1, keepdim=True)
         kl = kl_sum / kl_mask.sum(1, keepdim=True).clamp(min=1)
-        total, metrics = self._loss_fn(log_ratios, desirable, completion_mask, kl)
-        completion_logprobs, _ = split_pairs(document_sums(logprobs.detach(), batch.document_ids))
-        for name, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
-            metrics[f"logps/{name}"] = torch.where(mask, completion_logprobs, 0.0).sum(), mask.sum().float()
-            metrics[f"tokens/{name}"] = torch.where(mask, lengths, 0.0).sum(), mask.sum().float()
-        metrics["kl"] = kl_sum.sum(), kl_mask.sum().float()
+        gain = self._beta * (log_ratios - kl.clamp(min=0))
+        desirable_losses = self._desirable_weight * (-gain).sigmoid()
+        losses = torch.where(desirable, desirable_losses, self._undesirable_weight * gain.sigmoid())
+        total = torch.where(completion_mask, losses, 0.0).sum()
+        metrics = {
+            "loss": (total.detach(), completion_mask.sum().float()),
+            "kl": (kl_sum.sum(), kl_mask.sum().float()),
+        }
+        completion_logprobs, _ = split_pairs(document_sums(logprobs.detach(), document_ids))
+        values = {"rewards": self._beta * log_ratios.detach(), "logps": completion_logprobs, "tokens": lengths}
+        for side, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
+            for name, value in values.items():
+                metrics[f"{name}/{side}"] = torch.where(mask, value, 0.0).sum(), mask.sum().float()
         return total, metrics | reference_gap(batch, logprobs.detach(), reference)

@@ -1,9 +1,10 @@
 """Learning from the rewards of sampled completions: one objective with orthogonal switches, of which GRPO, Dr. GRPO, DAPO,
 GSPO and RLOO are presets. Where completions and rewards come from is not known here.
 
-In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantage",
-constant in a completion; "old", the log-probability of each label when it was sampled; "reference", that under the reference
-model, where the KL divergence from it is part of the loss; "overlong", 1 in truncated completions, where they are masked.
+In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantages",
+constant in a completion; "old_logprobs", the log-probability of each label when it was sampled; "reference_logprobs", that
+under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in truncated completions, where
+they are masked.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -71,8 +72,10 @@ LOSS_TYPE_PRESETS = MappingProxyType(
     {
         # arXiv 2402.03300; with the sample standard deviation (÷ n − 1), as TRL has it.
         "grpo": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k3", beta=0.04),
-        "dr_grpo": PolicyLossConfig(loss_aggregation="constant", scale_rewards="none"),  # arXiv 2503.20783
-        "dapo": PolicyLossConfig(epsilon_high=0.28, mask_truncated_completions=True),  # arXiv 2503.14476
+        # arXiv 2503.20783
+        "dr_grpo": PolicyLossConfig(loss_aggregation="constant", scale_rewards="none"),
+        # arXiv 2503.14476
+        "dapo": PolicyLossConfig(epsilon_high=0.28, mask_truncated_completions=True),
         # arXiv 2507.18071
         "gspo": PolicyLossConfig(
             importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, loss_aggregation="sequence"
@@ -139,73 +142,61 @@ def subtract_kl_penalty(rewards: Tensor, old_logprobs: Tensor, reference_logprob
     return rewards - config.beta * (old_logprobs - reference_logprobs)
 
 
-def policy_loss(batch: Batch, logprobs: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Metrics]:
-    """The negative of the clipped objective, as a sum, from log p of each label [sequences, length].
-
-    Divided by `policy_num_items` of the global batch it is the loss. Metrics are by token, of ratios before clipping.
-    """
-    labels = masked_labels(batch, config)
-    scored, lengths = labels != IGNORE_INDEX, document_label_counts(labels, batch.document_ids)
-    old, advantage = batch.extra("old"), batch.extra("advantage")
-    log_ratio = torch.where(scored, logprobs - old, 0.0)
-    if config.importance_sampling_level != "token":
-        document_log_ratio = document_sums(log_ratio, batch.document_ids)
-        if config.importance_sampling_level == "sequence":
-            document_log_ratio = document_log_ratio / lengths.clamp(min=1)
-        log_ratio = broadcast_to_tokens(document_log_ratio, batch.document_ids)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
-    losses = -torch.minimum(ratio * advantage, clipped * advantage)
-    values = {
-        "ratio": ratio,
-        "clip/low": ((ratio < 1 - config.epsilon) & (advantage < 0)).float(),
-        "clip/high": ((ratio > 1 + config.epsilon_high) & (advantage > 0)).float(),
-    }
-    if config.kl_estimator == "k1" and batch.extras is not None and "reference" in batch.extras.tensors:
-        values["kl"] = old - batch.extra("reference")  # already taken off the rewards
-    if config.kl_estimator in ("k2", "k3"):
-        log_inverse = torch.where(scored, batch.extra("reference") - logprobs, 0.0)
-        kl = log_inverse.square() / 2 if config.kl_estimator == "k2" else log_inverse.expm1() - log_inverse
-        values["kl"] = kl * ratio if config.use_bias_correction_kl else kl
-        losses = losses + config.beta * values["kl"]
-    if config.loss_aggregation == "sequence":
-        losses = losses / broadcast_to_tokens(lengths, batch.document_ids).clamp(min=1)
-    total = torch.where(scored, losses, 0.0).sum()
-    count = scored.sum().float()
-    metrics = {name: (torch.where(scored, value.detach(), 0.0).sum(), count) for name, value in values.items()}
-    return total, {"loss": (total.detach(), policy_num_items(batch, config)), **metrics}
-
-
-def masked_labels(batch: Batch, config: PolicyLossConfig) -> Tensor:
-    """The batch's labels, without those of truncated completions where they are masked."""
-    if not config.mask_truncated_completions:
-        return batch.labels
-    return torch.where(batch.extra("overlong") > 0, IGNORE_INDEX, batch.labels)
-
-
-def policy_num_items(batch: Batch, config: PolicyLossConfig) -> Tensor:
-    """What the sum of losses is divided by: completions, tokens, or completions × max_completion_length; an fp32 scalar."""
-    labels = masked_labels(batch, config)
-    if config.loss_aggregation == "token":
-        return (labels != IGNORE_INDEX).sum().float()
-    completions = (document_label_counts(labels, batch.document_ids) > 0).sum().float()
-    return completions * (config.max_completion_length if config.loss_aggregation == "constant" else 1)
-
-
 class PolicyObjective:
-    """`policy_loss` under one configuration as an objective."""
+    """The negative of the clipped objective, under one configuration."""
 
     def __init__(self, config: PolicyLossConfig) -> None:
         self._config = config
 
+    def _labels(self, batch: Batch) -> Tensor:
+        """The batch's labels, without those of truncated completions where they are masked."""
+        if not self._config.mask_truncated_completions:
+            return batch.labels
+        return torch.where(batch.extra("truncated") > 0, IGNORE_INDEX, batch.labels)
+
     def num_items(self, batch: Batch) -> Tensor:
-        """See `policy_num_items`."""
-        return policy_num_items(batch, self._config)
+        """Number of completions, tokens, or completions × max_completion_length: an fp32 scalar on the batch's device."""
+        labels, aggregation = self._labels(batch), self._config.loss_aggregation
+        if aggregation == "token":
+            return (labels != IGNORE_INDEX).sum().float()
+        completions = (document_label_counts(labels, batch.document_ids) > 0).sum().float()
+        return completions * (self._config.max_completion_length if aggregation == "constant" else 1)
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum, metrics as (sum, count) pairs). A batch without scored completions gives 0, not NaN."""
-        labels = masked_labels(batch, self._config)
-        head_fn = partial(token_logprobs_and_entropy, labels=labels, temperature=self._config.temperature)
+        """(sum, metrics as (sum, count) pairs). A batch without scored completions gives 0, not NaN.
+
+        Metrics are by token, of ratios before clipping.
+        """
+        config, labels, document_ids = self._config, self._labels(batch), batch.document_ids
+        head_fn = partial(token_logprobs_and_entropy, labels=labels, temperature=config.temperature)
         logprobs, entropy = apply_head(model, batch, head_fn)
-        total, metrics = policy_loss(batch, logprobs, self._config)
-        return total, metrics | {"entropy": (entropy.sum(), (labels != IGNORE_INDEX).sum().float())}
+        scored, lengths = labels != IGNORE_INDEX, document_label_counts(labels, document_ids)
+        old_logprobs, advantages = batch.extra("old_logprobs"), batch.extra("advantages")
+        log_ratio = torch.where(scored, logprobs - old_logprobs, 0.0)
+        if config.importance_sampling_level != "token":
+            by_document = document_sums(log_ratio, document_ids)
+            if config.importance_sampling_level == "sequence":
+                by_document = by_document / lengths.clamp(min=1)
+            log_ratio = broadcast_to_tokens(by_document, document_ids)
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        values = {
+            "ratio": ratio,
+            "clip/low": ((ratio < 1 - config.epsilon) & (advantages < 0)).float(),
+            "clip/high": ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float(),
+            "entropy": entropy,
+        }
+        if config.kl_estimator == "k1" and batch.extras is not None and "reference_logprobs" in batch.extras.tensors:
+            # Already taken off the rewards.
+            values["kl"] = old_logprobs - batch.extra("reference_logprobs")
+        if config.kl_estimator in ("k2", "k3"):
+            log_inverse = torch.where(scored, batch.extra("reference_logprobs") - logprobs, 0.0)
+            kl = log_inverse.square() / 2 if config.kl_estimator == "k2" else log_inverse.expm1() - log_inverse
+            values["kl"] = kl * ratio if config.use_bias_correction_kl else kl
+            losses = losses + config.beta * values["kl"]
+        if config.loss_aggregation == "sequence":
+            losses = losses / broadcast_to_tokens(lengths, document_ids).clamp(min=1)
+        total, count = torch.where(scored, losses, 0.0).sum(), scored.sum().float()
+        metrics = {name: (torch.where(scored, value.detach(), 0.0).sum(), count) for name, value in values.items()}
+        return total, metrics | {"loss": (total.detach(), self.num_items(batch))}

@@ -25,6 +25,9 @@ from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
 from lmforge.objectives.objective import apply_head
 
+# By which policy and reference may differ before the first update, in nats a token.
+MAX_REFERENCE_GAP = 1e-3
+
 
 @dataclass(frozen=True)
 class PairLogprobs:
@@ -157,18 +160,6 @@ def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Me
     return _with_metrics(pairs, -logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
-def bradley_terry(
-    chosen: Tensor, rejected: Tensor, pair_mask: Tensor, *, margin: Tensor, center_rewards_coefficient: float
-) -> tuple[Tensor, Metrics]:
-    """−log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)² of scalar rewards, summed over pairs.
-
-    The margin is that of Llama 2 (arXiv 2307.09288); the second term keeps rewards near zero (arXiv 2312.09244).
-    """
-    losses = -logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected).square()
-    total = torch.where(pair_mask, losses, 0.0).sum()
-    return total, {"loss": (total.detach(), pair_mask.sum().to(chosen.dtype)), **reward_metrics(chosen, rejected, pair_mask)}
-
-
 @torch.no_grad()
 def reward_metrics(chosen: Tensor, rejected: Tensor, pair_mask: Tensor) -> Metrics:
     """Rewards of both sides, their margin, and how often the chosen one's is higher. A tie counts as wrong."""
@@ -190,13 +181,12 @@ def _with_metrics(pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected:
 class PreferenceObjective:
     """One of the losses above, such as `partial(dpo, beta=0.1)`, as an objective.
 
-    With `uses_reference`, batches bring the extra "reference": the reference's log-probability of each label, computed in
-    the policy's dtype.
+    With `uses_reference`, batches bring the extra "reference_logprobs": the reference's log-probability of each label,
+    computed in the policy's dtype.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, uses_reference: bool) -> None:
-        self._loss_fn = loss_fn
-        self._uses_reference = uses_reference
+        self._loss_fn, self._uses_reference = loss_fn, uses_reference
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
@@ -204,7 +194,7 @@ class PreferenceObjective:
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
-        reference = batch.extra("reference") if self._uses_reference else None
+        reference = batch.extra("reference_logprobs") if self._uses_reference else None
         logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
         total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference))
         return total, metrics if reference is None else metrics | reference_gap(batch, logprobs, reference)
@@ -223,25 +213,27 @@ def reference_gap(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor) ->
     return {"reference_gap": (torch.where(scored, logprobs - reference_logprobs, 0.0).abs().sum(), scored.sum().float())}
 
 
-def reference_mismatch_warning(first_step_metrics: Mapping[str, float], tolerance: float = 1e-3) -> str | None:
+def reference_mismatch_warning(metrics: Mapping[str, float]) -> str | None:
     """A warning if the policy differs from its reference before the first update, else None.
 
-    `first_step_metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type` sigmoid the loss is
-    ln 2 for any beta and label smoothing.
+    `metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type` sigmoid the loss is ln 2 for
+    any beta and label smoothing.
     """
-    gap = first_step_metrics["reference_gap"]
-    if gap <= tolerance:
+    gap = metrics["reference_gap"]
+    if gap <= MAX_REFERENCE_GAP:
         return None
     return (
         f"before the first update policy and reference differ by {gap:.2g} nats a token (loss"
-        f" {first_step_metrics['loss']:.4f}): the reference has other weights, or computes in another dtype"
+        f" {metrics['loss']:.4f}): the reference has other weights, or computes in another dtype"
     )
 
 
 class RewardModelObjective:
     """Bradley-Terry loss of a model whose head has one output; its value at a document's last token is the reward.
 
-    Batches bring the extra "margin", constant in a chosen document and 0 elsewhere.
+    −log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)², summed over pairs. The margin is that of Llama 2
+    (arXiv 2307.09288); the second term keeps rewards near zero (arXiv 2312.09244). Batches bring the extra "margins",
+    constant in a document; that of the chosen one counts.
     """
 
     def __init__(self, *, center_rewards_coefficient: float) -> None:
@@ -254,10 +246,13 @@ class RewardModelObjective:
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
         chosen, rejected = split_pairs(document_rewards(model, batch))
-        last_margins = batch.extra("margin") * _is_last_token(batch.document_ids)
-        margin, _ = split_pairs(document_sums(last_margins, batch.document_ids))
-        coefficient = self._center_rewards_coefficient
-        return bradley_terry(chosen, rejected, _pair_mask(batch), margin=margin, center_rewards_coefficient=coefficient)
+        last_margins = batch.extra("margins") * _is_last_token(batch.document_ids)
+        margins, _ = split_pairs(document_sums(last_margins, batch.document_ids))
+        losses = -logsigmoid(chosen - rejected - margins)
+        losses = losses + self._center_rewards_coefficient * (chosen + rejected).square()
+        pair_mask = _pair_mask(batch)
+        total, count = torch.where(pair_mask, losses, 0.0).sum(), pair_mask.sum().to(chosen.dtype)
+        return total, {"loss": (total.detach(), count), **reward_metrics(chosen, rejected, pair_mask)}
 
 
 def document_rewards(model: LanguageModel, batch: Batch) -> Tensor:

@@ -1,21 +1,16 @@
-"""Preference methods: the objective of a recipe, and its batches with the log-probabilities of the reference."""
+"""Alignment: the objective and the batches of each method. Preference methods read a dataset; grpo samples completions."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
+from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
-from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import StageConfig
-from lmforge.data.dataset import PackedDataset
-from lmforge.interop.config_json import to_config_json
-from lmforge.model import build_model
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import disable_adapters
+from lmforge.data.chat.templates import ChatTemplate
+from lmforge.errors import UserError
 from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.objective import Objective
 from lmforge.objectives.policy import build_policy_loss_config
@@ -27,15 +22,26 @@ from lmforge.objectives.preference import (
     reference_mismatch_warning,
     simpo,
 )
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.validate import choose_engine
-from lmforge.stages.build_model import MASTER_DTYPES
+from lmforge.rewards.functions import RewardFunctions, load_reward_functions
+from lmforge.stages.completions import CompletionScorer, RewardModelScorer
 from lmforge.stages.dataset_batches import DatasetBatches
-from lmforge.stages.inputs import find_required_pretrained
-from lmforge.stages.reference import PackingWithReference, ReferenceModel, precompute_reference_logprobs, reference_logprobs
+from lmforge.stages.prompt_inputs import PromptPacking, is_conversational
+from lmforge.stages.reference import PackingWithReference, build_reference, precompute_reference_logprobs
+from lmforge.stages.rollouts import RolloutObjective, Rollouts, completion_metric_names
 from lmforge.train.metrics import MetricsAccumulator
 from lmforge.train.trainer import BatchSource, Trainer
+
+
+def has_frozen_reference(config: StageConfig) -> bool:
+    """Whether a run keeps a frozen copy of its first weights beside the policy."""
+    if not isinstance(config, AlignConfig) or config.reference != "copy":
+        return False
+    return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
+
+
+def _align_config(trainer: Trainer) -> AlignConfig:
+    assert isinstance(trainer.ctx.config, AlignConfig)
+    return trainer.ctx.config
 
 
 def build_preference_objective(config: AlignConfig) -> Objective:
@@ -50,18 +56,14 @@ def build_preference_objective(config: AlignConfig) -> Objective:
         case "simpo":
             return PreferenceObjective(partial(simpo, beta=beta, gamma=options.gamma), uses_reference=False)
         case "kto":
-            weights = {"desirable_weight": options.desirable_weight, "undesirable_weight": options.undesirable_weight}
-            return KTOObjective(beta=beta, **weights)
+            return KTOObjective(
+                beta=beta,
+                desirable_weight=options.desirable_weight,
+                undesirable_weight=options.undesirable_weight,
+            )
         case "reward":
             return RewardModelObjective(center_rewards_coefficient=options.center_rewards_coefficient)
     raise AssertionError(options.method)
-
-
-def has_frozen_reference(config: StageConfig) -> bool:
-    """Whether a run keeps a frozen copy of its first weights beside the policy."""
-    if not isinstance(config, AlignConfig) or config.reference != "copy":
-        return False
-    return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
 
 
 def build_preference_batches(trainer: Trainer) -> BatchSource:
@@ -71,69 +73,16 @@ def build_preference_batches(trainer: Trainer) -> BatchSource:
         return DatasetBatches(trainer)
     if config.reference == "precomputed":
         # Built only where numbers are missing: a run that resumes finds all of them.
-        get_reference = cache(partial(build_reference, trainer))
+        get_reference = cache(partial(build_reference, trainer, config))
         for dataset in filter(None, (inputs.train_dataset, inputs.validation_dataset)):
-            _precompute_reference(trainer, dataset, get_reference)
+            logprobs = precompute_reference_logprobs(trainer, config, dataset, get_reference)
+            dataset.packing = PackingWithReference(dataset.packing, logprobs)
         batches = DatasetBatches(trainer)
     else:
-        batches = DatasetBatches(trainer, build_reference(trainer).add_logprobs)
+        batches = DatasetBatches(trainer, build_reference(trainer, config).add_logprobs)
     if trainer.start_step == 0:
         _check_reference_agrees(trainer, batches)
     return batches
-
-
-def _align_config(trainer: Trainer) -> AlignConfig:
-    assert isinstance(trainer.ctx.config, AlignConfig)
-    return trainer.ctx.config
-
-
-def build_reference(trainer: Trainer, temperature: float = 1.0) -> ReferenceModel:
-    """The reference of a recipe. Where its numbers are precomputed, it is the policy before its first update."""
-    config, policy = _align_config(trainer), trainer.parallel_model
-    precomputed = config.reference == "precomputed"
-    if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
-        return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
-    if precomputed and trainer.start_step == 0:
-        return ReferenceModel(policy, temperature=temperature)
-    return ReferenceModel(_build_frozen_reference(trainer), temperature=temperature)
-
-
-def _build_frozen_reference(trainer: Trainer) -> ParallelModel:
-    """The model that the policy began as, distributed like the policy and never trained."""
-    config, dist_ctx = _align_config(trainer), trainer.ctx.dist_ctx
-    model = build_model(trainer.inputs.model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
-    model.requires_grad_(False)
-    options = config.parallel
-    if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
-        # There are no gradients to exchange.
-        options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
-
-    def fill(model: LanguageModel) -> None:
-        with trainer.ctx.dist_ctx.raise_on_all():
-            find_required_pretrained(config).load_weights(model)
-
-    return parallelize(
-        model,
-        reference_logprobs,
-        dist_ctx=dist_ctx,
-        dtype=trainer.dtype,  # the policy's, or the two would differ before anything is learned
-        float8=config.train.float8,
-        options=options.model_copy(update={"activation_checkpointing": "none"}),
-        init_weights=fill,
-    )
-
-
-def _precompute_reference(trainer: Trainer, dataset: PackedDataset, get_reference: Callable[[], ReferenceModel]) -> None:
-    config = _align_config(trainer)
-    depends_on: dict[str, object] = {
-        "weights": find_required_pretrained(config).digest,
-        "shape": to_config_json(trainer.inputs.model_config),
-        "dtype": str(trainer.dtype),
-        "masters": config.train.master_dtype,
-        "float8": config.train.float8,
-    }
-    logprobs = precompute_reference_logprobs(trainer, dataset, get_reference, depends_on)
-    dataset.packing = PackingWithReference(dataset.packing, logprobs)
 
 
 def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
@@ -148,3 +97,64 @@ def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
         trainer.ctx.console.warn(mismatch)
     else:
         trainer.ctx.console.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")
+
+
+def build_policy_objective(config: AlignConfig) -> RolloutObjective:
+    """The objective of grpo."""
+    names = completion_metric_names(config.rollout.num_generations)
+    return RolloutObjective(build_policy_loss_config(config.rollout), names)
+
+
+def build_rollouts(trainer: Trainer) -> Rollouts:
+    """Completions of prompts, with their rewards. Every rank calls it, and has reward functions of its own."""
+    config, inputs = _align_config(trainer), trainer.inputs
+    tokenizer, packing = inputs.tokenizer, inputs.train_dataset.packing
+    assert isinstance(packing, PromptPacking)
+    loss_config = build_policy_loss_config(config.rollout)
+    prompts = [*packing.prompts, *packing.validation_prompts]
+    with trainer.ctx.dist_ctx.raise_on_all():
+        reward_functions = _load_reward_functions(trainer, config)
+    scorer = CompletionScorer(
+        reward_functions,
+        sorted({name for prompt in prompts for name in prompt.columns}),
+        tokenizer,
+        trainer.ctx.run.path,
+        trainer.ctx.dist_ctx.rank_info.rank,
+    )
+    stop_token_ids = frozenset({tokenizer.eos_token_id})
+    if is_conversational(prompts):
+        stop_token_ids = ChatTemplate.from_tokenizer(tokenizer).stop_ids
+    reference = None
+    if loss_config.kl_estimator != "none":
+        reference = build_reference(trainer, config, loss_config.temperature)
+    rollouts = Rollouts(trainer, config.rollout, loss_config, scorer, stop_token_ids=stop_token_ids, reference=reference)
+    folder = trainer.resume_point.checkpoint_folder
+    if config.rollout.num_iterations > 1 and folder is not None:
+        _restore(rollouts, folder, trainer)
+    return rollouts
+
+
+def _load_reward_functions(trainer: Trainer, config: AlignConfig) -> RewardFunctions:
+    ctx, options = trainer.ctx, config.rollout
+    heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
+    return load_reward_functions(
+        options.reward_functions,
+        weights=options.reward_weights or None,
+        timeout_seconds=options.reward_timeout_seconds,
+        # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
+        log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
+        open_reward_model=partial(RewardModelScorer, device=device, dtype=trainer.dtype, on_batch=heartbeat),
+        heartbeat=heartbeat,
+    )
+
+
+def _restore(rollouts: Rollouts, folder: Path, trainer: Trainer) -> None:
+    """Go on with the set of completions of a checkpoint."""
+    state = rollouts.empty_state_dict()
+    try:
+        with trainer.ctx.dist_ctx.raise_on_all(), torch.no_grad():
+            checkpoint.load(folder, {"rollouts": state})
+        rollouts.load_state_dict(state)
+    except UserError as reason:
+        # It is corrupt, or was saved with other options.
+        trainer.ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")

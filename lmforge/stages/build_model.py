@@ -1,4 +1,4 @@
-"""A recipe's model, distributed over the ranks and with its first weights, and its optimizer."""
+"""A recipe's model: whether it can be trained, the model with its first weights, distributed over ranks, and its optimizer."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,11 @@ import torch
 
 from lmforge.checkpoint import CorruptCheckpoint
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.align import AlignConfig
+from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
+from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
@@ -17,10 +20,34 @@ from lmforge.model.lora import add_lora
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.parameter_counts import get_lora_config
-from lmforge.train.optimizer import build_optimizer
+from lmforge.parallel.validate import check_parallel
+from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
+from lmforge.train.optimizer import assign_groups, build_optimizer
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: BatchPlan, tokenizer: Tokenizer) -> None:
+    """Raise UserError where a model with this config cannot be trained as the recipe says."""
+    if config.model.embedding_initializer_range is not None and model_config.tie_word_embeddings:
+        raise UserError(
+            "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
+        )
+    if model_config.reward and not (isinstance(config, AlignConfig) and config.align.method == "reward"):
+        raise UserError(
+            f"{config.model.source}: a reward model, which writes nothing; only align.method = reward goes on from it"
+        )
+    limit, length = model_config.max_sequence_length, config.data.sequence_length
+    if limit is not None and length > limit:
+        raise UserError(f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at most that")
+    sample = config.sample
+    longest = max((len(tokenizer.encode(prompt)) for prompt in sample.prompts), default=0) + sample.max_tokens
+    if sample.every_steps is not None and limit is not None and longest > limit:
+        raise UserError(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
+    check_parallel(config.parallel, model_config, batch_plan)
+    if config.optimizer.groups or get_lora_config(config) is not None:
+        parameters = build_meta_model(config, model_config).named_parameters()
+        assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
 
 
 def build_model_and_optimizer(

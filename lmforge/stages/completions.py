@@ -1,32 +1,126 @@
-"""The tables in a run's folder `completions`: prompts, completions and rewards, one file for each set and rank."""
+"""Sampled completions: their scores, from reward functions and reward models, and the tables in a run's folder `completions`.
+
+A table has prompts, completions and rewards; there is one file for each set and rank.
+"""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lmforge.config.align import RolloutOptions
+from lmforge.data.batch import Batch
+from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
 from lmforge.data.sources.records import read_records
+from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.generate.model_loading import load_model
+from lmforge.objectives.preference import document_rewards
+from lmforge.rewards.functions import FunctionResult, RewardFunctions
 
 FOLDER = "completions"
+SCORING_BATCH_SIZE = 16
 
 
-def completions_table_name(set_index: int) -> str:
-    """The name of the table of a set, without its rank."""
-    return f"set-{set_index:06d}"
+@dataclass
+class SampledCompletion:
+    """A completion: its tokens, with the stop token that ended it if one did, and the log-probability of each."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
 
 
-def is_logged(set_index: int, options: RolloutOptions) -> bool:
-    """Whether the completions of a set are written."""
-    return set_index % options.log_completions_every == 0
+@dataclass(frozen=True)
+class CompletionScorer:
+    """The rewards of completions, and the tables in which they are written for people.
+
+    columns: the names of the columns of all prompts of the run, so that functions are always called with the same ones.
+    """
+
+    reward_functions: RewardFunctions
+    columns: Sequence[str]
+    tokenizer: Tokenizer
+    run_folder: Path
+    rank: int
+
+    def score(
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]
+    ) -> tuple[Tensor, Tensor]:
+        """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
+
+        Writes the table called `table`, one JSON object a line, unless that is None.
+        """
+        if not prompts:
+            return torch.zeros(0, dtype=torch.float64), torch.zeros(0)
+        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self.columns}
+        scores = self.reward_functions([prompt.prompt for prompt in prompts], texts, columns)
+        if table is not None:
+            path = self.run_folder / FOLDER / f"{table}-rank-{self.rank}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                for index, (prompt, text, completion) in enumerate(zip(prompts, texts, completions, strict=True)):
+                    record = {
+                        "prompt": prompt.prompt,
+                        "completion": text,
+                        "reward": scores.rewards[index],
+                        "parts": {name: rewards[index] for name, rewards in scores.by_function.items()},
+                        "tokens": len(completion.tokens),
+                        "ended": completion.stopped,
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        rewards = [math.nan if reward is None else reward for reward in scores.rewards]
+        failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
+        return torch.tensor(rewards, dtype=torch.float64), torch.full((len(completions),), failed)
 
 
-def write_completions(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a table, one JSON object a line."""
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+class RewardModelScorer:
+    """A reward model as a reward function, unsharded on one device. Raises UserError where the model is none.
+
+    It reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch`
+    is called before each batch.
+    """
+
+    def __init__(
+        self, spec: str, device: torch.device, dtype: torch.dtype, on_batch: Callable[[], None] = lambda: None
+    ) -> None:
+        self._spec, self._device, self._on_batch = spec, device, on_batch
+        self._loaded = load_model(Path(spec), device, dtype, reward_model=True)
+        self.required_columns: dict[str, list[str]] = {spec: []}
+        self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools"]}
+
+    @torch.no_grad()
+    def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
+        """The score of each completion of the request; None for one that is longer than the model reads."""
+        tools = request["columns"].get("tools")
+        encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], tools)
+        limit = self._loaded.config.max_sequence_length
+        indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
+        # Sequences of similar length share a batch.
+        indices.sort(key=lambda index: len(encoded[index]))
+        scores: list[float | None] = [None] * len(encoded)
+        for first in range(0, len(indices), SCORING_BATCH_SIZE):
+            self._on_batch()
+            members = indices[first : first + SCORING_BATCH_SIZE]
+            batch = Batch.from_token_lists([encoded[index] for index in members]).to(self._device)
+            rewards = document_rewards(self._loaded.model, batch)[:, 0].tolist()
+            for index, reward in zip(members, rewards, strict=True):
+                scores[index] = reward
+        return {self._spec: FunctionResult(scores)}
+
+    def close(self) -> None:
+        """Nothing: there is no process to end."""
+
+
+def completions_table_name(set_index: int, options: RolloutOptions) -> str | None:
+    """The name of the table of a set, without its rank; None where the set is not written."""
+    return f"set-{set_index:06d}" if set_index % options.log_completions_every == 0 else None
 
 
 def locate_completions(batch_index: int, options: RolloutOptions, world_size: int) -> dict[str, Any]:
@@ -36,7 +130,8 @@ def locate_completions(batch_index: int, options: RolloutOptions, world_size: in
     ranks; "part": which part of each file the batch is, from 0, and of how many}.
     """
     set_index, iteration = divmod(batch_index, options.num_iterations)
-    files = f"{FOLDER}/{completions_table_name(set_index)}-rank-*.jsonl" if is_logged(set_index, options) else None
+    table = completions_table_name(set_index, options)
+    files = f"{FOLDER}/{table}-rank-*.jsonl" if table else None
     return {"answers": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
 
 
@@ -49,10 +144,12 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[st
         )
     part, parts = location["part"]
     records: list[dict[str, Any]] = []
-    for rank in range(location["ranks"]):  # files of higher ranks are another attempt's
+    # Files of higher ranks are another attempt's.
+    for rank in range(location["ranks"]):
         path = run_folder / location["answers"].replace("*", str(rank))
         if not path.exists():
-            continue  # on the disk of another host
+            # On the disk of another host.
+            continue
         table = [record for _, record in read_records(path)]
         size = len(table) // parts
         records += table[part * size : (part + 1) * size]

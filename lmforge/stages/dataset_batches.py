@@ -41,7 +41,8 @@ def _token_rng_seed(config: StageConfig) -> int | None:
     """The seed of the tokens' rng keys; None where nothing random is drawn for them."""
     drawn = config.model.dropout > 0
     if isinstance(config, TunedConfig):
-        drawn = drawn or config.model.neftune_noise_alpha > 0 or (config.lora.rank is not None and config.lora.dropout > 0)
+        drawn |= config.model.neftune_noise_alpha > 0
+        drawn |= config.lora.rank is not None and config.lora.dropout > 0
     return config.train.seed if drawn else None
 
 
@@ -72,44 +73,35 @@ class DatasetBatches:
             "plan_hash": inputs.train_dataset.plan_hash,
         }
         if isinstance(config, TunedConfig):
-            record["fit"] = config.data.packing == "best-fit"
+            record["packing"] = config.data.packing
         return record, None
 
     def validate(self, step: int) -> dict[str, float]:
         """Loss and bits per byte of a language model; of other objectives the mean of each metric. Every rank calls it."""
-        dataset = self._trainer.inputs.validation_dataset
-        if dataset is None:
+        trainer, config, dist_ctx = self._trainer, self._trainer.ctx.config, self._trainer.ctx.dist_ctx
+        if (dataset := trainer.inputs.validation_dataset) is None:
             return {}
-        if isinstance(self._trainer.objective, NextTokenObjective):
-            return self._validate_language(dataset, step)
-        return self._validate_objective(dataset, step)
-
-    def _validate_language(self, dataset: PackedDataset, step: int) -> dict[str, float]:
-        device = self._trainer.ctx.dist_ctx.device
-        token_bytes = torch.from_numpy(self._trainer.inputs.tokenizer.token_byte_lengths()).to(device)
-        score = partial(self._score, step=step, score_fn=partial(score_text, token_bytes=token_bytes))
-        measured = evaluate_loss(score, dataset, self._trainer.ctx.dist_ctx, **self._validation_plan())
-        return {"val/loss": measured["loss"], "val/bits_per_byte": measured["bits_per_byte"]}
-
-    def _validate_objective(self, dataset: PackedDataset, step: int) -> dict[str, float]:
-        accumulator = MetricsAccumulator(self._trainer.ctx.dist_ctx)
-        for batch in local_batches(dataset, **self._validation_plan()):
-            batch = self._add_extras(batch.to(self._trainer.ctx.dist_ctx.device))
-            _, metrics = self._score(batch, step, self._trainer.objective.loss)
+        rank, world_size = dist_ctx.rank_info.rank, dist_ctx.world_size
+        plan: dict[str, Any] = {
+            "rank_and_size": data_parallel_rank_and_size(config.parallel, rank, world_size),
+            "num_sequences": config.validation.sequences,
+            "batch_size": trainer.inputs.batch_plan.micro_batch_size,
+        }
+        if isinstance(trainer.objective, NextTokenObjective):
+            token_bytes = torch.from_numpy(trainer.inputs.tokenizer.token_byte_lengths()).to(dist_ctx.device)
+            score = partial(self._score, step=step, score_fn=partial(score_text, token_bytes=token_bytes))
+            measured = evaluate_loss(score, dataset, dist_ctx, **plan)
+            return {f"val/{name}": measured[name] for name in ("loss", "bits_per_byte")}
+        accumulator = MetricsAccumulator(dist_ctx)
+        for batch in local_batches(dataset, **plan):
+            _, metrics = self._score(self._add_extras(batch.to(dist_ctx.device)), step, trainer.objective.loss)
             accumulator.add(metrics)
         return {f"val/{name}": value for name, value in accumulator.reduce_and_reset().items()}
 
-    def _validation_plan(self) -> dict[str, Any]:
-        config, dist_ctx = self._trainer.ctx.config, self._trainer.ctx.dist_ctx
-        return {
-            "shard": data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size),
-            "num_sequences": config.validation.sequences,
-            "batch_size": self._trainer.inputs.batch_plan.micro_batch_size,
-        }
-
     @torch.no_grad()
     def _score(self, batch: Batch, step: int, score_fn: Callable[..., Any]) -> Any:
-        self._trainer.ctx.watch.set_phase("evaluate", step)  # each batch is progress, however many there are
+        # Each batch is progress, however many there are.
+        self._trainer.ctx.watch.set_phase("evaluate", step)
         return self._trainer.parallel_model.score(batch, score_fn=score_fn)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import Any
 
 from lmforge import checkpoint
 from lmforge.atomic_files import DISK_FULL_ERRNOS
@@ -19,15 +20,13 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.runs import Run, is_local
-from lmforge.stages.inputs import check_tracker
-from lmforge.stages.pretrained import pin_checkpoints, with_original_sources
-from lmforge.train.context import RunContext, RunInputs
+from lmforge.stages.pretrained import ConfigT, pin_checkpoints, with_original_sources
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.metrics import ConsoleLogger
-from lmforge.train.resume import ResumePoint, check_resumable, find_resume_point, last_checkpoint_message
+from lmforge.train.resume import check_resumable, find_resume_point, last_checkpoint_message
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs
 from lmforge.train.validation import open_validation_tasks
 
-ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # What gloo and NCCL say when the other end is gone.
 PEER_LOST_PATTERN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
@@ -47,7 +46,9 @@ def enter_run(
     """
     resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     with dist_ctx.raise_on_all():
-        check_tracker(config)
+        if config.log.tensorboard and find_spec("tensorboard") is None:
+            way = "pip install 'lmforge[tensorboard]', or leave the option out"
+            raise UserError(f"log.tensorboard: it is not installed; {way}")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
         parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     config = dist_ctx.decide_on_rank0(partial(pin_checkpoints, config))
@@ -57,9 +58,7 @@ def enter_run(
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
         config = config.with_steps(sequences_per_epoch, inputs.batch_plan.global_batch_size)
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
-    point = ResumePoint()
-    if resumes:
-        point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps))
+    point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
     with dist_ctx.raise_on_all():
         check_resumable(point, config, inputs)
@@ -93,7 +92,8 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     log = run.log_path(attempt, dist_ctx.rank_info.rank)
     if not dist_ctx.is_rank0:
-        sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
+        # Open until the process ends.
+        sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     folder = run.checkpoints_folder
     watch = Watchdog(
         dist_ctx,
@@ -114,7 +114,8 @@ def next_checkpoint_bytes(run: Run) -> int:
     try:
         return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
     except (UserError, OSError):
-        return 0  # it is being written or deleted
+        # It is being written or deleted.
+        return 0
 
 
 @contextmanager
@@ -125,12 +126,11 @@ def explain_failures(run: Run) -> Iterator[None]:
     except Exception as problem:
         # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
         cluster.claim_error_reporting()
+        failed, reason = RunFailed, explain_nondeterministic_op(problem)
         if isinstance(problem, RuntimeError) and (lost := PEER_LOST_PATTERN.search(str(problem))):
-            reason = f"another rank was lost ({lost[0].lower()})"
-            raise PeerLost(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem
-        if nondeterministic := explain_nondeterministic_op(problem):
-            raise RunFailed(f"{run.path}: {nondeterministic}; {last_checkpoint_message(run)}") from problem
-        if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
+        elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
             reason = f"no room to write ({problem.strerror})"
-            raise RunFailed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem
-        raise
+        if reason is None:
+            raise
+        raise failed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -28,8 +29,9 @@ from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.parallel.dims import plan_batches
-from lmforge.stages.inputs import check_model, find_required_pretrained, open_tuned_model
-from lmforge.train.context import RunInputs
+from lmforge.stages.build_model import check_model
+from lmforge.stages.pretrained import find_required_pretrained, open_tuned_model
+from lmforge.train.trainer import RunInputs
 
 COUNT_LABELS = {
     "overlong": "left out as too long",
@@ -38,27 +40,23 @@ COUNT_LABELS = {
 }
 
 
-def read_examples(options: ExampleOptions, example_type: str, path: Path, tokenizer: Tokenizer) -> Iterator[ExampleGroup]:
+def read_examples(options: ExampleOptions, kind: str, path: Path, tokenizer: Tokenizer) -> Iterator[ExampleGroup]:
     """The examples of a file. Raises UserError naming the record where one is not valid."""
     if isinstance(options, ConversationOptions):
         for example in read_conversations(path, tokenizer, format=options.format, mask=options.mask, fields=options.renamed):
             yield ExampleGroup((example,))
         return
     assert isinstance(options, AlignDataOptions)
-    if example_type == "judged":
-        for judged in read_unpaired_preferences(
-            path, tokenizer, apply_chat_template=options.apply_chat_template, fields=options.renamed
-        ):
-            yield ExampleGroup((judged.example,), {"label": float(judged.desirable)})
-        return
-    ranked = example_type == "ranked"
-    for pair in read_preference_pairs(
-        path, tokenizer, apply_chat_template=options.apply_chat_template, with_margins=ranked, fields=options.renamed
-    ):
-        if ranked:
-            yield ExampleGroup((repeat_last_token(pair.chosen), repeat_last_token(pair.rejected)), {"margin": pair.margin})
-        else:
+    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": options.renamed}
+    if kind == "unpaired":
+        for labelled in read_unpaired_preferences(path, tokenizer, **reading):
+            yield ExampleGroup((labelled.example,), {"kto_labels": float(labelled.desirable)})
+    elif kind == "pairs":
+        for pair in read_preference_pairs(path, tokenizer, **reading):
             yield ExampleGroup((pair.chosen, pair.rejected))
+    else:
+        for pair in read_preference_pairs(path, tokenizer, with_margins=True, **reading):
+            yield ExampleGroup((repeat_last_token(pair.chosen), repeat_last_token(pair.rejected)), {"margins": pair.margin})
 
 
 def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
@@ -68,36 +66,45 @@ def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
 
 def examples_folder(config: TunedConfig, tokenizer: Tokenizer) -> Path:
     """The folder of a recipe's tokenized examples. Raises UserError where a file cannot be read."""
-    return config.data.folder / xxhash.xxh3_64_hexdigest(json.dumps(_cache_key(config, tokenizer), sort_keys=True).encode())
+    return _folder_and_plan(config, tokenizer)[0]
 
 
-def _cache_key(config: TunedConfig, tokenizer: Tokenizer) -> dict[str, object]:
+def _folder_and_plan(config: TunedConfig, tokenizer: Tokenizer) -> tuple[Path, dict[str, object]]:
+    """The folder of a recipe's tokenized examples, and all that they depend on, of which its name is a hash."""
     options = config.data
-    chosen = options.model_dump(mode="json", exclude={"files", "validation_files", "folder", "packing"})
-    files = {"files": hash_files(options.files), "validation": hash_files(options.validation_files)}
-    texts = {name: text for name, text in tokenizer.files.items() if name != "tokenizer.json"}
-    return {"algorithm": EXAMPLES_VERSION, "kind": config.kind, "tokenizer": tokenizer.hash, "beside": texts, **chosen, **files}
+    plan = {
+        "algorithm": EXAMPLES_VERSION,
+        "kind": config.kind,
+        "tokenizer": tokenizer.hash,
+        "beside": {name: text for name, text in tokenizer.files.items() if name != "tokenizer.json"},
+        **options.model_dump(mode="json", exclude={"files", "validation_files", "folder", "packing"}),
+        "files": hash_files(options.files),
+        "validation": hash_files(options.validation_files),
+    }
+    return options.folder / xxhash.xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode()), plan
 
 
 def prepare_examples(config: TunedConfig) -> None:
     """Tokenize the examples of a recipe on this host. Raises UserError where one of them is not valid."""
     options, length = config.data, config.data.sequence_length
-    paired = config.kind == "judged"  # such a completion shares its sequence with another one of the same prompt
     tokenizer = find_required_pretrained(config).tokenizer()
     if not options.files:
         raise UserError("data.files: name the files to learn from, such as --data.files chats.jsonl")
+    folder, plan = _folder_and_plan(config, tokenizer)
+    # An unpaired completion shares its sequence with another one of the same prompt.
+    limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
     def read(split: str) -> Iterator[ExampleGroup]:
         for path in options.files if split == "train" else options.validation_files:
             yield from read_examples(options, config.kind, path, tokenizer)
 
     write_examples(
-        examples_folder(config, tokenizer),
+        folder,
         read,
         tokenizer,
-        plan=_cache_key(config, tokenizer),
-        sequence_length=length // 2 if paired else length,
-        limit_description=f"{'half of ' if paired else ''}data.sequence_length = {length}",
+        plan=plan,
+        sequence_length=limit,
+        limit_description=f"{half}data.sequence_length = {length}",
         overlong=options.overlong,
         validation_ratio=None if options.validation_files else options.validation_ratio,
     )
@@ -107,7 +114,7 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
     """Open what `prepare_examples` has written on this host, and the model. Raises UserError where they do not fit together."""
     batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
-    if config.kind == "ranked":
+    if config.kind == "pairs-with-margins":
         if model_config.family == "transformers":
             raise UserError(
                 f"{config.model.source}: transformers computes it, and gives it no head for rewards; import it first"
@@ -115,36 +122,32 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
         model_config = replace(model_config, reward=True)
     check_model(config, model_config, batch_plan, tokenizer)
     folder = ExampleFolder.open(examples_folder(config, tokenizer))
-    splits, counts = folder.manifest["splits"], folder.manifest["counts"]
-    open_split = partial(
-        example_dataset, folder, sequence_length=config.data.sequence_length, pack=config.data.packing == "best-fit"
-    )
+    length, pack = config.data.sequence_length, config.data.packing == "best-fit"
+    open_split = partial(example_dataset, folder, sequence_length=length, pack=pack)
     train = open_split("train", seed=config.train.seed)
-    _check_pairs_of_completions(config, train)
+    if config.kind == "unpaired":
+        _check_pairs_of_completions(train, length)
+    counts, splits = folder.manifest["counts"], folder.manifest["splits"]
+    in_train, in_validation = splits["train"], splits["validation"]
     left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts[name]]
     return RunInputs(
         tokenizer,
         train,
-        open_split("validation", shuffle=False) if splits["validation"]["examples"] else None,
+        open_split("validation", shuffle=False) if in_validation["examples"] else None,
         model_config,
         batch_plan,
         data_source=str(folder.path),
-        data_summary=f"{folder.path}: {splits['train']['examples']:,} examples in {train.sequences_per_epoch:,} sequences an"
-        f" epoch, {splits['train']['scored']:,} of {splits['train']['tokens']:,} tokens scored;"
-        f" {splits['validation']['examples']:,} for validation{''.join(left_out)}",
+        data_summary=f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences an epoch,"
+        f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
+        f"{''.join(left_out)}",
         load_weights=pretrained.load_weights,
     )
 
 
-def _check_pairs_of_completions(config: TunedConfig, dataset: PackedDataset) -> None:
+def _check_pairs_of_completions(dataset: PackedDataset, length: int) -> None:
     """Raise UserError where most sequences hold one completion: kto compares those of a sequence."""
-    if config.kind != "judged" or not isinstance(dataset.packing, ExamplePacking):
-        return
-    single, count, length = (
-        dataset.packing.num_single_example_sequences,
-        dataset.sequences_per_epoch,
-        config.data.sequence_length,
-    )
+    assert isinstance(dataset.packing, ExamplePacking)
+    single, count = dataset.packing.num_single_example_sequences, dataset.sequences_per_epoch
     if 2 * single > count:
         raise UserError(
             f"data.sequence_length = {length}: {single} of {count} sequences hold one completion, and kto compares the"

@@ -4,7 +4,7 @@ Where a recipe names a PEFT folder, that is its base model with the adapters mer
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +16,7 @@ from lmforge.checkpoint import Manifest
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ModelOptions
 from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import TunedConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name, resolve_model_folder
@@ -57,9 +58,6 @@ class Pretrained:
             described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
-    def has_tokenizer(self) -> bool:
-        return (self.folder / "tokenizer.json").exists()
-
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self.folder)
 
@@ -86,9 +84,53 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
     if is_hub_name(source) or (source / "config.json").exists():
         return Pretrained(resolve_model_folder(source, required_file), None)
     if not ((source / MANIFEST).exists() or Run.open(source).checkpoint_steps()):
-        return Pretrained(source, None)  # refused, in its own words, by whoever reads its config.json
+        # Refused, in its own words, by whoever reads its config.json.
+        return Pretrained(source, None)
     (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
     return Pretrained(folder, manifest)
+
+
+def resolve_model_config(config: StageConfig, pretrained: Pretrained | None, vocab_size: int | None) -> ModelConfig:
+    """The model config of a recipe: that of the model it begins from, or of its options. Raises UserError."""
+    if pretrained is None:
+        return model_config_from_options(config.model, vocab_size)
+    return pretrained.resolve_model_config(config.model, vocab_size)
+
+
+def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelConfig]:
+    """The model that a recipe tunes, its tokenizer and its model config. Raises UserError where there are no weights."""
+    pretrained = find_required_pretrained(config)
+    check_has_weights(pretrained)
+    tokenizer = pretrained.tokenizer()
+    return pretrained, tokenizer, pretrained.resolve_model_config(config.model, tokenizer.vocab_size)
+
+
+def find_required_pretrained(config: TunedConfig) -> Pretrained:
+    """The model that a recipe tunes. Raises UserError where it names none."""
+    if config.model.source is None:
+        raise UserError(
+            "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
+        )
+    return find_pretrained(config.model.source, "weights")
+
+
+def loads_pretrained_weights(config: StageConfig) -> bool:
+    """Whether the recipe begins from weights that are there."""
+    return config.model.source is not None and config.model.load_weights
+
+
+def download_pretrained(config: StageConfig) -> None:
+    """Have the model that a recipe begins from on this host. Raises UserError where it can be neither found nor fetched."""
+    if config.model.source is not None:
+        find_pretrained(config.model.source, "weights" if loads_pretrained_weights(config) else "config.json")
+
+
+def check_has_weights(pretrained: Pretrained) -> None:
+    """Raise UserError where there are no weights to begin from."""
+    # Those in a format that is not opened count: it is refused with a better reason.
+    there = any(any(pretrained.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*"))
+    if pretrained.manifest is None and not there:
+        raise UserError(f"{pretrained.folder}: no weights here; to begin with random ones use --model.load_weights false")
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:
@@ -96,10 +138,7 @@ def pin_checkpoints(config: ConfigT) -> ConfigT:
 
     So a run that resumes has the same ones, whatever those runs have saved since.
     """
-    rewards = None
-    if isinstance(config, AlignConfig):
-        rewards = [str(_pin(Path(spec))) if is_model_folder(spec) else spec for spec in config.rollout.reward_functions]
-    return _with_sources(config, config.model.source and _pin(config.model.source), rewards)
+    return _with_sources(config, config.model.source and _pin(config.model.source), _pin)
 
 
 def _pin(source: Path) -> Path:
@@ -114,26 +153,24 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     """
     if manifest is None:
         return config, []
-    rewards = None
-    if isinstance(config, AlignConfig):
-        before = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("reward_functions", [])]
-        of_run = {path.parent: str(path) for path in before if (path / MANIFEST).exists()}
-        rewards = [
-            of_run.get(Path(spec).parent, spec) if is_model_folder(spec) else spec for spec in config.rollout.reward_functions
-        ]
-    original, requested = manifest.recipe["model"].get("source"), config.model.source
-    if original is None or requested is None or Path(original) == requested:
-        return _with_sources(config, requested, rewards), []
-    if not (is_hub_name(original) or Path(original).exists()):
-        note = f"{original}, from which this run began, no longer exists; {requested} takes its place"
-        return _with_sources(config, requested, rewards), [note]
-    note = f"model.source: this run began from {original} and goes on from its own checkpoint; {requested} is not read"
-    return _with_sources(config, Path(original), rewards), [note]
+    original, source = manifest.recipe["model"].get("source"), config.model.source
+    notes = []
+    if original is not None and source is not None and Path(original) != source:
+        if is_hub_name(original) or Path(original).exists():
+            notes = [f"model.source: this run began from {original} and goes on from its own checkpoint; {source} is not read"]
+            source = Path(original)
+        else:
+            notes = [f"{original}, from which this run began, no longer exists; {source} takes its place"]
+    before = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("reward_functions", [])]
+    of_run = {path.parent: path for path in before if (path / MANIFEST).exists()}
+    return _with_sources(config, source, lambda model: of_run.get(model.parent, model)), notes
 
 
-def _with_sources(config: ConfigT, source: Path | None, rewards: Sequence[str] | None) -> ConfigT:
-    """The recipe with another model.source and, unless None, other rollout.reward_functions."""
+def _with_sources(config: ConfigT, source: Path | None, replace_reward_model: Callable[[Path], Path]) -> ConfigT:
+    """The recipe with another model.source, and other reward models in rollout.reward_functions."""
     update: dict[str, Any] = {"model": config.model.model_copy(update={"source": source})}
-    if isinstance(config, AlignConfig) and rewards is not None:
-        update["rollout"] = config.rollout.model_copy(update={"reward_functions": tuple(rewards)})
+    if isinstance(config, AlignConfig):
+        specs = config.rollout.reward_functions
+        specs = tuple(str(replace_reward_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
+        update["rollout"] = config.rollout.model_copy(update={"reward_functions": specs})
     return config.model_copy(update=update)

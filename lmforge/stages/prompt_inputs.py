@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +24,25 @@ from lmforge.errors import UserError
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
-from lmforge.stages.inputs import check_model, open_tuned_model
-from lmforge.stages.pretrained import find_pretrained
-from lmforge.train.context import RunInputs
+from lmforge.stages.build_model import check_model
+from lmforge.stages.pretrained import find_pretrained, open_tuned_model
+from lmforge.train.trainer import RunInputs
 
 
+@dataclass(frozen=True)
 class PromptPacking:
     """One prompt in each sequence, without labels: what the order of a PackedDataset is made of."""
 
-    def __init__(
-        self, prompts: Sequence[TokenizedPrompt], validation_prompts: Sequence[TokenizedPrompt], sequence_length: int
-    ) -> None:
-        self.prompts, self.validation_prompts = prompts, validation_prompts
-        self._sequence_length = sequence_length
+    prompts: Sequence[TokenizedPrompt]
+    validation_prompts: Sequence[TokenizedPrompt]
+    sequence_length: int
 
     @property
     def num_sequences(self) -> int:
         return len(self.prompts)
 
     def sequence(self, index: int) -> PackedSequence:
-        sequence = PackedSequence.all_padding(self._sequence_length)
-        if index < self.num_sequences:
-            tokens = self.prompts[index].tokens
-            sequence.tokens[: len(tokens)] = tokens
-            sequence.positions[: len(tokens)] = np.arange(len(tokens))
-            sequence.document_ids[: len(tokens)] = 0
-        return sequence
+        return PackedSequence.of_one_document(self.prompts[index].tokens, self.sequence_length)
 
 
 def check_prompts_and_rewards(config: AlignConfig) -> None:
@@ -58,14 +53,19 @@ def check_prompts_and_rewards(config: AlignConfig) -> None:
         raise UserError(
             "rollout.reward_functions: name a reward function, such as --rollout.reward_functions rewards.py:reward"
         )
-    models = [spec for spec in config.rollout.reward_functions if is_model_folder(spec)]
-    for spec in models:
+    functions = []
+    for spec in config.rollout.reward_functions:
+        if not is_model_folder(spec):
+            functions.append(spec)
+            continue
         with _prefix_errors("rollout.reward_functions"):
-            check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
-    with load_reward_functions([spec for spec in config.rollout.reward_functions if spec not in models]) as rewards:
+            model_config = find_pretrained(Path(spec)).resolve_model_config(ModelOptions())
+            check_reward_head(model_config, Path(spec), reward_model=True)
+    with load_reward_functions(functions) as rewards:
         for files in filter(None, (config.data.files, config.data.validation_files)):
             names: set[str] = set()
-            for location, columns in (record for path in files for record in read_prompt_columns(path, config.data.renamed)):
+            records = chain.from_iterable(read_prompt_columns(path, config.data.renamed) for path in files)
+            for location, columns in records:
                 names.update(columns)
                 with _prefix_errors(str(location)):
                     rewards.check_serializable(columns)
@@ -84,19 +84,14 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
 def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) -> tuple[list[TokenizedPrompt], PromptCounts]:
     """The prompts of `data.files` or `data.validation_files`, with counts. UserError where there are files and no prompts."""
     options, counts = config.data, PromptCounts()
+    reading: dict[str, Any] = {
+        "apply_chat_template": options.apply_chat_template,
+        "fields": options.renamed,
+        "max_prompt_length": options.sequence_length - config.rollout.max_completion_length,
+        "counts": counts,
+    }
     files = getattr(options, files_option)
-    prompts = [
-        prompt
-        for path in files
-        for prompt in read_prompts(
-            path,
-            tokenizer,
-            apply_chat_template=options.apply_chat_template,
-            fields=options.renamed,
-            max_prompt_length=options.sequence_length - config.rollout.max_completion_length,
-            counts=counts,
-        )
-    ]
+    prompts = [prompt for path in files for prompt in read_prompts(path, tokenizer, **reading)]
     if files and not counts.kept:
         raise UserError(
             f"data.{files_option}: no prompt is left ({counts}); make data.sequence_length longer, or"
@@ -112,10 +107,9 @@ def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[Token
         validation, validation_counts = _read_split(config, tokenizer, "validation_files")
         return prompts, validation, f"{counts}; validation: {validation_counts}"
     hashes = np.array([xxhash.xxh3_64_intdigest(prompt.tokens.tobytes()) for prompt in prompts], np.uint64)
-    chosen = select_validation(hashes, config.data.validation_ratio).tolist()
-    train = [prompt for prompt, is_validation in zip(prompts, chosen, strict=True) if not is_validation]
-    validation = [prompt for prompt, is_validation in zip(prompts, chosen, strict=True) if is_validation]
-    return train, validation, f"{counts}; {len(validation):,} for validation"
+    is_validation = select_validation(hashes, config.data.validation_ratio)
+    validation = list(compress(prompts, is_validation))
+    return list(compress(prompts, ~is_validation)), validation, f"{counts}; {len(validation):,} for validation"
 
 
 def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
@@ -128,7 +122,10 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     if is_conversational([*prompts, *validation_prompts]):
         # Only its stop token is checked: completions are learned from as they were sampled, without the template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
-    _check_reward_models(config, prompts[0])
+    for spec in filter(is_model_folder, config.rollout.reward_functions):
+        # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
+        with _prefix_errors(f"rollout.reward_functions: {spec}"):
+            encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."])
     dataset = _prompt_dataset(config, prompts, validation_prompts)
     return RunInputs(
         tokenizer,
@@ -176,13 +173,6 @@ def _prompt_dataset(
         sequence_length=data.sequence_length,
         seed=config.train.seed,
     )
-
-
-def _check_reward_models(config: AlignConfig, prompt: TokenizedPrompt) -> None:
-    """Raise UserError where a reward model cannot read such prompts, because it has no chat template."""
-    for spec in filter(is_model_folder, config.rollout.reward_functions):
-        with _prefix_errors(f"rollout.reward_functions: {spec}"):
-            encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompt.prompt], ["."])
 
 
 def is_conversational(prompts: Sequence[TokenizedPrompt]) -> bool:

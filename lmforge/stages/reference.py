@@ -6,7 +6,7 @@ Each gives batches the log-probability of every scored label under it, in the po
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,23 @@ import xxhash
 from torch import Tensor
 
 from lmforge.atomic_files import atomic_write
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.align import AlignConfig
+from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Extras
 from lmforge.data.dataset import PackedDataset, Packing
 from lmforge.data.packing import PackedSequence
+from lmforge.interop.config_json import to_config_json
+from lmforge.model import build_model
+from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
 from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallelize import parallelize
+from lmforge.parallel.validate import choose_engine
+from lmforge.stages.build_model import MASTER_DTYPES
+from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.train.trainer import Trainer
 
 # Sequences that all ranks together compute and write at once; the same for any number of ranks.
@@ -35,28 +47,24 @@ def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Te
     return logprobs
 
 
+@dataclass(frozen=True)
 class ReferenceModel:
     """Gives the log-probabilities of a reference. `adapters_off` is entered around it: for a policy without its adapters."""
 
-    def __init__(
-        self,
-        parallel_model: ParallelModel,
-        adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext,
-        temperature: float = 1.0,
-    ) -> None:
-        self._parallel_model = parallel_model
-        self._adapters_off = adapters_off
-        self._score = partial(reference_logprobs, temperature=temperature)
+    parallel_model: ParallelModel
+    adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext
+    temperature: float = 1.0
 
     def logprobs(self, batch: Batch) -> Tensor:
         """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._adapters_off():
-            logprobs: Tensor = self._parallel_model.score(batch, score_fn=self._score)
+        score_fn = partial(reference_logprobs, temperature=self.temperature)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.adapters_off():
+            logprobs: Tensor = self.parallel_model.score(batch, score_fn)
             return logprobs
 
     def add_logprobs(self, batch: Batch) -> Batch:
-        """The batch with the extra "reference"."""
-        return with_extras(batch, reference=self.logprobs(batch))
+        """The batch with the extra "reference_logprobs"."""
+        return with_extras(batch, reference_logprobs=self.logprobs(batch))
 
 
 def with_extras(batch: Batch, **extras: Tensor) -> Batch:
@@ -66,51 +74,88 @@ def with_extras(batch: Batch, **extras: Tensor) -> Batch:
 
 
 class PackingWithReference:
-    """Sequences with the extra "reference": fp32 [sequences, sequence_length], indexed like the sequences."""
+    """Sequences with the extra "reference_logprobs": fp32 [sequences, sequence_length], indexed like the sequences."""
 
     def __init__(self, packing: Packing, logprobs: np.ndarray) -> None:
-        self._packing = packing
-        self._logprobs = logprobs
-
-    @property
-    def num_sequences(self) -> int:
-        return self._packing.num_sequences
+        self._packing, self._logprobs = packing, logprobs
+        self.num_sequences = packing.num_sequences
 
     def sequence(self, index: int) -> PackedSequence:
         sequence = self._packing.sequence(index)
         values = self._logprobs[index] if index < self.num_sequences else np.zeros(len(sequence.tokens), np.float32)
-        return replace(sequence, extras={**sequence.extras, "reference": values})
+        return replace(sequence, extras={**sequence.extras, "reference_logprobs": values})
+
+
+def build_reference(trainer: Trainer, config: AlignConfig, temperature: float = 1.0) -> ReferenceModel:
+    """The reference of a recipe. Where its numbers are precomputed, it is the policy before its first update."""
+    policy, precomputed = trainer.parallel_model, config.reference == "precomputed"
+    if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
+        return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
+    if precomputed and trainer.start_step == 0:
+        return ReferenceModel(policy, temperature=temperature)
+    return ReferenceModel(_build_frozen_reference(trainer, config), temperature=temperature)
+
+
+def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelModel:
+    """The model that the policy began as, distributed like the policy and never trained."""
+    dist_ctx, options = trainer.ctx.dist_ctx, config.parallel
+    model = build_model(trainer.inputs.model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
+    model.requires_grad_(False)
+    if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
+        # There are no gradients to exchange.
+        options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
+
+    def fill(model: LanguageModel) -> None:
+        with trainer.ctx.dist_ctx.raise_on_all():
+            find_required_pretrained(config).load_weights(model)
+
+    return parallelize(
+        model,
+        reference_logprobs,
+        dist_ctx=dist_ctx,
+        # The policy's, or the two would differ before anything is learned.
+        dtype=trainer.dtype,
+        float8=config.train.float8,
+        options=options.model_copy(update={"activation_checkpointing": "none"}),
+        init_weights=fill,
+    )
 
 
 def precompute_reference_logprobs(
-    trainer: Trainer, dataset: PackedDataset, get_reference: Callable[[], ReferenceModel], depends_on: dict[str, object]
+    trainer: Trainer, config: AlignConfig, dataset: PackedDataset, get_reference: Callable[[], ReferenceModel]
 ) -> np.ndarray:
     """log p of each label of every sequence under the reference: fp32 [sequences, sequence_length]. Every rank calls it.
 
     Chunks of CHUNK_SEQUENCES are written as they are computed, so that an interrupted pass goes on where it was. Their
-    folder is named by a hash of the data and of `depends_on`, which says what else the numbers depend on.
+    folder is named by a hash of all that the numbers depend on.
     """
     dist_ctx, packing, count = trainer.ctx.dist_ctx, dataset.packing, dataset.packing.num_sequences
-    key = xxhash.xxh3_64_hexdigest(
-        json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True).encode()
-    )
-    folder = Path(trainer.inputs.data_source) / f"reference-{key}"
+    depends_on = {
+        "weights": find_required_pretrained(config).digest,
+        "shape": to_config_json(trainer.inputs.model_config),
+        "dtype": str(trainer.dtype),
+        "masters": config.train.master_dtype,
+        "float8": config.train.float8,
+    }
+    key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
+    folder = Path(trainer.inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
     if dist_ctx.rank_info.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{first:09d}.npy" for first in range(0, count, CHUNK_SEQUENCES)]
-    missing = [index for index, path in enumerate(paths) if not path.exists()]
-    missing = sorted(set().union(*dist_ctx.all_gather(missing)))
+    missing = sorted(set().union(*dist_ctx.all_gather([index for index, path in enumerate(paths) if not path.exists()])))
     if missing:
         trainer.ctx.console.info(f"reference  computing {count:,} sequences into {folder}")
     local_size = -(-CHUNK_SEQUENCES // dist_ctx.world_size)
     batch_size = trainer.inputs.batch_plan.micro_batch_size
     for index in missing:
+        # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
         first = index * CHUNK_SEQUENCES + dist_ctx.rank_info.rank * local_size
         local = Batch.from_sequences([packing.sequence(number) for number in range(first, first + local_size)])
         local = local.to(dist_ctx.device)
         logprobs = []
         for start in range(0, local_size, batch_size):
-            trainer.ctx.watch.set_phase("evaluate", 0)  # each batch is progress, however many there are
+            # Each batch is progress, however many there are.
+            trainer.ctx.watch.set_phase("evaluate", 0)
             logprobs.append(get_reference().logprobs(local[start : start + batch_size]))
         parts = dist_ctx.all_gather(torch.cat(logprobs).float().cpu().numpy())
         chunk = np.concatenate(parts)[: min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)]
@@ -119,5 +164,6 @@ def precompute_reference_logprobs(
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
                 with atomic_write(paths[index]) as file:
                     np.save(file, chunk, allow_pickle=False)
-    dist_ctx.all_gather(None)  # all chunks are written
+    # Until all chunks are written.
+    dist_ctx.all_gather(None)
     return np.concatenate([np.load(path, allow_pickle=False) for path in paths])

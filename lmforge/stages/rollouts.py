@@ -7,8 +7,8 @@ group, which stays on one rank. A checkpoint between the steps of a set holds th
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lmforge.config.align import RolloutOptions
-from lmforge.data.batch import Batch, Metrics
+from lmforge.data.batch import Batch, Extras, Metrics
 from lmforge.data.chat.preferences import TokenizedPrompt
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.order import derive_key
 from lmforge.data.packing import PackedSequence
-from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
@@ -32,8 +32,7 @@ from lmforge.objectives.policy import (
     has_nonzero_std,
     subtract_kl_penalty,
 )
-from lmforge.rewards.functions import RewardFunctions
-from lmforge.stages.completions import completions_table_name, locate_completions
+from lmforge.stages.completions import CompletionScorer, SampledCompletion, completions_table_name, locate_completions
 from lmforge.stages.prompt_inputs import PromptPacking
 from lmforge.stages.reference import ReferenceModel, with_extras
 from lmforge.train.trainer import Trainer
@@ -44,10 +43,15 @@ BATCH_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torc
 
 
 def completion_metric_names(num_generations: int) -> tuple[str, ...]:
-    """Metrics of a completion: its reward, whether it has none (unjudged), the fraction of reward functions that failed on it,
-    pass@k of its group, its length, and whether it was truncated (overlong)."""
-    passes = [f"pass@{2**power}" for power in range(num_generations.bit_length()) if 2**power < num_generations]
-    return ("reward", "unjudged", "reward_failures", *passes, "pass@n", "completion_tokens", "overlong")
+    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, pass@k of
+    its group, its length, and whether it was truncated."""
+    passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
+    return ("reward", "no_reward", "reward_failures", *passes, "pass@n", "completion_tokens", "truncated")
+
+
+def pass_sizes(num_generations: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, … below `num_generations`."""
+    return [2**power for power in range(num_generations.bit_length()) if 2**power < num_generations]
 
 
 def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
@@ -64,73 +68,20 @@ def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
     return torch.tensor(estimates, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class SampledCompletion:
-    """A completion: its tokens, with the stop token that ended it if one did, and the log-probability of each."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    stopped: bool
-
-
-class RolloutObjective:
+class RolloutObjective(PolicyObjective):
     """A policy objective whose metrics include those of the completions. Each sequence holds one completion."""
 
-    def __init__(self, policy: PolicyObjective, metric_names: Sequence[str]) -> None:
-        self._policy, self._metric_names = policy, metric_names
-        self.num_items = policy.num_items
+    def __init__(self, config: PolicyLossConfig, metric_names: Sequence[str]) -> None:
+        super().__init__(config)
+        self._metric_names = metric_names
 
-    def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        total, metrics = self._policy.loss(model, batch)
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
+        total, metrics = super().loss(model, batch)
         for name in self._metric_names:
             values = batch.extra(name)[:, 0]
             known = ~values.isnan()
             metrics[name] = torch.where(known, values, 0.0).sum(), known.sum().float()
         return total, metrics
-
-
-@dataclass(frozen=True)
-class CompletionScorer:
-    """The rewards of completions, and the tables in which they are written for people.
-
-    columns: the names of the columns of all prompts of the run, so that functions are always called with the same ones.
-    """
-
-    reward_functions: RewardFunctions
-    columns: Sequence[str]
-    tokenizer: Tokenizer
-    pass_threshold: float
-    write_table: Callable[[str, list[dict[str, Any]]], None]
-
-    def score(
-        self, table: str, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]
-    ) -> tuple[Tensor, Tensor]:
-        """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
-
-        Writes the table called `table`.
-        """
-        if not prompts:
-            return torch.zeros(0, dtype=torch.float64), torch.zeros(0)
-        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self.columns}
-        scores = self.reward_functions([prompt.prompt for prompt in prompts], texts, columns)
-        records = [
-            {
-                "prompt": prompt.prompt,
-                "completion": text,
-                "reward": reward,
-                "parts": {name: part[index] for name, part in scores.by_function.items()},
-                "tokens": len(completion.tokens),
-                "ended": completion.stopped,
-            }
-            for index, (prompt, text, reward, completion) in enumerate(
-                zip(prompts, texts, scores.rewards, completions, strict=True)
-            )
-        ]
-        self.write_table(table, records)
-        rewards = [math.nan if reward is None else reward for reward in scores.rewards]
-        failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
-        return torch.tensor(rewards, dtype=torch.float64), torch.full((len(completions),), failed)
 
 
 class Rollouts:
@@ -153,7 +104,9 @@ class Rollouts:
         self._trainer, self._options, self._loss_config = trainer, options, loss_config
         self._packing, self._scorer, self._stop_token_ids, self._reference = packing, scorer, stop_token_ids, reference
         self._dist_ctx, self._batch_plan = trainer.ctx.dist_ctx, trainer.inputs.batch_plan
-        self._local_batch_size = self._batch_plan.global_batch_size // self._dist_ctx.world_size
+        # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
+        self._rank, self._world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
+        self._local_batch_size = self._batch_plan.global_batch_size // self._world_size
         # The set of this rank: its completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
@@ -176,129 +129,114 @@ class Rollouts:
         options, num_generations = self._options, self._options.num_generations
         # The prompts of a step are those of all ranks, in the order of the ranks.
         num_groups = self._local_batch_size // num_generations
-        rank, world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
-        steps = range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations)
-        firsts = [(each * world_size + rank) * num_groups for each in steps]
-        samples = [sample for first in firsts for sample in range(first, first + num_groups)]
-        order = self._trainer.inputs.train_dataset
-        chosen = [int(index) for first in firsts for index in order.indices(first, first + num_groups)]
-        prompts = [self._packing.prompts[index] for index in chosen for _ in range(num_generations)]
-        seed = self._trainer.ctx.config.train.seed
-        seeds = [derive_key(seed, "rollout", sample, number) for sample in samples for number in range(num_generations)]
+        order, seed = self._trainer.inputs.train_dataset, self._trainer.ctx.config.train.seed
+        prompts: list[TokenizedPrompt] = []
+        seeds: list[int] = []
+        for each in range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations):
+            first = (each * self._world_size + self._rank) * num_groups
+            for sample, index in enumerate(order.indices(first, first + num_groups), start=first):
+                prompts += [self._packing.prompts[index]] * num_generations
+                seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
         completions = self.generate(prompts, seeds, step)
-        batch = Batch.from_sequences(
-            [self._to_sequence(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        )
-        old = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
+        batch = Batch.from_sequences(list(map(self._to_sequence, prompts, completions)))
+        old_logprobs = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
         with self._dist_ctx.raise_on_all():
-            rewards, failed = self._scorer.score(completions_table_name(set_index), prompts, completions)
-        metrics = self._completion_metrics(rewards.view(-1, num_generations), failed, completions)
+            rewards, failed = self._scorer.score(completions_table_name(set_index, options), prompts, completions)
+        groups = rewards.view(-1, num_generations)
+        metrics = self._completion_metrics(groups, failed, completions)
         # Of the rewards as given: a KL penalty makes completions differ that were equally good.
-        differs = has_nonzero_std(rewards.view(-1, num_generations))
-        extras = {"old": old}
+        differs = has_nonzero_std(groups)
+        extras = {"old_logprobs": old_logprobs}
         if self._reference is not None:
             parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(batch)]
-            extras["reference"] = torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()
-            ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in (old, extras["reference"]))
+            extras["reference_logprobs"] = torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()
+            ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in extras.values())
             rewards = subtract_kl_penalty(rewards, ours, theirs, self._loss_config)
-        advantages = compute_advantages(rewards.view(-1, num_generations), self._loss_config).float().flatten()
+        advantages = compute_advantages(rewards.view(groups.shape), self._loss_config).float().flatten()
         # Nothing is learned from a completion without a reward.
         keep = ~rewards.isnan()
         if options.drop_zero_std_groups:
             keep &= differs.repeat_interleave(num_generations)
-        batch = replace(batch, labels=torch.where(keep[:, None], batch.labels, -100))
-        for name, values in {"advantage": advantages, **metrics}.items():
+        batch = replace(batch, labels=torch.where(keep[:, None], batch.labels, IGNORE_INDEX))
+        for name, values in {"advantages": advantages, **metrics}.items():
             extras[name] = values[:, None].expand(-1, batch.sequence_length).contiguous()
         return with_extras(batch, **extras)
 
     def _completion_metrics(self, rewards: Tensor, failed: Tensor, completions: list[SampledCompletion]) -> dict[str, Tensor]:
         """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
-        known, num_generations = ~rewards.isnan(), rewards.shape[1]
-        passed = rewards >= self._scorer.pass_threshold
-        metrics = {
+        known, passed = ~rewards.isnan(), rewards >= self._options.pass_threshold
+        passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
+        # A group in which some completions have no reward passes where one of the others does.
+        passes["pass@n"] = (passed & known).any(1).double()
+        return {
             "reward": rewards.float().flatten(),
-            "unjudged": rewards.isnan().float().flatten(),
+            "no_reward": rewards.isnan().float().flatten(),
             "reward_failures": failed,
             "completion_tokens": torch.tensor([float(len(completion.tokens)) for completion in completions]),
-            "overlong": torch.tensor([float(not completion.stopped) for completion in completions]),
+            "truncated": torch.tensor([float(not completion.stopped) for completion in completions]),
+            **{name: torch.where(known, values[:, None], math.nan).float().flatten() for name, values in passes.items()},
         }
-        for name in completion_metric_names(num_generations):
-            if name.startswith("pass@"):
-                k = num_generations if name == "pass@n" else int(name.removeprefix("pass@"))
-                # A group in which some completions have no reward passes where one of the others does.
-                passes = pass_at_k(k, passed, known) if name != "pass@n" else (passed & known).any(1).double()
-                metrics[name] = torch.where(known, passes[:, None], math.nan).float().flatten()
-        return metrics
 
     def generate(
         self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, greedy: bool = False
     ) -> list[SampledCompletion]:
         """Completions by the policy as it is now. Every rank calls it, with prompts of its own."""
-        sampling = SamplingParams(0.0 if greedy else self._options.temperature, top_p=self._options.top_p)
+        options, completions = self._options, [SampledCompletion() for _ in prompts]
+        sampling = SamplingParams(0.0 if greedy else options.temperature, top_p=options.top_p)
         with unsharded_for_decoding(self._trainer.parallel_model) as model:
             # A rank without prompts enters and leaves with the others too.
-            return self._generate_local(model, prompts, seeds, sampling, step) if prompts else []
-
-    def _generate_local(
-        self,
-        model: LanguageModel,
-        prompts: Sequence[TokenizedPrompt],
-        seeds: Sequence[int],
-        sampling: SamplingParams,
-        step: int,
-    ) -> list[SampledCompletion]:
-        engine = Engine(
-            model,
-            vocab_size=self._trainer.inputs.tokenizer.vocab_size,
-            max_batch_size=min(self._options.decode_batch_size, len(prompts)),
-            max_length=self._batch_plan.sequence_length,
-        )
-        completions = [SampledCompletion([], [], False) for _ in prompts]
-        index_of_request: dict[int, int] = {}
-        waiting = list(range(len(prompts)))[::-1]
-        while waiting or engine.num_unfinished:
-            while waiting and engine.num_free_slots:
-                index = waiting.pop()
-                tokens, max_tokens = prompts[index].tokens.tolist(), self._options.max_completion_length
-                request = GenerationRequest(tokens, max_tokens, sampling, seeds[index], self._stop_token_ids)
-                index_of_request[engine.add_request(request)] = index
-            for token in engine.step():
-                index = index_of_request[token.request_id]
-                completions[index].tokens.append(token.token_id)
-                completions[index].logprobs.append(token.logprob)
-                if token.finish_reason == "stop":
-                    completions[index] = replace(completions[index], stopped=True)
-            self._trainer.ctx.watch.set_phase("sample", step)
+            if not prompts:
+                return []
+            engine = Engine(
+                model,
+                vocab_size=self._trainer.inputs.tokenizer.vocab_size,
+                max_batch_size=min(options.decode_batch_size, len(prompts)),
+                max_length=self._batch_plan.sequence_length,
+            )
+            by_request: dict[int, SampledCompletion] = {}
+            waiting = list(zip(prompts, seeds, completions, strict=True))[::-1]
+            while waiting or engine.num_unfinished:
+                while waiting and engine.num_free_slots:
+                    prompt, seed, completion = waiting.pop()
+                    request = GenerationRequest(
+                        prompt.tokens.tolist(), options.max_completion_length, sampling, seed, self._stop_token_ids
+                    )
+                    by_request[engine.add_request(request)] = completion
+                for token in engine.step():
+                    completion = by_request[token.request_id]
+                    completion.tokens.append(token.token_id)
+                    completion.logprobs.append(token.logprob)
+                    completion.stopped = token.finish_reason == "stop"
+                self._trainer.ctx.watch.set_phase("sample", step)
         return completions
 
     def _to_sequence(self, prompt: TokenizedPrompt, completion: SampledCompletion) -> PackedSequence:
-        sequence = PackedSequence.all_padding(self._batch_plan.sequence_length)
-        tokens = np.concatenate([prompt.tokens, np.array(completion.tokens, np.int32)])
-        count = len(tokens) - 1
-        sequence.tokens[:count] = tokens[:-1]
-        sequence.labels[len(prompt.tokens) - 1 : count] = completion.tokens
-        sequence.positions[:count] = np.arange(count)
-        sequence.document_ids[:count] = 0
+        tokens = [*prompt.tokens, *completion.tokens]
+        sequence = PackedSequence.of_one_document(tokens[:-1], self._batch_plan.sequence_length)
+        sequence.labels[len(prompt.tokens) - 1 : len(tokens) - 1] = completion.tokens
         return sequence
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
-        prompts = evenly_spaced(self._packing.validation_prompts, self._trainer.ctx.config.validation.sequences)
-        if not prompts:
+        prompts = self._packing.validation_prompts
+        count = min(self._trainer.ctx.config.validation.sequences, len(prompts))
+        if not count:
             return {}
-        local = prompts[self._dist_ctx.rank_info.rank :: self._dist_ctx.world_size]
+        # Evenly spaced.
+        chosen = [prompts[index * len(prompts) // count] for index in range(count)]
+        local = chosen[self._rank :: self._world_size]
         completions = self.generate(local, [0] * len(local), step, greedy=True)
         with self._dist_ctx.raise_on_all():
             rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions)
         known = rewards[~rewards.isnan()]
-        passed = (known >= self._scorer.pass_threshold).double().sum()
+        passed = (known >= self._options.pass_threshold).double().sum()
         sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])
-        reward, passes, count = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
-        return {"val/reward": reward / count, "val/pass@1": passes / count} if count else {}
+        reward, passes, num_known = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
+        return {"val/reward": reward / num_known, "val/pass@1": passes / num_known} if num_known else {}
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """Where the completions of a batch are."""
-        record = locate_completions(batch_index, self._options, self._dist_ctx.world_size)
+        record = locate_completions(batch_index, self._options, self._world_size)
         if record["answers"] is None:
             return record, "its completions were not written (rollout.log_completions_every)"
         return record, f"its completions are in {self._trainer.ctx.run.path / record['answers']}"
@@ -322,32 +260,22 @@ class Rollouts:
 
     def empty_state_dict(self) -> dict[str, Tensor]:
         """Tensors with the names, shapes and dtypes of `state_dict`, to be filled."""
-        names = ["old", "advantage", *completion_metric_names(self._options.num_generations)]
-        names += [] if self._reference is None else ["reference"]
+        names = ["old_logprobs", "advantages", *completion_metric_names(self._options.num_generations)]
+        names += [] if self._reference is None else ["reference_logprobs"]
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
-        tensors = {name: torch.zeros(size, dtype=dtype) for name, dtype in BATCH_TENSORS.items()}
-        return {**tensors, **{name: torch.zeros(size) for name in names}, "set": torch.tensor(0)}
+        dtypes = BATCH_TENSORS | dict.fromkeys(names, torch.float32)
+        return {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on with the set of a `state_dict`, of any number of ranks."""
-        first = self._dist_ctx.rank_info.rank * self._local_batch_size
-        local = {
-            name: tensor[:, first : first + self._local_batch_size].flatten(0, 1)
-            for name, tensor in state.items()
-            if name != "set"
-        }
-        tokens, labels, positions, document_ids = (local.pop(name) for name in BATCH_TENSORS)
-        self._set = with_extras(Batch(tokens, labels, positions, document_ids), **local)
-        self._set_index = int(state["set"])
+        first = self._rank * self._local_batch_size
+        self._set_index = int(state.pop("set"))
+        local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
+        tensors = {name: local.pop(name) for name in BATCH_TENSORS}
+        self._set = Batch(**tensors, extras=Extras(**local))
 
     def close(self) -> None:
         self._scorer.reward_functions.close()
-
-
-def evenly_spaced(prompts: Sequence[TokenizedPrompt], count: int) -> list[TokenizedPrompt]:
-    """At most `count` of them, evenly spaced."""
-    count = min(count, len(prompts))
-    return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def _trim_padding(batch: Batch) -> Batch:
@@ -362,5 +290,5 @@ def _scatter_to_labels(batch: Batch, values: list[list[float]]) -> Tensor:
     """The values of each sequence at the positions of its labels, 0 elsewhere: fp32 [sequences, sequence_length]."""
     scattered = torch.zeros(batch.tokens.shape)
     for index, of_sequence in enumerate(values):
-        scattered[index, (batch.labels[index] != -100).nonzero()[:, 0]] = torch.tensor(of_sequence)
+        scattered[index, (batch.labels[index] != IGNORE_INDEX).nonzero()[:, 0]] = torch.tensor(of_sequence)
     return scattered

@@ -20,12 +20,11 @@ from lmforge.runs import Run
 from lmforge.stages.align import has_frozen_reference
 from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
 from lmforge.stages.setup import build_trainer
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train
 from lmforge.train.metrics import format_duration
-from lmforge.train.resume import ResumePoint, describe_config_changes, last_checkpoint_message, verify_finished
-from lmforge.train.trainer import BatchSource, Trainer
+from lmforge.train.resume import describe_config_changes, last_checkpoint_message, verify_finished
+from lmforge.train.trainer import BatchSource, ResumePoint, RunContext, RunInputs, Trainer
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
         try:
             trainer.batch_source = spec.build_batches(trainer)
             done, stopped_by = train(trainer)
-        except UserError as problem:  # such as a corrupt shard: the run has begun, so it has failed
+        except UserError as problem:
+            # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
         finally:
             trainer.close()

@@ -15,11 +15,9 @@ from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.metrics import MetricsFile, device_peak_flops
-from lmforge.train.resume import ResumePoint, load_resume_point
-from lmforge.train.trainer import Trainer
+from lmforge.train.resume import load_resume_point
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 
 
 def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective) -> Trainer:
@@ -37,13 +35,18 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
     parallel_model, optimizer = build_model_and_optimizer(
         config, inputs.model_config, objective, dist_ctx, dtype, compiled, fill
     )
-    detector = BadStepDetector(dist_ctx, spike_sigmas=config.faults.spike_sigmas, window_steps=config.faults.spike_window_steps)
+    faults = config.faults
+    detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
     if not begins:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(ctx, point, parallel_model, optimizer)
         assert point.manifest is not None
-        detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.skipped_batches)
+        detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.batch_offset)
     checkpointer = _build_checkpointer(ctx, inputs, parallel_model, dtype)
+    metrics_file = None
+    if dist_ctx.is_rank0:
+        tensorboard = ctx.run.path / "tensorboard" if config.log.tensorboard else None
+        metrics_file = MetricsFile(ctx.run.metrics_path, tensorboard)
     trainer = Trainer(
         ctx,
         inputs,
@@ -54,10 +57,7 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         optimizer,
         detector,
         checkpointer,
-        CheckpointSchedule(
-            checkpointer, config.checkpoint, every_steps=config.checkpoint_every_steps, is_rank0=dist_ctx.is_rank0
-        ),
-        _open_metrics_file(ctx),
+        metrics_file,
         flops_per_token=training_flops_per_token(config, inputs.model_config),
         peak_flops=device_peak_flops(dist_ctx.device, dtype),
     )
@@ -66,12 +66,6 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         if dist_ctx.is_rank0:
             checkpointer.check_free_space()
     return trainer
-
-
-def _open_metrics_file(ctx: RunContext) -> MetricsFile | None:
-    if not ctx.dist_ctx.is_rank0:
-        return None
-    return MetricsFile(ctx.run.metrics_path, ctx.run.path / "tensorboard" if ctx.config.log.tensorboard else None)
 
 
 def _build_checkpointer(
@@ -125,7 +119,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
     log(
         f"compute    {str(trainer.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"
-        f" masters {config.train.master_dtype}, attention {attention}, {compile_words}"
+        f" master weights in {config.train.master_dtype}, attention {attention}, {compile_words}"
     )
     if config.train.deterministic:
         log("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")

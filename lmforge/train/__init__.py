@@ -1,8 +1,8 @@
-"""The loop, and everything that it drives: optimizers, metrics, bad steps, rollback, resume, stop signals, validation.
+"""The loop, and everything that it drives: optimizers, metrics, bad steps, resume and rollback, stop signals, validation.
 
 What differs between the stages is not here: stages/ opens the data and builds the Trainer. Begin with loop.py, which reads from
 top to bottom, then trainer.py, which says what the loop is given.
 
-For other packages: `loop.train` and `train_step`; `trainer.Trainer` and `BatchSource`; `context.RunContext` and `RunInputs`;
-`optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
+For other packages: `loop.train` and `train_step`; `trainer.Trainer`, `BatchSource`, `RunContext`, `RunInputs` and
+`ResumePoint`; `optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
 """

@@ -5,7 +5,6 @@ parameters that Muon leaves (muon.py).
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from lmforge.parallel.parallel_model import local_tensor
 
 # Elements that are worked on at once: it bounds the fp32 copies of moments in bf16, four times this many bytes each.
 MAX_CHUNK_NUMEL = 2**25
+# The step, and elements of this rank's part of a parameter, its exp_avg, exp_avg_sq and gradient. All have one dimension.
+Chunk = tuple[int, tuple[Tensor, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -42,9 +43,10 @@ class AdamW(torch.optim.Optimizer):
         """The state of a parameter of `group`, made of zeros where there is none yet."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, which computes with it
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            # On the host, which computes with it.
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
 
     @torch.no_grad()
@@ -57,56 +59,51 @@ class AdamW(torch.optim.Optimizer):
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step of `parameters`, which are of `group`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        for lot in _batch_chunks(self._chunks(parameters, group)):
+        for chunks in _batch_chunks(self._chunks(parameters, group)):
+            steps, tensors = zip(*chunks, strict=True)
+            params, exp_avgs, exp_avg_sqs, grads = zip(*tensors, strict=True)
             # Everything is computed in fp32, masters and gradients in bf16 too; in fp32 these are the tensors themselves.
-            values, gradients = [piece.param.float() for piece in lot], [piece.grad.float() for piece in lot]
-            first, second = [piece.exp_avg.float() for piece in lot], [piece.exp_avg_sq.float() for piece in lot]
+            values, gradients = [param.float() for param in params], [grad.float() for grad in grads]
+            first, second = [moment.float() for moment in exp_avgs], [moment.float() for moment in exp_avg_sqs]
             torch._foreach_lerp_(first, gradients, 1 - beta1)
             torch._foreach_mul_(second, beta2)
             torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-            width = torch._foreach_div(second, [1 - beta2**piece.step for piece in lot])
-            torch._foreach_sqrt_(width)
-            torch._foreach_add_(width, group["eps"])
+            denom = torch._foreach_div(second, [1 - beta2**step for step in steps])
+            torch._foreach_sqrt_(denom)
+            torch._foreach_add_(denom, group["eps"])
             torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
-            torch._foreach_addcdiv_(values, first, width, [-lr / (1 - beta1**piece.step) for piece in lot])
-            if lot[0].param.dtype != torch.float32:
-                torch._foreach_copy_([piece.param for piece in lot], values)
+            torch._foreach_addcdiv_(values, first, denom, [-lr / (1 - beta1**step) for step in steps])
+            if params[0].dtype != torch.float32:
+                torch._foreach_copy_(params, values)
             if self.state_dtype != torch.float32:
-                torch._foreach_copy_([piece.exp_avg for piece in lot], first)
-                stochastic_round_(second, seed=lot[0].step)
-                torch._foreach_copy_([piece.exp_avg_sq for piece in lot], second)
+                torch._foreach_copy_(exp_avgs, first)
+                stochastic_round_(second, seed=steps[0])
+                torch._foreach_copy_(exp_avg_sqs, second)
 
-    def _chunks(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator["_ParameterChunk"]:
+    def _chunks(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator[Chunk]:
         for parameter in parameters:
             state = self.get_or_init_state(parameter, group)
             state["step"] += 1
-            kept = [local_tensor(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
             assert parameter.grad is not None
-            gradient = local_tensor(parameter.grad).reshape(-1)
-            for stretch in zip(*(flat.split(MAX_CHUNK_NUMEL) for flat in (gradient, *kept)), strict=True):
-                yield _ParameterChunk(int(state["step"]), *stretch)
+            flat = [local_tensor(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+            flat.append(local_tensor(parameter.grad).reshape(-1))
+            for tensors in zip(*(tensor.split(MAX_CHUNK_NUMEL) for tensor in flat), strict=True):
+                yield int(state["step"]), tensors
 
 
-@dataclass(frozen=True)
-class _ParameterChunk:
-    """A stretch of this rank's share of one parameter, with its state. All have one dimension."""
-
-    step: int
-    grad: Tensor
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-
-def _batch_chunks(chunks: Iterable[_ParameterChunk]) -> Iterator[list[_ParameterChunk]]:
-    lot: list[_ParameterChunk] = []
-    for piece in chunks:
-        if lot and sum(earlier.param.numel() for earlier in lot) + piece.param.numel() > MAX_CHUNK_NUMEL:
-            yield lot
-            lot = []
-        lot.append(piece)
-    if lot:
-        yield lot
+def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Chunks of MAX_CHUNK_NUMEL elements together, or of one that has as many."""
+    batch: list[Chunk] = []
+    numel = 0
+    for chunk in chunks:
+        _, (param, *_) = chunk
+        if batch and numel + param.numel() > MAX_CHUNK_NUMEL:
+            yield batch
+            batch, numel = [], 0
+        batch.append(chunk)
+        numel += param.numel()
+    if batch:
+        yield batch
 
 
 def stochastic_round_(tensors: list[Tensor], seed: int) -> None:

@@ -39,14 +39,14 @@ class BadStep:
 class BadStepDetector:
     """Checks every step and counts the bad ones.
 
-    skipped_steps          bad steps so far
+    skipped_steps          bad steps so far, whose updates were skipped
     consecutive_bad_steps  bad steps in a row, up to the last one that was read
-    skipped_batches        batches that rollbacks passed over: step k has batch k + skipped_batches
+    batch_offset           step k trains on batch k + batch_offset: a rollback repeats steps, and goes on with later batches
     rollbacks              times the run has rolled back
     """
 
     def __init__(self, dist_ctx: DistributedContext, *, spike_sigmas: float | None, window_steps: int) -> None:
-        self.skipped_steps, self.consecutive_bad_steps, self.skipped_batches, self.rollbacks = 0, 0, 0, 0
+        self.skipped_steps, self.consecutive_bad_steps, self.batch_offset, self.rollbacks = 0, 0, 0, 0
         self._dist_ctx = dist_ctx
         self._spike_sigmas = spike_sigmas
         # Losses of good steps, the newest last; NaN where there was none yet.
@@ -57,8 +57,10 @@ class BadStepDetector:
 
     def check(self, step: int, metrics: Sequence[Metrics], gradient_norm: Tensor) -> Tensor:
         """Whether step `step` (from 1) is bad: bool, on the device. `metrics` are this rank's, of each micro-batch."""
-        losses = [torch.stack([part.detach().double() for part in each["loss"]]) for each in metrics if "loss" in each]
-        total = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=self._dist_ctx.device)
+        pairs = [each["loss"] for each in metrics if "loss" in each]
+        losses = [torch.stack([part.detach().double() for part in pair]) for pair in pairs]
+        device = self._dist_ctx.device
+        total = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=device)
         total, count = self._dist_ctx.all_reduce_sum(total)
         loss, norm = total / count.clamp(min=1), gradient_norm.double()
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
@@ -70,7 +72,7 @@ class BadStepDetector:
         if values.is_cuda:
             values = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(values, non_blocking=True)
             event = torch.cuda.current_stream().record_event()
-        self._pending.append((step, step - 1 + self.skipped_batches, values, event))
+        self._pending.append((step, step - 1 + self.batch_offset, values, event))
         return bad
 
     def _is_spike(self, loss: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ class BadStepDetector:
 
     def rolled_back_to(self, step: int, next_batch: int) -> None:
         """The run rolled back to `step` and goes on with batch `next_batch`."""
-        self.skipped_batches = next_batch - step
+        self.batch_offset = next_batch - step
         self.consecutive_bad_steps = 0
         self._pending.clear()
         self.rollbacks += 1
@@ -115,9 +117,9 @@ class BadStepDetector:
             "losses": [None if math.isnan(loss) else loss for loss in self._recent_losses.tolist()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], skipped_batches: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], batch_offset: int) -> None:
         self.skipped_steps, self.consecutive_bad_steps = state["skipped_steps"], state["consecutive_bad_steps"]
-        self.rollbacks, self.skipped_batches = state["rollbacks"], skipped_batches
+        self.rollbacks, self.batch_offset = state["rollbacks"], batch_offset
         self.load_losses(state)
 
     def load_losses(self, state: dict[str, Any]) -> None:

@@ -40,7 +40,8 @@ def set_determinism(enabled: bool) -> None:
     torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.deterministic = enabled
     torch.backends.cudnn.benchmark = False
-    if compiler := sys.modules.get("torch._inductor.config"):  # it may have read the environment already
+    # It may have read the environment already.
+    if compiler := sys.modules.get("torch._inductor.config"):
         compiler.deterministic = enabled  # type: ignore[attr-defined]
 
 

@@ -14,11 +14,10 @@ from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import compiled_graph_count
-from lmforge.train.checkpoint_schedule import SaveRequest
+from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from lmforge.train.optimizer import set_learning_rate, step_unless
-from lmforge.train.rollback import report_bad_step, roll_back
-from lmforge.train.stop_signals import StopSignals
+from lmforge.train.resume import roll_back
 from lmforge.train.trainer import Trainer
 from lmforge.train.validation import validate, write_samples
 
@@ -69,32 +68,15 @@ def train(trainer: Trainer) -> tuple[int, int]:
     config, watch, console = trainer.ctx.config, trainer.ctx.watch, trainer.ctx.console
     detector, schedule = trainer.bad_step_detector, trainer.checkpoint_schedule
     metrics, stop_signals = MetricsAccumulator(trainer.ctx.dist_ctx), StopSignals(trainer.ctx.dist_ctx)
-    throughput = _Throughput(trainer)
-    done = trainer.start_step
+    throughput, done = _Throughput(trainer), trainer.start_step
     console.start_progress(done)
     with closing(stop_signals), _garbage_collection_paused():
         if done == 0 and config.validation.at_start:
             watch.set_phase("evaluate", 0)
             trainer.log({"step": 0, "tokens": 0, **throughput.exclude(validate, trainer, 0)})
         while done < config.train.steps:
-            step = done
-            watch.set_phase("data", step)
-            micro_batches = trainer.batch_source.batches(step + detector.skipped_batches)
-            throughput.add(micro_batches)
-            lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
-            grad_norm, _ = train_step(
-                trainer.parallel_model,
-                trainer.optimizer,
-                micro_batches,
-                trainer.objective.num_items,
-                lr=lr,
-                max_grad_norm=config.optimizer.max_grad_norm,
-                set_phase=partial(_set_phase, trainer, step),
-                is_bad_step=partial(_check_step, trainer, metrics, step + 1),
-            )
-            done = step + 1
-            if step >= trainer.start_step + COMPILE_WARMUP_STEPS and compiled_graph_count() > num_graphs:
-                console.info(f"step {done}: compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why")
+            step, done = done, done + 1
+            lr, grad_norm = _run_step(trainer, throughput, metrics, step)
             console.update_progress(done)
 
             watch.set_phase("barrier", step)
@@ -109,7 +91,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
 
             if bad_steps := detector.take_bad_steps(log_is_due, config.faults.max_bad_steps):
                 for bad_step in bad_steps:
-                    report_bad_step(trainer, bad_step)
+                    trainer.report_bad_step(bad_step)
                 if detector.consecutive_bad_steps >= config.faults.max_bad_steps:
                     schedule.defer(save_request)
                     done = roll_back(trainer, bad_steps[-1])
@@ -120,7 +102,6 @@ def train(trainer: Trainer) -> tuple[int, int]:
             record: dict[str, Any] = {}
             if log_is_due:
                 record = {**metrics.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.read(done)}
-                record |= _counters(trainer)
                 gc.collect()
                 for line in watch.check_step_times(done, record["step_seconds"], trainer.parallel_model.pipeline_rank):
                     console.info(line)
@@ -139,6 +120,28 @@ def train(trainer: Trainer) -> tuple[int, int]:
                 watch.set_phase("sample", done)
                 throughput.exclude(write_samples, trainer, done)
     return done, 0
+
+
+def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
+    """Step `step` (from 0) on the next batch. Returns its learning rate, and the gradient norm on the device."""
+    trainer.ctx.watch.set_phase("data", step)
+    micro_batches = trainer.batch_source.batches(step + trainer.bad_step_detector.batch_offset)
+    throughput.add(micro_batches)
+    lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
+    grad_norm, _ = train_step(
+        trainer.parallel_model,
+        trainer.optimizer,
+        micro_batches,
+        trainer.objective.num_items,
+        lr=lr,
+        max_grad_norm=trainer.ctx.config.optimizer.max_grad_norm,
+        set_phase=partial(_set_phase, trainer, step),
+        is_bad_step=partial(_check_step, trainer, metrics, step + 1),
+    )
+    if step >= trainer.start_step + COMPILE_WARMUP_STEPS and compiled_graph_count() > num_graphs:
+        line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
+        trainer.ctx.console.info(f"step {step + 1}: {line}")
+    return lr, grad_norm
 
 
 @contextmanager
@@ -176,15 +179,6 @@ def _is_due(every_steps: int | None, step: int) -> bool:
     return every_steps is not None and step % every_steps == 0
 
 
-def _counters(trainer: Trainer) -> dict[str, float]:
-    """Counters that metrics.jsonl has only where they are not zero."""
-    counters = {
-        "skipped_steps": trainer.bad_step_detector.skipped_steps,
-        "save_stall_seconds": trainer.checkpointer.blocking_seconds,
-    }
-    return {name: value for name, value in counters.items() if value}
-
-
 class _Throughput:
     """Rates of training since the last log step, without validation, saving and samples. Padding is not counted."""
 
@@ -212,7 +206,7 @@ class _Throughput:
         return result
 
     def read(self, step: int) -> dict[str, Any]:
-        """The rates. Call it after something has waited for the device, or the clock is ahead of the work."""
+        """The rates, and counters that are not zero. Call it after something has waited for the device."""
         trainer, dist_ctx = self._trainer, self._trainer.ctx.dist_ctx
         steps = max(1, step - self._start_step)
         seconds = max(1e-9, time.perf_counter() - self._start_time - self._excluded_seconds)
@@ -228,4 +222,6 @@ class _Throughput:
             "seconds_left": (trainer.ctx.config.train.steps - step) * seconds / steps,
         }
         self.reset(step)
-        return rates
+        skipped_steps, stall_seconds = trainer.bad_step_detector.skipped_steps, trainer.checkpointer.blocking_seconds
+        counters = {"skipped_steps": skipped_steps, "save_stall_seconds": stall_seconds}
+        return rates | {name: value for name, value in counters.items() if value}

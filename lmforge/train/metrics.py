@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.data.batch import Metrics
 from lmforge.model.flops import peak_flops
 
 
@@ -24,13 +25,13 @@ class MetricsAccumulator:
         self._dist_ctx = dist_ctx
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], skip_if: torch.Tensor | None = None) -> None:
+    def add(self, metrics: Metrics, skip_if: torch.Tensor | None = None) -> None:
         """Add metrics, unless the condition `skip_if`, on the device, holds."""
         for name, pair in metrics.items():
-            both = torch.stack([part.detach().double() for part in pair])
+            total = torch.stack([part.detach().double() for part in pair])
             if skip_if is not None:
-                both = torch.where(skip_if, 0.0, both)
-            self._sums[name] = self._sums[name] + both if name in self._sums else both
+                total = torch.where(skip_if, 0.0, total)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def reduce_and_reset(self) -> dict[str, float]:
         """The mean of each metric over all ranks and micro-batches since the last call; the host waits.
@@ -78,9 +79,11 @@ class MetricsFile:
     """Appends one JSON object a log step; with `tensorboard`, the same numbers as events."""
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        if self._file.tell() and not _ends_with_newline(path):
-            self._file.write("\n")  # a killed process left half a line
+        is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        if is_torn:
+            # A killed process left half a line.
+            self._file.write("\n")
         self._events: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -104,12 +107,6 @@ class MetricsFile:
             self._events.close()
 
 
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
-
-
 def format_duration(seconds: float) -> str:
     """Seconds as 42s, 3m05s or 2h07m."""
     whole = int(max(0.0, seconds) + 0.5)
@@ -118,13 +115,22 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-# What alignment's lines tell beside the loss.
+# What the console shows of a record.
 CONSOLE_METRICS = {
-    "rewards/accuracy": "preferred",
-    "rewards/margin": "margin",
-    "reward": "reward",
-    "pass@1": "pass",
-    "kl": "KL",
+    "loss": "loss {:.4f}",
+    "val/loss": "val {:.4f}",
+    "val/bits_per_byte": "({:.3f} bits/byte)",
+    "val/reward": "val reward {:.2f}",
+    "rewards/accuracy": "preferred {:.2f}",
+    "rewards/margin": "margin {:.2f}",
+    "reward": "reward {:.2f}",
+    "pass@1": "pass {:.2f}",
+    "kl": "KL {:.2f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "grad {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "mfu": "MFU {:.0%}",
+    "memory_gib": "{:.1f} GiB",
 }
 
 
@@ -134,10 +140,9 @@ class ConsoleLogger:
     def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
         self._is_rank0 = dist_ctx.is_rank0
         self._steps = steps
-        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115 - closed in close()
+        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
         self._console = Console(highlight=False)
         self._progress: Progress | None = None
-        self._progress_task: Any = None
 
     def info(self, line: str) -> None:
         """One line for the reader."""
@@ -166,39 +171,25 @@ class ConsoleLogger:
                 TextColumn("{task.description}"),
                 console=self._console,
             )
-            self._progress_task = self._progress.add_task("", total=self._steps, completed=step)
+            self._progress.add_task("", total=self._steps, completed=step)
             self._progress.start()
 
     def update_progress(self, step: int) -> None:
         if self._progress is not None:
-            self._progress.update(self._progress_task, completed=step)
+            self._progress.update(self._progress.task_ids[0], completed=step)
 
     def log_metrics(self, record: dict[str, Any]) -> None:
         """One readable line of a metrics record."""
+        parts = {name: words.format(record[name]) for name, words in CONSOLE_METRICS.items() if record.get(name) is not None}
+        if bits := parts.pop("val/bits_per_byte", None):
+            parts["val/loss"] += f" {bits}"
         left = record.get("seconds_left")
-        parts = [f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"]
-        if "loss" in record:
-            parts.append(f"loss {record['loss']:.4f}")
-        if "val/loss" in record:
-            bits = f" ({record['val/bits_per_byte']:.3f} bits/byte)" if "val/bits_per_byte" in record else ""
-            parts.append(f"val {record['val/loss']:.4f}{bits}")
-        if "val/reward" in record:
-            parts.append(f"val reward {record['val/reward']:.2f}")
-        parts += [f"{words} {record[name]:.2f}" for name, words in CONSOLE_METRICS.items() if name in record]
-        if "lr" in record:
-            parts.append(f"lr {record['lr']:.2e}")
-            parts.append(f"grad {record['grad_norm']:.2f}")
-            parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-            if record.get("mfu") is not None:
-                parts.append(f"MFU {100 * record['mfu']:.0f}%")
-            parts.append(f"{record['memory_gib']:.1f} GiB")
         if left is not None:
-            parts.append(f"{format_duration(left)} left")
-        self.info("  ".join(parts))
+            parts["seconds_left"] = f"{format_duration(left)} left"
+        self.info("  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()]))
         if self._progress is not None:
-            self._progress.update(
-                self._progress_task, description=f"loss {record.get('loss', 0):.4f}, {format_duration(left or 0)} left"
-            )
+            description = f"loss {record.get('loss', 0):.4f}, {format_duration(left or 0)} left"
+            self._progress.update(self._progress.task_ids[0], description=description)
 
     def close(self) -> None:
         if self._progress is not None:

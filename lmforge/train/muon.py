@@ -1,7 +1,7 @@
 """Muon: momentum made orthogonal, for the hidden matrices; AdamW for all else, in one optimizer.
 
-Where matrices are sharded by rows, each is put together on one rank of the shard group, made orthogonal there and dealt
-back: the work is shared out, and every rank holds only some whole matrices at a time. Momentum stays sharded.
+Where matrices are sharded by rows, each is gathered on one rank of the shard group, made orthogonal there and scattered
+again: ranks divide the work, and every rank holds only some full matrices at a time. Momentum stays sharded.
 """
 
 import math
@@ -48,15 +48,16 @@ class Muon(AdamW):
         if not group["orthogonal"]:
             super().update_group(parameters, group)
             return
-        for shards, matrices in _group_by_mesh(parameters):
-            for lot in _batch_matrices(matrices, 1 if shards is None else shards.size()):
-                self._update_matrices(lot, group, shards)
+        for shard_group, matrices in _group_by_mesh(parameters):
+            for batch in _batch_matrices(matrices, 1 if shard_group is None else shard_group.size()):
+                self._update_matrices(batch, group, shard_group)
 
     def _update_matrices(self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None) -> None:
         values = [local_tensor(matrix) for matrix in matrices]
         gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
         stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
-        momenta = [momentum.float() for momentum in stored]  # itself, where it is fp32
+        # In fp32 these are the tensors themselves.
+        momenta = [momentum.float() for momentum in stored]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         if self.state_dtype != torch.float32:
             torch._foreach_copy_(stored, momenta)
@@ -77,7 +78,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Newton–Schulz iteration: U·S·Vᵀ → U·S'·Vᵀ with S' near 1. Zero stays zero.
     """
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices  # the smaller of the two products
+    # The smaller of the two products.
+    x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NS_STEPS):
         gram = x @ x.mT
@@ -87,45 +89,44 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
     """Matrices of one shape go through together: a small one does not fill a GPU."""
-    same: dict[torch.Size, list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        same.setdefault(matrix.shape, []).append(place)
-    done = list(matrices)
-    for places in same.values():
-        for place, matrix in zip(places, orthogonalize(torch.stack([matrices[place] for place in places])), strict=True):
-            done[place] = matrix
-    return done
+    updates = list(matrices)
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
+        stacked = torch.stack([matrices[index] for index in indices])
+        for index, update in zip(indices, orthogonalize(stacked), strict=True):
+            updates[index] = update
+    return updates
 
 
 def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """This rank's rows of matrices, given its rows of them before; `rows` counts those of each whole matrix.
+    """This rank's rows of matrices, given its rows of them before; `num_rows` counts those of each full matrix.
 
     Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so that ranks need not tell
     them to each other, nor devices to hosts.
     """
-    ranks, me = group.size(), group.rank()
-    sent_sizes = [[shard.numel() for shard in shards[rank::ranks]] for rank in range(ranks)]
-    shares = [_shard_num_rows(num_rows[place], ranks) for place in range(me, len(num_rows), ranks)]
-    columns = [shard.shape[1] for shard in shards[me::ranks]]
-    received_sizes = [[share[rank] * width for share, width in zip(shares, columns, strict=True)] for rank in range(ranks)]
+    ranks, rank = range(group.size()), group.rank()
+    sent_sizes = [[shard.numel() for shard in shards[each :: len(ranks)]] for each in ranks]
+    shard_rows = [_shard_num_rows(rows, len(ranks)) for rows in num_rows[rank :: len(ranks)]]
+    columns = [shard.shape[1] for shard in shards[rank :: len(ranks)]]
+    received_sizes = [[rows[each] * width for rows, width in zip(shard_rows, columns, strict=True)] for each in ranks]
 
-    sent = torch.cat([shard.reshape(-1) for rank in range(ranks) for shard in shards[rank::ranks]])
-    parts = _all_to_all(sent, sent_sizes, received_sizes, group)
-    whole = [torch.cat(pieces).view(-1, width) for pieces, width in zip(zip(*parts, strict=True), columns, strict=True)]
-    dealt = [matrix.split(share) for matrix, share in zip(_orthogonalize_by_shape(whole), shares, strict=True)]
-    returned = torch.cat([sent.new_empty(0), *(pieces[rank].reshape(-1) for rank in range(ranks) for pieces in dealt)])
-    mine = _all_to_all(returned, received_sizes, sent_sizes, group)
+    sent = torch.cat([shard.reshape(-1) for each in ranks for shard in shards[each :: len(ranks)]])
+    received = _all_to_all(sent, sent_sizes, received_sizes, group)
+    full = [torch.cat(parts).view(-1, width) for parts, width in zip(zip(*received, strict=True), columns, strict=True)]
+    updates = [matrix.split(rows) for matrix, rows in zip(_orthogonalize_by_shape(full), shard_rows, strict=True)]
+    returned = torch.cat([sent.new_empty(0), *(parts[each].reshape(-1) for each in ranks for parts in updates)])
+    local = _all_to_all(returned, received_sizes, sent_sizes, group)
 
-    done = list(shards)
-    for rank in range(ranks):
-        done[rank::ranks] = [part.view_as(shard) for part, shard in zip(mine[rank], shards[rank::ranks], strict=True)]
-    return done
+    ordered = list(shards)
+    for each in ranks:
+        ordered[each :: len(ranks)] = local[each]
+    return [update.view_as(shard) for update, shard in zip(ordered, shards, strict=True)]
 
 
 def _all_to_all(
     sent: Tensor, sent_sizes: list[list[int]], received_sizes: list[list[int]], group: dist.ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Send every rank its stretch of `sent`; the tensors received from each. Sizes are by rank, then by tensor."""
+    """Send every rank its part of `sent`; the tensors received from each. Sizes are by rank, then by tensor."""
     received = sent.new_empty(sum(map(sum, received_sizes)))
     totals = [sum(sizes) for sizes in received_sizes]
     dist.all_to_all_single(received, sent, totals, [sum(sizes) for sizes in sent_sizes], group=group)
@@ -138,35 +139,35 @@ def _shard_num_rows(num_rows: int, group_size: int) -> list[int]:
     return [max(0, min(part, num_rows - rank * part)) for rank in range(group_size)]
 
 
-def _group_by_mesh(parameters: list[Tensor]) -> Iterator[tuple[dist.ProcessGroup | None, list[Tensor]]]:
-    """Parameters with the group of ranks that each is sharded over, None for those that are whole on this rank."""
+def _group_by_mesh(parameters: list[Tensor]) -> list[tuple[dist.ProcessGroup | None, list[Tensor]]]:
+    """Parameters with the group of ranks that each is sharded over, None for those that this rank holds in full."""
     groups: dict[str, tuple[dist.ProcessGroup | None, list[Tensor]]] = {}
     for parameter in parameters:
         group = _shard_group(parameter) if isinstance(parameter, DTensor) else None
         groups.setdefault("" if group is None else group.group_name, (group, []))[1].append(parameter)
-    yield from groups.values()
+    return list(groups.values())
 
 
 def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
-    dimensions = [number for number, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not dimensions:
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not sharded:
         return None
-    (dimension,) = dimensions
-    assert parameter.placements[dimension].is_shard(0)
-    group = parameter.device_mesh.get_group(dimension)
+    (dim,) = sharded
+    assert parameter.placements[dim].is_shard(0)
+    group = parameter.device_mesh.get_group(dim)
     return group if group.size() > 1 else None
 
 
 def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Tensor]]:
-    """Matrices to exchange at once. Neighbours are of one shape, so that every rank is dealt the same work."""
-    lot: list[Tensor] = []
+    """Matrices to exchange at once. Neighbours are of one shape, so that every rank has the same work."""
+    batch: list[Tensor] = []
     for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape), reverse=True):
-        if len(lot) % group_size == 0 and sum(earlier.numel() for earlier in lot) > MAX_BATCH_NUMEL * group_size:
-            yield lot
-            lot = []
-        lot.append(matrix)
-    if lot:
-        yield lot
+        if len(batch) % group_size == 0 and sum(each.numel() for each in batch) > MAX_BATCH_NUMEL * group_size:
+            yield batch
+            batch = []
+        batch.append(matrix)
+    if batch:
+        yield batch
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:

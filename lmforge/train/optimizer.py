@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,45 +25,42 @@ def build_optimizer(
     times that of the rest. Where a group of the options says otherwise for a parameter, that counts. `full_shapes` has the
     full shape of each parameter by name, where parameters do not show it (FSDP1's are flat).
     """
-    flat = any(len(shape) != parameter.ndim for shape, parameter in _with_shapes(model, full_shapes or {}))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
+    flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
     if flat and (options.name == "muon" or options.state_dtype != "fp32"):
-        asked = "optimizer.name = muon" if options.name == "muon" else f"optimizer.state_dtype = {options.state_dtype}"
-        raise UserError(f"{asked}: fsdp1 keeps parameters flat, and what they were is lost on it; use engine = fsdp2")
-    groups = _parameter_groups(model, options, full_shapes or {})
-    betas, state_dtype = (options.beta1, options.beta2), torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
+        option = "name = muon" if options.name == "muon" else f"state_dtype = {options.state_dtype}"
+        reason = "fsdp1 keeps parameters flat, and what they were is lost on it"
+        raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
+    groups = _parameter_groups(model, options, shapes)
     if options.name == "sgd":
         momentum = 0.9 if options.momentum is None else options.momentum
         # torch's fused SGD takes no DTensors.
         return torch.optim.SGD(groups, lr=options.lr, momentum=momentum, foreach=True)
+    common: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
+    state_dtype = torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
     if options.name == "muon":
         momentum = 0.95 if options.momentum is None else options.momentum
-        return Muon(groups, lr=options.lr, momentum=momentum, betas=betas, eps=options.eps, state_dtype=state_dtype)
+        return Muon(groups, momentum=momentum, state_dtype=state_dtype, **common)
     if state_dtype != torch.float32:
-        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, state_dtype=state_dtype)
+        return AdamW(groups, state_dtype=state_dtype, **common)
     fused = options.implementation == "fused"
-    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused, foreach=not fused)
-
-
-def _with_shapes(model: LanguageModel, full_shapes: Mapping[str, torch.Size]) -> Iterator[tuple[torch.Size, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        yield full_shapes.get(name, parameter.shape), parameter
+    return torch.optim.AdamW(groups, fused=fused, foreach=not fused, **common)
 
 
 def _parameter_groups(
-    model: LanguageModel, options: OptimizerOptions, full_shapes: Mapping[str, torch.Size]
+    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size]
 ) -> list[dict[str, Any]]:
     """Trainable parameters, those together to which the same numbers apply."""
-    vectors = {id(parameter) for shape, parameter in _with_shapes(model, full_shapes) if len(shape) < 2}
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
     # A pipeline's rank has some of the tensors only; a pattern may be for others. None is for a tensor that is frozen.
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
-    chosen = assign_groups([name for name in full_shapes or trainable if name not in frozen], options.groups)
+    chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         numbers: dict[str, Any] = {
-            "weight_decay": 0.0 if id(parameter) in vectors else options.weight_decay,
+            "weight_decay": 0.0 if len(shapes[name]) < 2 else options.weight_decay,
             "lr_ratio": options.embedding_lr_ratio if id(parameter) in tables else 1.0,
         }
         if name in chosen:
@@ -82,12 +79,12 @@ def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[
     names = list(names)
     chosen: dict[str, GroupOptions] = {}
     for group in groups:
-        found = [name for name in names if re.search(group.pattern, name)]
-        if not found:
+        matching = [name for name in names if re.search(group.pattern, name)]
+        if not matching:
             raise UserError(
                 f"optimizer.groups: no tensor has {group.pattern} in its name; nearest: {_closest_names(group, names)}"
             )
-        left = [name for name in found if name not in chosen]
+        left = [name for name in matching if name not in chosen]
         if not left:
             raise UserError(f"optimizer.groups: all that has {group.pattern} in its name is in an earlier group; put it before")
         chosen |= dict.fromkeys(left, group)
@@ -129,8 +126,7 @@ def _get_or_init_state(optimizer: torch.optim.Optimizer, parameter: Tensor, grou
     if not state and isinstance(optimizer, torch.optim.AdamW):
         # torch's fused step counts on the device, the other one on the host.
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else None)
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     elif not state and group["momentum"]:
         state["momentum_buffer"] = torch.zeros_like(parameter)
     return state

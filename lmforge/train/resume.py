@@ -1,35 +1,32 @@
-"""Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded."""
+"""Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded; and rollback."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from lmforge import checkpoint
 from lmforge.checkpoint import CorruptCheckpoint, Manifest
 from lmforge.config.stage import StageConfig
-from lmforge.errors import UserError
+from lmforge.errors import RunFailed, UserError
+from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.runs import Run
-from lmforge.train.context import RunContext, RunInputs
+from lmforge.runs import Run, remove_checkpoint
+from lmforge.train.bad_steps import BadStep
 from lmforge.train.optimizer import named_optimizer_state
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 
 NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a run goes on from, None where it begins, and what to tell people about it."""
-
-    checkpoint_folder: Path | None = None
-    manifest: Manifest | None = None
-    messages: tuple[str, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """Steps done at this point."""
-        return self.manifest.step if self.manifest else 0
+# Options on which the plan hash depends: which sequences there are, and their order. The files themselves count too.
+DATA_OPTIONS = (
+    "data.",
+    "align.method",
+    "rollout.num_generations",
+    "rollout.max_completion_length",
+    "rollout.num_iterations",
+    "train.seed",
+)
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
@@ -56,8 +53,7 @@ def verify_finished(run: Run, point: ResumePoint, steps: int) -> ResumePoint:
         return point
     except CorruptCheckpoint as reason:
         older = find_resume_point(run, steps, before_step=point.step)
-        messages = (f"{point.checkpoint_folder}: {reason}; skipped", *older.messages)
-        return ResumePoint(older.checkpoint_folder, older.manifest, messages)
+        return replace(older, messages=(f"{point.checkpoint_folder}: {reason}; skipped", *older.messages))
 
 
 def load_resume_point(
@@ -90,6 +86,41 @@ def load_resume_point(
     return point
 
 
+def roll_back(trainer: Trainer, last_bad_step: BadStep) -> int:
+    """Load the newest checkpoint from before the bad steps in a row, and delete those after it. Returns its step.
+
+    Training goes on with the batch after the last bad one. Every rank calls it at the same step. Raises RunFailed where
+    there is no such checkpoint, or the run has rolled back too often.
+    """
+    ctx, detector = trainer.ctx, trainer.bad_step_detector
+    cause = f"step {last_bad_step.step}: {detector.consecutive_bad_steps} bad steps in a row"
+    if detector.rollbacks >= ctx.config.faults.max_rollbacks:
+        times = f"after {detector.rollbacks} rollbacks" if detector.rollbacks else "and faults.max_rollbacks = 0"
+        raise RunFailed(f"{cause}, {times}; a lower optimizer.lr or a longer warm-up may help")
+    trainer.checkpointer.wait()
+    first_bad_step = max(0, last_bad_step.step - detector.consecutive_bad_steps) + 1
+    point = ctx.dist_ctx.decide_on_rank0(partial(find_resume_point, ctx.run, ctx.config.train.steps, first_bad_step))
+    if point.manifest is None:
+        raise RunFailed(f"{cause}, and no checkpoint from before them to roll back to")
+    point = load_resume_point(ctx, point, trainer.parallel_model, trainer.optimizer)
+    assert point.manifest is not None
+    if ctx.dist_ctx.is_rank0:
+        _delete_checkpoints_after(ctx, point.step)
+    detector.load_losses(point.manifest.bad_step_detector)
+    detector.rolled_back_to(point.step, next_batch=last_bad_step.batch_index + 1)
+    ctx.console.warn(f"{cause}: rolled back to step {point.step}, continuing with the batches after them")
+    return point.step
+
+
+def _delete_checkpoints_after(ctx: RunContext, step: int) -> None:
+    # A run that resumed from a later checkpoint would be back on the trajectory that went wrong.
+    for folder in [ctx.run.checkpoint_path(later) for later in ctx.run.checkpoint_steps() if later > step]:
+        try:
+            remove_checkpoint(folder)
+        except Exception as problem:
+            ctx.console.warn(f"{folder}: could not be deleted: {problem}")
+
+
 def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:
     """Raise UserError where the checkpoint belongs to another run than `config` describes."""
     if (manifest := point.manifest) is None:
@@ -97,7 +128,7 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
     optimizer, batch_size = manifest.recipe["optimizer"]["name"], inputs.batch_plan.global_batch_size
     differs = ""
     if manifest.model_config != inputs.model_config:
-        differs = f"another model config ({_model_difference(manifest, inputs)})"
+        differs = f"another model config ({_model_difference(manifest.model_config, inputs.model_config)})"
     elif optimizer != config.optimizer.name:
         differs = f"saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}"
     elif manifest.tokenizer_hash != inputs.tokenizer.hash:
@@ -105,33 +136,34 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
     elif manifest.global_batch_size != batch_size:
         differs = f"its global batch has {manifest.global_batch_size} sequences, this recipe's {batch_size}"
     elif manifest.plan_hash != inputs.train_dataset.plan_hash:
-        differs = "trained on other data, or with another data.sequence_length or train.seed"
+        changes = [change for change in _changed_options(manifest, config) if change.startswith(DATA_OPTIONS)]
+        differs = f"trained with other data options ({', '.join(changes)})" if changes else "trained on other data"
     if differs:
         ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
         raise UserError(f"{point.checkpoint_folder}: {differs}; {ways}")
 
 
-def _model_difference(manifest: Manifest, inputs: RunInputs) -> str:
-    theirs, ours = asdict(manifest.model_config), asdict(inputs.model_config)
-    for described in (theirs, ours):  # a wrapped model is described by its config.json alone
-        described |= described.pop("config_dict", {})
-    names = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
-    differing = [f"{name} {theirs.get(name)} there, {ours.get(name)} here" for name in names[:3]]
-    return "; ".join(differing) or f"computed by {manifest.model_config.family} there, by {inputs.model_config.family} here"
+def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
+    there, here = asdict(theirs), asdict(ours)
+    # A wrapped model is described by its config.json alone.
+    for fields in (there, here):
+        fields |= fields.pop("config_dict", {})
+    names = [name for name in here | there if there.get(name) != here.get(name)]
+    differing = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names[:3]]
+    return "; ".join(differing) or f"computed by {theirs.family} there, by {ours.family} here"
 
 
 def describe_config_changes(point: ResumePoint, config: StageConfig) -> list[str]:
     """A line that names the options that differ from the checkpoint's recipe."""
-    if point.manifest is None:
-        return []
-    then, now = point.manifest.recipe, config.model_dump(mode="json")
-    changed = [
-        f"{section}.{name} {then.get(section, {}).get(name)} → {value}"
-        for section, options in now.items()
-        for name, value in options.items()
-        if section not in ("run", "launch", "watch") and then.get(section, {}).get(name) != value
-    ]
+    changed = list(_changed_options(point.manifest, config)) if point.manifest else []
     return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
+
+
+def _changed_options(manifest: Manifest, config: StageConfig) -> Iterator[str]:
+    """Each option that differs from the checkpoint's recipe, as `section.name then → now`."""
+    for section, options in config.model_dump(mode="json", exclude={"run", "launch", "watch"}).items():
+        then = manifest.recipe.get(section, {})
+        yield from (f"{section}.{name} {then.get(name)} → {now}" for name, now in options.items() if then.get(name) != now)
 
 
 def last_checkpoint_message(run: Run) -> str:

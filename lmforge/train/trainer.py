@@ -1,29 +1,91 @@
-"""Everything that the loop drives, as one object. stages/setup.py builds it; loop.py drives it."""
+"""Everything that the loop drives, as one object. stages/setup.py builds it; loop.py drives it.
+
+Before the model is built there are who runs it (RunContext), on what (RunInputs), and from where on (ResumePoint).
+"""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lmforge import checkpoint
-from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.checkpoint.async_save import StateDict
+from lmforge.atomic_files import atomic_write_json
+from lmforge.checkpoint import AsyncCheckpointer, Manifest, get_rng_state
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.stage import StageConfig
 from lmforge.data.batch import Batch
+from lmforge.data.dataset import PackedDataset
+from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed
+from lmforge.evaluate.tasks import QuestionTask
+from lmforge.model.config import ModelConfig
+from lmforge.model.layers import LanguageModel
+from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.train.bad_steps import BadStepDetector
+from lmforge.runs import Run
+from lmforge.train.bad_steps import BadStep, BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.context import RunContext, RunInputs
-from lmforge.train.metrics import MetricsFile
+from lmforge.train.metrics import ConsoleLogger, MetricsFile
 from lmforge.train.optimizer import learning_rate, named_optimizer_state
-from lmforge.train.resume import ResumePoint
 
 # After the last step there is no later one to save again at.
 FINAL_SAVE_ATTEMPTS = 3
 FINAL_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
+
+    config: StageConfig
+    run: Run
+    dist_ctx: DistributedContext
+    watch: Watchdog
+    console: ConsoleLogger
+    log_path: Path
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Everything a run is made from, opened and checked against each other. Nothing of the run has been written yet.
+
+    validation_dataset    None where nothing is validated, or the stage validates in its own way
+    data_source           where the data lies; goes into checkpoints and messages
+    data_summary          what the data is, in words
+    load_weights          fills a model with its first weights and returns the names it left out; None: random weights
+    sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
+    tasks                 tasks scored at each validation, each with its batch size
+    """
+
+    tokenizer: Tokenizer
+    train_dataset: PackedDataset
+    validation_dataset: PackedDataset | None
+    model_config: ModelConfig
+    batch_plan: BatchPlan
+    data_source: str
+    data_summary: str
+    load_weights: Callable[[LanguageModel], frozenset[str]] | None
+    sequences_per_sample: int = 1
+    tasks: tuple[tuple[QuestionTask, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run goes on from, None where it begins, and what to tell people about it."""
+
+    checkpoint_folder: Path | None = None
+    manifest: Manifest | None = None
+    messages: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps done at this point."""
+        return self.manifest.step if self.manifest else 0
 
 
 class BatchSource(Protocol):
@@ -66,11 +128,15 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     bad_step_detector: BadStepDetector
     checkpointer: AsyncCheckpointer
-    checkpoint_schedule: CheckpointSchedule
     metrics_file: MetricsFile | None
     flops_per_token: float
     peak_flops: float | None
+    checkpoint_schedule: CheckpointSchedule = field(init=False)
     batch_source: BatchSource = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_rank0 = self.ctx.dist_ctx.is_rank0
+        self.checkpoint_schedule = CheckpointSchedule(self.checkpointer, self.ctx.config, is_rank0)
 
     @property
     def start_step(self) -> int:
@@ -87,39 +153,46 @@ class Trainer:
             self.metrics_file.write(record)
         self.ctx.console.log_metrics(record)
 
+    def report_bad_step(self, bad_step: BadStep) -> None:
+        """Warn that a step was skipped, and write which samples or completions it used, for `lmforge show data`."""
+        if not self.ctx.dist_ctx.is_rank0:
+            return
+        step, numbers = bad_step.step, {"loss": repr(bad_step.loss), "grad_norm": repr(bad_step.grad_norm)}
+        path = self.ctx.run.path / "bad" / f"step-{step:08d}-batch-{bad_step.batch_index}.json"
+        path.parent.mkdir(exist_ok=True)
+        batch, words = self.batch_source.describe(bad_step.batch_index)
+        atomic_write_json(path, {"step": step, "reason": bad_step.reason, **numbers, **batch})
+        words = words or f"its samples are named in {path}"
+        self.ctx.console.warn(f"step {step}: {bad_step.reason}; not used, and {words}")
+
     def save(self, step: int, metrics: dict[str, Any], kept: bool, stopping: bool) -> None:
         """Save a checkpoint of `step`; where the run is `stopping`, wait until it is written.
 
         Raises RunFailed where the last checkpoint of a run cannot be written.
         """
-        self._save(step, metrics, kept)
-        if not stopping:
-            return
-        self.checkpointer.wait()
-        attempts = 1
-        while self.checkpointer.consecutive_failures:
-            if attempts == FINAL_SAVE_ATTEMPTS:
-                raise RunFailed(f"step {step}: could not be saved in {attempts} tries: {self.checkpointer.last_error}")
-            time.sleep(min(FINAL_RETRY_SECONDS, self.ctx.config.checkpoint.retry_seconds))
-            attempts += 1
-            self._save(step, metrics, kept)
+        options, detector = self.ctx.config.checkpoint, self.bad_step_detector
+        for attempt in range(FINAL_SAVE_ATTEMPTS):
+            if attempt:
+                time.sleep(min(FINAL_RETRY_SECONDS, options.retry_seconds))
+            self.checkpoint_schedule.record_save(kept)
+            self.checkpointer.save(
+                step,
+                self._state_dict(model_only=options.last_save_model_only and step == self.ctx.config.train.steps),
+                metrics=metrics,
+                kept=kept,
+                consumed_sequences=(step + detector.batch_offset) * self.inputs.batch_plan.global_batch_size,
+                rng=get_rng_state(),
+                bad_step_detector=detector.state_dict(),
+            )
+            if not stopping:
+                return
             self.checkpointer.wait()
+            if not self.checkpointer.consecutive_failures:
+                return
+        raise RunFailed(f"step {step}: could not be saved in {FINAL_SAVE_ATTEMPTS} tries: {self.checkpointer.last_error}")
 
-    def _save(self, step: int, metrics: dict[str, Any], kept: bool) -> None:
-        self.checkpoint_schedule.record_save(kept)
-        config = self.ctx.config
-        self.checkpointer.save(
-            step,
-            self._state_dict(model_only=config.checkpoint.last_save_model_only and step == config.train.steps),
-            metrics=metrics,
-            kept=kept,
-            consumed_sequences=(step + self.bad_step_detector.skipped_batches) * self.inputs.batch_plan.global_batch_size,
-            rng=checkpoint.get_rng_state(),
-            bad_step_detector=self.bad_step_detector.state_dict(),
-        )
-
-    def _state_dict(self, model_only: bool) -> StateDict:
-        state: StateDict = self.parallel_model.state_dict(self.optimizer, named_optimizer_state)
+    def _state_dict(self, model_only: bool) -> dict[str, dict[str, Any]]:
+        state = self.parallel_model.state_dict(self.optimizer, named_optimizer_state)
         if model_only:
             return {"model": state["model"]}
         rollouts = self.batch_source.state_dict()

@@ -18,8 +18,7 @@ from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.train.context import RunInputs
-from lmforge.train.trainer import Trainer
+from lmforge.train.trainer import RunInputs, Trainer
 
 # Most sequences of a batch of a task; the same on any number of ranks, or the last bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
@@ -56,14 +55,10 @@ def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageMo
 
 def validate(trainer: Trainer, step: int) -> dict[str, float]:
     """Metrics of validation and scores of tasks, by name. Every rank calls it."""
-    return trainer.batch_source.validate(step) | _score_tasks(trainer, step)
-
-
-def _score_tasks(trainer: Trainer, step: int) -> dict[str, float]:
     ctx, inputs, options = trainer.ctx, trainer.inputs, trainer.ctx.config.validation
+    scores = trainer.batch_source.validate(step)
     if not inputs.tasks:
-        return {}
-    scores: dict[str, float] = {}
+        return scores
     with unsharded_for_decoding(trainer.parallel_model) as model:
         prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
         loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
@@ -72,7 +67,8 @@ def _score_tasks(trainer: Trainer, step: int) -> dict[str, float]:
                 num_fewshot=options.num_fewshot,
                 limit=options.task_limit,
                 batch_size=batch_size,
-                on_batch=partial(ctx.watch.set_phase, "evaluate", step),  # each batch is progress
+                # Each batch is progress.
+                on_batch=partial(ctx.watch.set_phase, "evaluate", step),
             )
             result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
             ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")

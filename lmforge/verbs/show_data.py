@@ -41,7 +41,8 @@ def show_samples(source: Path, sample_range: str | None) -> str:
         title = f"step {record.step}: {record.reason}"
         if record.samples is None:
             return _show_completions(source, record, title, sample_range)
-        data, pack, length, seed = Path(record.data), record.fit, record.sequence_length, record.seed
+        data, pack = Path(record.data), record.packing == "best-fit"
+        length, seed = record.sequence_length, record.seed
         first, after = _parse_range(sample_range, record.samples)
     elif (run := Run.open(source)).exists():
         config = run.load_config()
@@ -133,9 +134,9 @@ class ExampleReader:
             for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
                 yield number, f"pair {number}, chosen", pair.chosen
                 yield number, f"pair {number}, rejected", pair.rejected
-        elif kind == "judged":
-            for number, judged in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
-                yield number, f"record {number}, {'good' if judged.desirable else 'bad'}", judged.example
+        elif kind == "unpaired":
+            for number, labelled in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
+                yield number, f"record {number}, {'good' if labelled.desirable else 'bad'}", labelled.example
         elif kind == "prompts":
             for number, prompt in enumerate(read_prompts(file, tokenizer, **reading)):
                 yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
@@ -153,12 +154,12 @@ class ExampleReader:
             if {"chosen", "rejected"} <= record.keys():
                 return "pairs"
             if {"prompt", "completion", "label"} <= record.keys() and self.mask == "assistant":
-                return "judged"
+                return "unpaired"
             if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
                 return "prompts"
         if self.apply_chat_template:
             raise UserError(
-                "--apply_chat_template: is for pairs, judged answers and prompts; leave it out, or add --format prompts"
+                "--apply_chat_template: is for pairs, labelled completions and prompts; leave it out, or add --format prompts"
             )
         return "conversations"
 
@@ -192,7 +193,7 @@ def _data_folder(config: StageConfig) -> tuple[Path, bool]:
     if config.kind == "prompts":
         raise UserError("the batches of rollouts are answers, which are in the run's folder completions")
     from lmforge.stages.examples import examples_folder
-    from lmforge.stages.inputs import find_required_pretrained
+    from lmforge.stages.pretrained import find_required_pretrained
 
     return examples_folder(config, find_required_pretrained(config).tokenizer()), config.data.packing == "best-fit"
 
@@ -207,7 +208,7 @@ class BadStepFile(BaseModel, extra="allow"):
     sequence_length: int = 0
     seed: int = 0
     plan_hash: str = ""
-    fit: bool = True
+    packing: str = "best-fit"
     answers: str | None = None
     ranks: int = 1
     part: tuple[int, int] = (0, 1)

@@ -103,7 +103,7 @@ def test_pairs_lie_in_documents_two_by_two(chance: random.Random, make: Make) ->
 
 
 def test_judged_answers_are_followed_by_the_next_ones_answer_to_the_same_prompt(chance: random.Random, make: Make) -> None:
-    items = [ExampleGroup((drawn(chance, 10),), {"label": float(n % 2)}) for n in range(30)]
+    items = [ExampleGroup((drawn(chance, 10),), {"kto_labels": float(n % 2)}) for n in range(30)]
     rows = example_dataset(make(items, 32), "train", sequence_length=64, pack=True, shuffle=False)
     several = 0
     for index in range(rows.sequences_per_epoch):
@@ -118,7 +118,7 @@ def test_judged_answers_are_followed_by_the_next_ones_answer_to_the_same_prompt(
             assert mismatched.tolist() == expected
     assert several
     batch = Batch.from_sequences(rows.sequences(0, rows.sequences_per_epoch))
-    assert set(batch.extra("label").flatten().tolist()) <= {0.0, 1.0}
+    assert set(batch.extra("kto_labels").flatten().tolist()) <= {0.0, 1.0}
 
 
 def test_what_is_too_long_or_teaches_nothing_is_counted(make: Make) -> None:
@@ -207,7 +207,8 @@ def test_a_folder_is_to_the_byte_what_it_would_be_of_all_examples_in_memory(
 ) -> None:
     different = [
         ExampleGroup(
-            tuple(drawn(chance, 20) for _ in range(sides)), {"margin": chance.random(), "label": float(chance.random() < 0.5)}
+            tuple(drawn(chance, 20) for _ in range(sides)),
+            {"margins": chance.random(), "kto_labels": float(chance.random() < 0.5)},
         )
         for _ in range(chance.randint(1, 60))
     ]

@@ -62,9 +62,9 @@ def whole_batch(model: LanguageModel, seed: int) -> Batch:
     batch = packed(rows, padding=4) if batch.sequence_length % 2 else batch
     return with_extras(
         batch,
-        reference=logprobs_under(moved(model, 0.02, seed), batch),
-        old=logprobs_under(model, batch) - LOG_RATIOS[torch.randint(3, batch.tokens.shape, generator=generator)],
-        advantage=torch.randn(4, 4, generator=generator).tolist(),
+        reference_logprobs=logprobs_under(moved(model, 0.02, seed), batch),
+        old_logprobs=logprobs_under(model, batch) - LOG_RATIOS[torch.randint(3, batch.tokens.shape, generator=generator)],
+        advantages=torch.randn(4, 4, generator=generator).tolist(),
     )
 
 

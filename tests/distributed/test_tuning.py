@@ -18,7 +18,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.model_loading import load_model
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.runs import Run
-from lmforge.stages.reward_model_scorer import RewardModelScorer
+from lmforge.stages.completions import RewardModelScorer
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases
 
@@ -217,7 +217,7 @@ def test_the_loss_of_dpo_begins_at_ln_2(world: World, name: str) -> None:
 def test_what_a_greedy_answer_to_held_out_prompts_earns_is_measured(world: World) -> None:
     run = world.run("grpo")
     assert set(losses(run, "val/reward")) == set(losses(run, "val/pass@1")) == {0, 3, STEPS}
-    assert losses(run, "unjudged")[1] == 0
+    assert losses(run, "no_reward")[1] == 0
     assert sorted((run.path / "completions").glob("step-*-validation-rank-0.jsonl"))
 
 

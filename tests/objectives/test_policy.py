@@ -37,6 +37,7 @@ from tests.objectives.oracle import (
 )
 
 # The configurations that TRL's results were recorded with (regenerate.py).
+EXTRAS = ("old_logprobs", "reference_logprobs", "advantages", "truncated")
 ADVANTAGES = [1.2, -0.7, 0.4, -1.5, 0.9, -0.3, 0.0, 0.6]
 IN_TRL = {
     "grpo token": PolicyLossConfig(loss_aggregation="sequence"),
@@ -80,9 +81,9 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
     batch = packed([completions[:3], completions[3:]])
     batch = with_extras(
         batch,
-        advantage=[ADVANTAGES[:3], ADVANTAGES[3:]],
-        old=logprobs_under(tiny_model(0.004, 2), batch, config.temperature),
-        reference=logprobs_under(tiny_model(0.02, 1), batch, config.temperature),
+        advantages=[ADVANTAGES[:3], ADVANTAGES[3:]],
+        old_logprobs=logprobs_under(tiny_model(0.004, 2), batch, config.temperature),
+        reference_logprobs=logprobs_under(tiny_model(0.02, 1), batch, config.temperature),
     )
     objective = PolicyObjective(config)
 
@@ -158,15 +159,15 @@ def plain_sum(
     """(sum, weight) as the papers write it: completions one at a time, tokens one at a time."""
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
     for one, about in zip(documents, extras, strict=True):
-        if config.mask_truncated_completions and about["overlong"]:
+        if config.mask_truncated_completions and about["truncated"]:
             continue
         logprobs = plain(model, one, config.temperature)
-        size, advantage = len(logprobs), about["advantage"]
-        logs = [now - before for now, before in zip(logprobs, about["old"], strict=True)]
+        size, advantage = len(logprobs), about["advantages"]
+        logs = [now - before for now, before in zip(logprobs, about["old_logprobs"], strict=True)]
         if config.importance_sampling_level != "token":
             logs = [sum(logs) / (size if config.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
         losses = []
-        for log, logprob, reference in zip(logs, logprobs, about["reference"], strict=True):
+        for log, logprob, reference in zip(logs, logprobs, about["reference_logprobs"], strict=True):
             ratio = log.exp()
             clipped = min(max(float(ratio), 1 - config.epsilon), 1 + config.epsilon_high)
             loss = -ratio * advantage if float(ratio) * advantage <= clipped * advantage else torch.tensor(-clipped * advantage)
@@ -196,10 +197,10 @@ def with_policy_extras(
     values = torch.randn(len(rows), count, generator=torch.Generator().manual_seed(seed))
     return with_extras(
         batch,
-        advantage=[values[row, : len(of)].tolist() for row, of in enumerate(rows)],
-        overlong=[[float(number % 3 == 1) for number in range(len(of))] for of in rows],
-        old=torch.where(first, now, older).detach(),
-        reference=logprobs_under(moved(model, 0.03, seed + 1), batch, config.temperature),
+        advantages=[values[row, : len(of)].tolist() for row, of in enumerate(rows)],
+        truncated=[[float(number % 3 == 1) for number in range(len(of))] for of in rows],
+        old_logprobs=torch.where(first, now, older).detach(),
+        reference_logprobs=logprobs_under(moved(model, 0.03, seed + 1), batch, config.temperature),
     )
 
 
@@ -209,8 +210,8 @@ def by_document(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[dict[s
     for row, of in enumerate(rows):
         for number in range(len(of)):
             here = (batch.document_ids[row] == number) & (batch.labels[row] != -100)
-            values = {name: batch.extra(name)[row, here].double() for name in ("old", "reference", "advantage", "overlong")}
-            found.append(values | {name: float(values[name][0]) for name in ("advantage", "overlong")})
+            values = {name: batch.extra(name)[row, here].double() for name in EXTRAS}
+            found.append(values | {name: float(values[name][0]) for name in ("advantages", "truncated")})
     return found
 
 
@@ -245,10 +246,9 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch_and_any_packing(nam
     assert_same(split, reference, tolerance=1e-11)
     apart = packed([[one] for row in rows for one in row])
     extras = by_document(batch, rows)
-    names = ("old", "reference", "advantage", "overlong")
-    spread = {each: torch.zeros(apart.batch_size, apart.sequence_length, dtype=torch.float64) for each in names}
+    spread = {each: torch.zeros(apart.batch_size, apart.sequence_length, dtype=torch.float64) for each in EXTRAS}
     for row, about in enumerate(extras):
-        for each in names:
+        for each in EXTRAS:
             spread[each][row, apart.labels[row] != -100] = torch.as_tensor(about[each], dtype=torch.float64)
     unpacked, _ = objective.loss(model, with_extras(apart, **spread))
     assert_same((unpacked.detach(), gradient(unpacked, model)), reference, tolerance=1e-11)
@@ -272,8 +272,8 @@ def test_a_masked_truncated_completion_adds_nothing_and_is_not_counted() -> None
     rows = completions_of(generator, (2,))
     config = LOSS_TYPE_PRESETS["dapo"]
     batch = with_policy_extras(packed(rows), rows, model, config, generator.initial_seed())
-    cut = with_extras(batch, overlong=[[0.0, 1.0, 0.0, 0.0]])
-    shorter = with_extras(batch, overlong=[[0.0] * 4])
+    cut = with_extras(batch, truncated=[[0.0, 1.0, 0.0, 0.0]])
+    shorter = with_extras(batch, truncated=[[0.0] * 4])
     shorter.labels[shorter.document_ids == 1] = -100
     ours, reference = (PolicyObjective(config).loss(model, each)[0] for each in (cut, shorter))
     assert ours.item() == reference.item()
@@ -284,7 +284,7 @@ def test_under_the_sampling_policy_every_ratio_is_one_and_nothing_is_clipped() -
     generator, model = drawn()
     rows = completions_of(generator, (2, 1))
     batch = with_policy_extras(packed(rows), rows, model, PolicyLossConfig(), generator.initial_seed())
-    batch = with_extras(batch, old=logprobs_under(model, batch))
+    batch = with_extras(batch, old_logprobs=logprobs_under(model, batch))
     _, metrics = PolicyObjective(PolicyLossConfig()).loss(model, batch)
     assert float(metrics["ratio"][0] / metrics["ratio"][1]) == pytest.approx(1.0, abs=1e-6)
     assert metrics["clip/low"][0].item() == metrics["clip/high"][0].item() == 0

@@ -95,7 +95,7 @@ def with_mismatched(completions: Sequence[Document]) -> list[Document]:
 
 
 def with_reference(batch: Batch, reference: LanguageModel) -> Batch:
-    return with_extras(batch, reference=logprobs_under(reference, batch))
+    return with_extras(batch, reference_logprobs=logprobs_under(reference, batch))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -104,7 +104,7 @@ def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
     batch = with_reference(packed(one_row(pairs)), tiny_model(0.02, 1))
     if name == "dpo smoothed":
         # TRL smooths labels in its CPO trainer only, which has no reference: log-probabilities of 0 take its place.
-        batch = with_extras(batch, reference=torch.zeros(batch.batch_size, batch.sequence_length))
+        batch = with_extras(batch, reference_logprobs=torch.zeros(batch.batch_size, batch.sequence_length))
     assert_as_trl(IN_TRL[name], lambda model: _loss_and_num_items(OBJECTIVES[name], model, batch))
 
 
@@ -117,7 +117,7 @@ def _loss_and_num_items(objective: Any, model: LanguageModel, batch: Batch) -> t
     ("name", "coefficient", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)]
 )
 def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, coefficient: float, margins: list[float]) -> None:
-    batch = with_extras(packed(one_row(recorded_pairs())), margin=[[margin for each in margins for margin in (each, 0.0)]])
+    batch = with_extras(packed(one_row(recorded_pairs())), margins=[[margin for each in margins for margin in (each, 0.0)]])
     objective = RewardModelObjective(center_rewards_coefficient=coefficient)
     assert_as_trl(name, lambda model: _loss_and_num_items(objective, model, batch), reward=True)
 
@@ -130,7 +130,7 @@ def test_loss_and_gradients_of_fine_tuning_are_those_of_trl() -> None:
 def test_loss_and_gradients_of_kto_are_those_of_trl() -> None:
     documents = with_mismatched([chosen for chosen, _ in recorded_pairs()])
     batch = with_reference(packed([documents]), tiny_model(0.02, 1))
-    batch = with_extras(batch, label=[[1, 1, 0, 0, 1, 1, 0, 0]])
+    batch = with_extras(batch, kto_labels=[[1, 1, 0, 0, 1, 1, 0, 0]])
     metrics = assert_as_trl("kto", lambda model: _loss_and_num_items(KTOObjective(**KTO_WEIGHTS), model, batch))
     # TRL's own estimate of the KL divergence, from its log. It is above zero; otherwise the loss would not depend on it.
     assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(1.0061497688293457, rel=1e-5)
@@ -197,7 +197,7 @@ def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_a_kl_estimate_for_
     rows = [ones[:3], ones[3:]]
     reference = moved(model, 0.05, generator.initial_seed())
     batch = with_reference(packed([with_mismatched(row) for row in rows]), reference)
-    batch = with_extras(batch, label=[[label for label in row for _ in range(2)] for row in labels])
+    batch = with_extras(batch, kto_labels=[[label for label in row for _ in range(2)] for row in labels])
     objective = KTOObjective(**KTO_WEIGHTS)
     total, _ = objective.loss(model, batch)
     ours = total, gradient(total, model)
@@ -223,7 +223,7 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(coeffici
     generator, _ = drawn()
     model, pairs = reward_model(generator.initial_seed()), drawn_pairs(generator, 4)
     by_document = [margin for each in margins for margin in (each, 0.0)]
-    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margin=[by_document[:6], by_document[6:]])
+    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margins=[by_document[:6], by_document[6:]])
     objective = RewardModelObjective(center_rewards_coefficient=coefficient)
     total, metrics = objective.loss(model, batch)
     ours = total, gradient(total, model)
@@ -250,7 +250,7 @@ def full_batch(generator: torch.Generator, model: LanguageModel, arrange: Callab
     """Five sequences of one to three pairs with the extras of all objectives."""
     rows = [arrange(drawn_pairs(generator, count))[0] for count in (1, 3, 2, 1, 2)]
     batch = with_reference(packed(rows), moved(model, 0.02, generator.initial_seed()))
-    return with_extras(batch, label=[[number // 2 % 2 for number in range(len(row))] for row in rows])
+    return with_extras(batch, kto_labels=[[number // 2 % 2 for number in range(len(row))] for row in rows])
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -348,5 +348,5 @@ def test_metrics_are_of_the_pairs() -> None:
 def test_a_batch_without_reference_logprobs_is_refused_by_name() -> None:
     generator, model = drawn()
     batch = packed(one_row(drawn_pairs(generator, 1)))
-    with pytest.raises(ValueError, match="'reference'"):
+    with pytest.raises(ValueError, match="'reference_logprobs'"):
         OBJECTIVES["dpo"].loss(model, batch)

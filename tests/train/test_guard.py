@@ -59,7 +59,7 @@ def test_a_spike_is_bad_and_noise_is_not_and_a_resumed_guard_judges_alike() -> N
     for step in range(1, 200):
         assert not judged(guard, step, 3 + 2 / step + chance.uniform(-0.1, 0.1)), step
     again = BadStepDetector(ALONE, spike_sigmas=6.0, window_steps=32)
-    again.load_state_dict(json.loads(json.dumps(guard.state_dict())), skipped_batches=0)
+    again.load_state_dict(json.loads(json.dumps(guard.state_dict())), batch_offset=0)
     for each in (guard, again):
         assert judged(each, 200, 5.0)
         assert not judged(each, 201, 3.05)

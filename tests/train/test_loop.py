@@ -27,13 +27,10 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.context import RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.optimizer import build_optimizer
-from lmforge.train.resume import ResumePoint
-from lmforge.train.trainer import Trainer
+from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 from tests.conftest import Command
 
 Capture = pytest.CaptureFixture[str]
@@ -123,7 +120,6 @@ def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, comp
         build_optimizer(model, OptimizerOptions()),
         BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=4),
         checkpointer,
-        CheckpointSchedule(checkpointer, ctx.config.checkpoint, every_steps=1000, is_rank0=True),
         metrics_file=None,
         flops_per_token=1.0,
         peak_flops=None,

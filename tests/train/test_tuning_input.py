@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -11,14 +12,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lmforge.checkpoint import read_manifest
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import validate_options
 from lmforge.config.sft import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
+from lmforge.errors import UserError
+from lmforge.runs import Run
 from lmforge.stages.examples import examples_folder, open_example_inputs, prepare_examples
-from lmforge.stages.inputs import find_required_pretrained
+from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.stages.prompt_inputs import PromptPacking, check_prompts_and_rewards, open_prompt_inputs
-from lmforge.train.context import RunInputs
+from lmforge.train.resume import check_resumable
+from lmforge.train.trainer import ResumePoint, RunInputs
 from tests.conftest import Command, Refusal
 
 Tuned = TypeVar("Tuned", SftConfig, AlignConfig)
@@ -338,7 +343,7 @@ def test_a_function_that_fails_on_another_rank_is_told_in_its_log_and_counted(
     assert log.count("reward rewards.py:failing_elsewhere: KeyError: ") == 1
     for record in steps_of(place / "runs" / "run"):
         # One function of two, on one rank of two; the other function judged every answer.
-        assert (record["reward_failures"], record["unjudged"]) == (0.25, 0.0)
+        assert (record["reward_failures"], record["no_reward"]) == (0.25, 0.0)
 
 
 def steps_of(run: Path) -> list[dict[str, float]]:
@@ -467,6 +472,48 @@ def test_files_that_are_held_out_leave_the_others_whole_and_are_told_of(place: P
     assert (len(prompts), held_out) == (80, ["1 + 2 ="])
     assert "80 of 80 records; validation: 1 of 4 records, 3 left out as too long; 4 completions" in materials[0].data_summary
     assert materials[0].train_dataset.plan_hash == materials[1].train_dataset.plan_hash
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"rollout": {"num_generations": 2}}, "with other data options (rollout.num_generations 4 → 2); "),
+        ({"rollout": {"max_completion_length": 6}}, "with other data options (rollout.max_completion_length 8 → 6); "),
+        ({"rollout": {"num_iterations": 2}}, "with other data options (rollout.num_iterations 1 → 2); "),
+        ({"data": {"fields": ["prompt=answer"]}}, "with other data options (data.fields [] → ['prompt=answer']); "),
+        ({"train": {"seed": 3}, "rollout": {"temperature": 0.5}}, "with other data options (train.seed 0 → 3); "),
+        ({}, "on other data; "),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_where_batches_of_a_resumed_run_would_be_others_the_message_names_what_differs(
+    place: Path, tiny_run: Path, tables: dict[str, dict[str, object]], said: str
+) -> None:
+    rows = place / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": f"{n} + 2 ="}) + "\n" for n in range(20)))
+
+    def recipe(**changed: dict[str, object]) -> AlignConfig:
+        rollout: dict[str, object] = {"reward_functions": [f"{place / 'rewards.py'}:right"]}
+        rollout |= {"num_generations": 4, "max_completion_length": 8, **changed.get("rollout", {})}
+        tables = {"rollout": rollout, "data": {"files": [str(rows)], **changed.get("data", {})}}
+        return recipe_of(AlignConfig, place, tiny_run, align={"method": "grpo"}, **tables, train=changed.get("train", {}))
+
+    begun = recipe()
+    inputs = open_prompt_inputs(begun, 1)
+    manifest = replace(
+        read_manifest(Run(tiny_run).checkpoint_path(6)),
+        recipe=begun.model_dump(mode="json"),
+        plan_hash=inputs.train_dataset.plan_hash,
+        global_batch_size=inputs.batch_plan.global_batch_size,
+    )
+    point = ResumePoint(place / "step-00000006", manifest)
+    check_resumable(point, begun, inputs)
+    if not tables:
+        rows.write_text('{"prompt": "something else"}\n')
+    changed = recipe(**tables)
+    with pytest.raises(UserError) as refused:
+        check_resumable(point, changed, open_prompt_inputs(changed, 1))
+    assert str(refused.value).startswith(f"{place / 'step-00000006'}: trained {said}use the recipe it was begun with")
 
 
 def test_what_answers_to_a_share_of_the_prompts_earn_is_measured(place: Path, tiny_run: Path, lmforge: Command) -> None:

@@ -274,7 +274,7 @@ def example_dataset(
     """The packed sequences of a split of a folder. Raises UserError if it cannot be read."""
     examples = folder.split(split)
     return PackedDataset(
-        ExamplePacking(examples, sequence_length, pack, with_mismatched="label" in examples.scalars),
+        ExamplePacking(examples, sequence_length, pack, with_mismatched="kto_labels" in examples.scalars),
         name=split,
         location=f"{folder.path}: {split}",
         plan=["examples", EXAMPLES_VERSION, split, examples.digest, sequence_length, pack],
