@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import LogOptions, OptimizerOptions, ParallelOptions, ScheduleOptions, TrainOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
 from lmforge.interop.config_json import to_config_json

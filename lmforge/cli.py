@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 from lmforge import __version__
 from lmforge.cluster.rank_info import read_rank_info
-from lmforge.config.bench import BenchConfig
 from lmforge.config.load import STAGES, parse_config
 from lmforge.config.options import Options, format_help, parse_options
 from lmforge.config.stage import StageConfig
+from lmforge.config.verbs import BenchConfig
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.verbs.table import VERBS

@@ -25,7 +25,7 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.bench import BenchConfig
+from lmforge.config.verbs import BenchConfig
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader

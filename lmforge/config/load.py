@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import parse_options, read_recipe
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sft import SftConfig
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)

@@ -13,10 +13,10 @@ import typing
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from lmforge.errors import UserError
@@ -33,6 +33,16 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with options that are valid one by one, in lines for the user. The first of them is reported."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_problems(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
     def changed(self) -> list[str]:
         """The options that do not have their default value."""
@@ -53,7 +63,7 @@ def argument(default: Any, description: str) -> Any:
 
 
 def section(options_class: type[Options], description: str) -> Any:
-    """Declare a group of options inside another. A list of them is an option: `tuple[Tree, ...] = option((), …)`."""
+    """Declare a group of options inside another. A list of them is an option: `tuple[Group, ...] = option((), …)`."""
     return Field(default_factory=options_class, description=description)
 
 
@@ -228,7 +238,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         if _table_class(field):
             given[path] = [_parse_inline_table(name, value) for value in values]
         elif _is_list(field):
-            given[path] = [_parse_list_item(field, value) for value in values]
+            given[path] = [_parse_value(field, value) for value in values]
         elif values:
             given[path] = _parse_value(field, values[0])
         elif _is_flag(field):
@@ -261,8 +271,9 @@ def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
 
 
 def _parse_value(field: FieldInfo, text: str) -> Any:
-    """`text` as a value of the option's type where it reads as one; else as it is, for validation to refuse."""
-    members = _union_members(field)
+    """`text` as a value of the option, or as an item of its list, where it reads as one; else as it is, for validation to
+    refuse."""
+    members = typing.get_args(field.annotation) if _is_list(field) else _union_members(field)
     if _accepts_none(field) and text.lower() == "none":
         return None
     if bool in members and text.lower() in ("true", "false"):
@@ -275,15 +286,6 @@ def _parse_value(field: FieldInfo, text: str) -> Any:
     except ValueError:
         pass
     return text
-
-
-def _parse_list_item(field: FieldInfo, text: str) -> Any:
-    """`text` as one item of a list: a number where they are numbers and it reads as one."""
-    item = typing.get_args(field.annotation)[0]
-    try:
-        return item(text) if item in (int, float) else text
-    except ValueError:
-        return text
 
 
 def _parse_inline_table(name: str, text: str) -> Any:
@@ -347,18 +349,16 @@ def _default_text(field: FieldInfo) -> str:
 
 def to_toml(options: Options) -> str:
     """Options as TOML that `read_recipe` opens again; options that have no value by default are left out."""
-    return tomli_w.dumps(_without_none(options))
+    return tomli_w.dumps(_as_toml(options))
 
 
-def _without_none(options: Options) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for name, value in options.model_dump(mode="json").items():
-        inner = getattr(options, name)
-        if isinstance(inner, Options):
-            table[name] = _without_none(inner)
-        elif isinstance(value, list):
-            pairs = zip(inner, value, strict=True)
-            table[name] = [_without_none(item) if isinstance(item, Options) else plain for item, plain in pairs]
-        elif value is not None or type(options).model_fields[name].default is not None:
-            table[name] = "none" if value is None else value
-    return table
+def _as_toml(value: Any) -> Any:
+    """A value in the types of TOML."""
+    if isinstance(value, Options):
+        fields = type(value).model_fields
+        return {name: _as_toml(each) for name, each in value if each is not None or fields[name].default is not None}
+    if isinstance(value, tuple):
+        return [_as_toml(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return "none" if value is None else value

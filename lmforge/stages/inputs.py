@@ -4,8 +4,7 @@ from importlib.util import find_spec
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder

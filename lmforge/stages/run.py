@@ -1,8 +1,8 @@
 """The stages of training: pretrain, sft and align. Each is four functions; run_stage.py does everything else."""
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sft import SftConfig
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.stages.align import build_preference_batches, build_preference_objective
 from lmforge.stages.dataset_batches import DatasetBatches

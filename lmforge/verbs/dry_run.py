@@ -5,9 +5,8 @@ from dataclasses import replace
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import to_toml
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import OptimizerOptions
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.hub import is_hub_name

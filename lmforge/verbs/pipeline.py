@@ -18,7 +18,7 @@ import xxhash
 from lmforge.atomic_files import atomic_write_json
 from lmforge.config.load import STAGES
 from lmforge.config.options import read_recipe, validate_options
-from lmforge.config.pipeline import PipelineOptions, PipelineStageOptions, RunPipelineOptions
+from lmforge.config.verbs import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import ExampleFormat
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig, renamed_fields
 from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
 from lmforge.data.chat.example_display import format_example

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from lmforge.config import verbs as options
 from lmforge.config.align import AlignConfig
-from lmforge.config.bench import BenchConfig
 from lmforge.config.options import Options
-from lmforge.config.pipeline import RunPipelineOptions
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sft import SftConfig
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.tuning import SftConfig
+from lmforge.config.verbs import BenchConfig, RunPipelineOptions
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import validate_options
-from lmforge.config.sft import SftConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
 from lmforge.stages.examples import examples_folder, open_example_inputs, prepare_examples
 from lmforge.stages.inputs import find_required_pretrained
