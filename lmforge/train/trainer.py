@@ -17,7 +17,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.context import RunContext, RunInputs
-from lmforge.train.metrics import MetricsFile
+from lmforge.train.metrics import MetricsFile, without_non_finite
 from lmforge.train.optimizer import learning_rate, named_optimizer_state
 from lmforge.train.resume import ResumePoint
 
@@ -111,7 +111,7 @@ class Trainer:
         self.checkpointer.save(
             step,
             self._state_dict(model_only=config.checkpoint.last_save_model_only and step == config.train.steps),
-            metrics=metrics,
+            metrics=without_non_finite(metrics),
             kept=kept,
             consumed_sequences=(step + self.bad_step_detector.skipped_batches) * self.inputs.batch_plan.global_batch_size,
             rng=checkpoint.get_rng_state(),
