@@ -76,7 +76,8 @@ class RolloutOptions(Options):
     )
     num_iterations: int = option(1, "optimizer steps on each set of completions", gt=0)
     reward_functions: tuple[str, ...] = option(
-        (), "reward functions, FILE.py:FUNCTION each, or reward models by their folders; their weighted sum is the reward"
+        (),
+        "what is summed up, weighted: FILE.py:FUNCTION, the built-in python_code, or the folder of a reward model",
     )
     reward_weights: tuple[float, ...] = option((), "weight of each reward function (default: 1)")
     reward_timeout_seconds: float = option(60.0, "seconds after which a reward function that has not answered is skipped", gt=0)

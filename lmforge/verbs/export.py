@@ -1,4 +1,7 @@
-"""`lmforge export`: a checkpoint as a Hugging Face folder, read and written a tensor at a time, without a GPU."""
+"""`lmforge export` and `lmforge import`: a checkpoint, ours or another trainer's, as a Hugging Face folder.
+
+Tensors are read and written one at a time, without a GPU.
+"""
 
 import sys
 from functools import partial
@@ -15,9 +18,14 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import chat_template, training_stage
+from lmforge.hub import resolve_model_folder
 from lmforge.interop.export import export_folder
+from lmforge.interop.layouts import LayoutHints, convert_checkpoint
 from lmforge.interop.peft_folder import is_peft_folder, save_peft_folder
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.tensor_sources import open_tensor_source
 from lmforge.model.config import ModelConfig
+from lmforge.model.flops import parameter_count
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,13 +45,8 @@ def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -
     if options.adapters:
         _write_adapters(options, stored, manifest)
     else:
-        write_model_folder(
-            options,
-            stored,
-            manifest.model_config,
-            checkpoint_path,
-            chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest)),
-        )
+        template = chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest))
+        _write_model_folder(options, stored, manifest.model_config, checkpoint_path, template)
     return manifest
 
 
@@ -62,6 +65,41 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
     save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite)
 
 
+def run_import(options: ImportOptions) -> int:
+    """Write the folder and print what it holds. Raises UserError."""
+    source = open_tensor_source(options.source)
+    converted = convert_checkpoint(options.source, source, options.layout, _layout_hints(options))
+    config = converted.config
+    folder = resolve_model_folder(options.tokenizer, "tokenizer.json") if options.tokenizer else None
+    if folder is not None and (entries := Tokenizer.open(folder).vocab_size) > config.vocab_size:
+        raise UserError(f"{options.tokenizer}: has {entries} entries and the model {config.vocab_size}; give its own")
+    _write_model_folder(options, converted, config, folder)
+    print(f"{options.out}: {parameter_count(config).total:,} parameters ({config.model_type}) of {converted.layout}'s layout")
+    if folder is None:
+        print(f"{options.out}: no tokenizer; put its tokenizer.json there, or import with --tokenizer", file=sys.stderr)
+    return 0
+
+
+def _layout_hints(options: ImportOptions) -> LayoutHints:
+    """What the checkpoint may not say of itself: the options that were given, else the values of --config_from."""
+    names = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings", "activation")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.config_from is None:
+        return LayoutHints(**given)
+    model = resolve_model_config(options.config_from, {})
+    if model.model_type not in ("llama", "gpt2"):
+        raise UserError(
+            f"{options.config_from}: a {model.model_type} model; --config_from needs one of the same kind, llama or gpt2"
+        )
+    hints: dict[str, Any] = {"num_attention_heads": model.num_attention_heads}
+    if model.model_type == "llama":
+        own = ("rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings")
+        hints |= {name: getattr(model, name) for name in own}
+    else:
+        hints["activation"] = model.hidden_act
+    return LayoutHints(**hints | given)
+
+
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
     """A tensor in the dtype of the folder. Raises UserError where fp16 overflows."""
     if dtype == "fp16" and not torch.isfinite(value.half()).all():
@@ -78,7 +116,7 @@ class TensorReader(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-def write_model_folder(
+def _write_model_folder(
     options: ExportOptions | ImportOptions,
     stored: TensorReader,
     config: ModelConfig,

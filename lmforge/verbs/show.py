@@ -25,20 +25,17 @@ DEFAULT_SEQUENCE_LENGTH = 4096
 
 def run_show(options: ShowOptions) -> int:
     """Print what a thing is, or samples of data. Raises UserError."""
-    reading = options.model_dump(include={"mask", "format", "fields", "apply_chat_template"}, exclude_defaults=True)
+    reading = [name for name in options.changed() if name in ("mask", "format", "fields", "apply_chat_template")]
     if reading and options.tokenizer is None:
-        raise UserError(f"show: --{next(iter(reading))} is for `lmforge show data FILE --tokenizer MODEL` alone")
+        raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
     if options.thing != "data" or options.of is None:
         if options.of is not None or options.samples is not None or options.tokenizer is not None:
             raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
         print(show(options.thing))
         return 0
-    from lmforge.verbs.show_data import ExampleReader, show_examples, show_samples
+    from lmforge.verbs.show_data import show_examples, show_samples
 
-    if options.tokenizer is None:
-        print(show_samples(options.of, options.samples))
-    else:
-        print(show_examples(options.of, options.tokenizer, ExampleReader(**reading), options.samples))
+    print(show_examples(options, options.tokenizer) if options.tokenizer else show_samples(options.of, options.samples))
     return 0
 
 
