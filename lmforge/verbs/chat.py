@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lmforge.atomic_files import create_file
 from lmforge.config.verbs import ChatOptions
@@ -95,8 +94,7 @@ class ChatSession:
             loaded.chat_template  # noqa: B018
         except UserError as problem:
             raise UserError(f"{options.model}: {problem}; continue a text with lmforge generate {options.model}") from None
-        self._loaded = loaded
-        self._max_tokens = options.max_tokens
+        self._loaded, self._options = loaded, options
         self._max_length = resolve_max_length(loaded, options.max_length)
         vocab_size = loaded.tokenizer.vocab_size
         self._engine = Engine(loaded.model, vocab_size=vocab_size, max_batch_size=1, max_length=self._max_length)
@@ -104,7 +102,7 @@ class ChatSession:
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         self._num_answers = 0
         self._system = options.system
-        self._turns: list[dict[str, Any]] = []
+        self._turns: list[dict[str, str]] = []
         self._to_terminal = to_terminal
         self._use_colors = to_terminal and "NO_COLOR" not in os.environ
         self._commands: dict[str, Callable[[str], None]] = {
@@ -135,7 +133,7 @@ class ChatSession:
             raise
 
     @property
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return system + self._turns
 
@@ -149,16 +147,14 @@ class ChatSession:
                 " use /undo or /reset"
             )
         self._num_answers += 1
-        text = self._stream_answer(
-            GenerationRequest(
-                prompt_ids=prompt,
-                max_tokens=min(room, self._max_tokens or room),
-                sampling=self._sampling,
-                seed=derive_key(self._seed, "answer", self._num_answers),
-                stop_token_ids=self._loaded.chat_stop_ids,
-            )
+        request = GenerationRequest(
+            prompt_ids=prompt,
+            max_tokens=min(room, self._options.max_tokens or room),
+            sampling=self._sampling,
+            seed=derive_key(self._seed, "answer", self._num_answers),
+            stop_token_ids=self._loaded.chat_stop_ids,
         )
-        self._turns.append({"role": "assistant", "content": text})
+        self._turns.append({"role": "assistant", "content": self._stream_answer(request)})
 
     def _stream_answer(self, request: GenerationRequest) -> str:
         """Print an answer as it is generated, until it ends or Ctrl-C stops it. Returns its text."""
