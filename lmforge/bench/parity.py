@@ -5,8 +5,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -123,20 +123,33 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
     optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes())
     part, num_parts = data_parallel_rank_and_size(case.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
     size = data.sequences // num_parts
-    measurements, losses, norms, began = _Measurements(model), [], [], 0.0
+    micro_size = size // case.accumulation
+    tracker, collectives = ActivationTracker(), _CollectiveCounter()
+    memory_bytes: dict[str, int] = {}
+
+    def set_phase(phase: str) -> None:
+        if phase == "backward" and observed:
+            memory_bytes.setdefault("activations", tracker.live_bytes())
+        if phase == "optimizer":
+            parameters = model.parameters()
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            memory_bytes.update(parameters=_local_bytes(parameters), gradients=_local_bytes(gradients))
+
+    losses, norms, began = [], [], 0.0
     for step in range(data.steps):
         if step == 1:
             began = time.perf_counter()
         batch = data.batch(step, case.model_config.vocab_size)[part * size : (part + 1) * size].to(dist_ctx.device)
-        with measurements.observe(step + 1 == data.steps and not case.compile_model):
+        observed = step + 1 == data.steps and not case.compile_model
+        with collectives if observed else nullcontext(), tracker if observed else nullcontext():
             norm, metrics = train_step(
                 model,
                 optimizer,
-                list(_split_batch(batch, case.accumulation)),
+                [batch[number * micro_size : (number + 1) * micro_size] for number in range(case.accumulation)],
                 objective.num_items,
                 lr=case.optimizer.lr,
                 max_grad_norm=MAX_GRAD_NORM,
-                set_phase=measurements.set_phase,
+                set_phase=set_phase,
             )
         norms.append(norm)
         total, count = (torch.stack([each["loss"][index] for each in metrics]).sum() for index in (0, 1))
@@ -152,8 +165,8 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
         losses=values[: data.steps],
         grad_norms=values[data.steps :],
         weights=weights if dist_ctx.is_rank0 else {},
-        memory_bytes={**measurements.memory_bytes, "optimizer": _local_bytes(states)},
-        collective_counts=dict(measurements.collectives.counts),
+        memory_bytes={**memory_bytes, "optimizer": _local_bytes(states)},
+        collective_counts=dict(collectives.counts),
         tokens_per_second=(data.steps - 1) * data.sequences * data.sequence_length / seconds,
         memory_gib=peak_memory_gib(dist_ctx.device),
     )
@@ -177,34 +190,6 @@ def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dis
     )
 
 
-class _Measurements:
-    """Measures a training step: bytes on this rank, and collectives."""
-
-    def __init__(self, model: ParallelModel) -> None:
-        self._model = model
-        self._activations = ActivationTracker()
-        self._observes_step = False
-        self.collectives = _CollectiveCounter()
-        self.memory_bytes: dict[str, int] = {}
-
-    def observe(self, observes_step: bool) -> ExitStack:
-        """Around a step; collectives and activations are measured only where `observes_step`."""
-        self._observes_step = observes_step
-        stack = ExitStack()
-        if observes_step:
-            stack.enter_context(self.collectives)
-            stack.enter_context(self._activations)
-        return stack
-
-    def set_phase(self, phase: str) -> None:
-        if phase == "backward" and self._observes_step:
-            self.memory_bytes.setdefault("activations", self._activations.live_bytes())
-        if phase == "optimizer":
-            parameters = self._model.parameters()
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self.memory_bytes |= {"parameters": _local_bytes(parameters), "gradients": _local_bytes(gradients)}
-
-
 class _CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of the training group inside this context, by torch's names for them."""
 
@@ -217,12 +202,6 @@ class _CollectiveCounter(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
             self.counts[name.partition(".")[0].strip("_")] += 1
         return function(*args, **(kwargs or {}))
-
-
-def _split_batch(batch: Batch, count: int) -> Iterator[Batch]:
-    size = batch.batch_size // count
-    for number in range(count):
-        yield batch[number * size : (number + 1) * size]
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -254,21 +233,19 @@ def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
     half = world_size // 2 if world_size % 2 == 0 else 1
     full: dict[str, Any] = {"activation_checkpointing": "full"}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
-    hybrid_grad = {**hybrid, "sharding": "hybrid-grad-shard"}
-    fsdp2 = partial(_case, engine="fsdp2")
+    fsdp1, fsdp2 = partial(_case, engine="fsdp1"), partial(_case, engine="fsdp2")
+    hybrids = [("hybrid-full-shard", hybrid), ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"})]
     cases = []
     if world_size == 1:
         cases.append(_case("one process, 2 micro-batches", 2, engine="single"))
     else:
-        cases += [_case("ddp", engine="ddp")]
-        cases += [_case(f"fsdp1 {name}", engine="fsdp1", sharding=name) for name in ("full-shard", "grad-shard")]
+        cases.append(_case("ddp", engine="ddp"))
+        cases += [fsdp1(f"fsdp1 {name}", sharding=name) for name in ("full-shard", "grad-shard")]
     cases += [fsdp2(f"fsdp2 {name}", sharding=name) for name in ("full-shard", "grad-shard", "no-shard")]
     if half > 1:  # fsdp1 does not shard over groups of one
-        cases.append(_case(f"fsdp1 hybrid-full-shard, groups of {half}", engine="fsdp1", **hybrid))
-        cases.append(_case(f"fsdp1 hybrid-grad-shard, groups of {half}", engine="fsdp1", **hybrid_grad))
+        cases += [fsdp1(f"fsdp1 {name}, groups of {half}", **options) for name, options in hybrids]
     if world_size > 1:
-        cases.append(fsdp2(f"fsdp2 hybrid-full-shard, groups of {half}", **hybrid))
-        cases.append(fsdp2(f"fsdp2 hybrid-grad-shard, groups of {half}", **hybrid_grad))
+        cases += [fsdp2(f"fsdp2 {name}, groups of {half}", **options) for name, options in hybrids]
     for mode in ("full", "selective-blocks", "selective-ops"):
         cases.append(fsdp2(f"fsdp2, checkpointing {mode}", activation_checkpointing=mode))
     cases += [
@@ -280,17 +257,14 @@ def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
     if world_size > 1:
         cases += [
             _case("ddp, checkpointing full, 2 micro-batches", 2, engine="ddp", **full),
-            _case("fsdp1, checkpointing full", engine="fsdp1", **full),
+            fsdp1("fsdp1, checkpointing full", **full),
             fsdp2(f"fsdp2 hybrid-full-shard, groups of {half}, 2 micro-batches", 2, **hybrid),
         ]
     cases += _model_parallel_cases(world_size)
     if compile_model:
         chosen = ("tensor 2", "context 2", "pipeline 2, 4 micro-batches")
-        compiled = [
-            fsdp2("fsdp2"),
-            fsdp2("fsdp2, checkpointing full", **full),
-            *(each for each in cases if each.name in chosen),
-        ]
+        compiled = [fsdp2("fsdp2"), fsdp2("fsdp2, checkpointing full", **full)]
+        compiled += [each for each in cases if each.name in chosen]
         cases += [replace(case, name=f"{case.name}, compiled", compile_model=True) for case in compiled]
     return cases
 
