@@ -14,8 +14,9 @@ import xxhash
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import ModelWithTokenizer, TokenPair, loglikelihoods, max_input_length
+from lmforge.evaluate.likelihood import TokenPair, loglikelihoods, max_input_length
 from lmforge.evaluate.tasks import TaskSettings, generate_in_batches
+from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import default_prefix_id
 
@@ -38,7 +39,7 @@ class LMEvalModel(TemplateLM):
     would have the scores of its own part.
     """
 
-    def __init__(self, loaded: ModelWithTokenizer, dist_ctx: DistributedContext, batch_size: int) -> None:
+    def __init__(self, loaded: LoadedModel, dist_ctx: DistributedContext, batch_size: int) -> None:
         super().__init__()
         self._loaded, self._dist_ctx, self._batch_size = loaded, dist_ctx, batch_size
 
@@ -63,8 +64,7 @@ class LMEvalModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs: list[TokenPair] = [(context, continuation) for _, context, continuation in requests]
         self._check_same_on_all_ranks(pairs)
-        likelihoods = loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size)
-        return [(each.logprob, each.is_greedy) for each in likelihoods]
+        return [tuple(each) for each in loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [
@@ -122,7 +122,7 @@ class _SyncedTaskManager(TaskManager):
 
 
 def run_lm_eval(
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     tasks: Sequence[str],
     dist_ctx: DistributedContext,
     *,
@@ -157,13 +157,12 @@ def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_pa
     """A manager that has these tasks. Those that the harness comes with are thousands of files, and are only indexed where a
     name is not in `include_path`. Raises UserError for an unknown task."""
     included = str(include_path) if include_path else None
-    manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=False)
-    if _unknown_tasks(manager, tasks):
-        manager = _SyncedTaskManager(dist_ctx, include_path=included)
-    unknown = _unknown_tasks(manager, tasks)
-    if unknown:
-        raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")
-    return manager
+    for include_defaults in (False, True):
+        manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=include_defaults)
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")
 
 
 @contextmanager
@@ -174,7 +173,3 @@ def _silenced_unless(verbose: bool) -> Iterator[None]:
         return
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield
-
-
-def _unknown_tasks(manager: Any, tasks: Sequence[str]) -> list[str]:
-    return [name for name in tasks if not manager.match_tasks([name])]

@@ -20,15 +20,9 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import (
-    ModelWithTokenizer,
-    TokenPair,
-    encode_pair,
-    loglikelihoods,
-    max_input_length,
-    run_in_batches,
-)
+from lmforge.evaluate.likelihood import TokenPair, encode_pair, loglikelihoods, max_input_length, run_in_batches
 from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.config import ModelConfig
 
@@ -146,9 +140,7 @@ def _parse_correct_choice(answer: Any, choices: tuple[str, ...], where: str) -> 
     raise UserError(f'{where}: "answer" is {json.dumps(answer)}, which is none of its {len(choices)} choices')
 
 
-def run_task(
-    task: QuestionTask, loaded: ModelWithTokenizer, dist_ctx: DistributedContext, settings: TaskSettings
-) -> dict[str, Any]:
+def run_task(task: QuestionTask, loaded: LoadedModel, dist_ctx: DistributedContext, settings: TaskSettings) -> dict[str, Any]:
     """Put the questions of a task to a model, which every rank has in full. The result is the same for any number of ranks.
 
     Returns `task`, `questions` (their number), `num_fewshot`, `metrics` and their `standard_errors`, each 0 … 1, and
@@ -223,7 +215,7 @@ def _choice_pairs(tokenizer: Tokenizer, prefix_ids: list[int], question: Questio
 def _score_choices(
     questions: Sequence[Question],
     prompts: list[str],
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     dist_ctx: DistributedContext,
     settings: TaskSettings,
 ) -> list[dict[str, Any]]:
@@ -252,7 +244,7 @@ def _argmax(values: list[float]) -> int:
 def _score_generations(
     questions: Sequence[Question],
     prompts: list[str],
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     dist_ctx: DistributedContext,
     settings: TaskSettings,
 ) -> list[dict[str, Any]]:
@@ -271,7 +263,7 @@ def _score_generations(
 
 def generate_in_batches(
     prompts: Sequence[str],
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     dist_ctx: DistributedContext,
     settings: TaskSettings,
     sampling: SamplingParams,

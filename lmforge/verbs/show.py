@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.config.load import config_class
-from lmforge.config.options import read_recipe, to_toml, validate_options
+from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.sections import OptimizerOptions
 from lmforge.config.verbs import ShowOptions
 from lmforge.data.shards import TokenFolder
@@ -18,7 +18,7 @@ from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, format_bytes
 from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
-from lmforge.verbs.dry_run import describe_batch_and_cost, describe_cost
+from lmforge.verbs.dry_run import describe_cost, dry_run
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 
@@ -47,7 +47,7 @@ def show(thing: str) -> str:
     if path.suffix == ".toml":
         table = read_recipe(path)
         config = validate_options(config_class(table, thing), table, thing).with_name(path.stem)
-        return f"recipe {thing}\n{to_toml(config)}\n{describe_batch_and_cost(config)}"
+        return f"recipe {thing}\n{dry_run(config)}"
     if not path.exists():
         if thing in PRESETS:
             return _describe_model(get_preset(thing), f"preset {thing}")
