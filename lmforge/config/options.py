@@ -133,7 +133,7 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
         value = table.get(name)
         if (inner := _section_class(field)) and isinstance(value, dict):
             result[name] = _with_none_values(inner, value)
-        elif value == "none" and _accepts_none(field) and not {str, Path} & set(_union_members(field)):
+        elif value == "none" and _accepts_none(field) and not {str, Path} & set(_value_types(field)):
             result[name] = None
     return result
 
@@ -179,15 +179,15 @@ def _section_class(field: FieldInfo) -> type[BaseModel] | None:
     return field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
 
 
-def _union_members(field: FieldInfo) -> tuple[Any, ...]:
-    """The types of value that an option takes: its annotation, or the members where that is a union."""
-    annotation = field.annotation
-    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+def _value_types(field: FieldInfo) -> tuple[Any, ...]:
+    """The types of value that an option takes: its annotation, or the members of a union, or the items of a list."""
+    several = typing.get_origin(field.annotation) in (types.UnionType, typing.Union, tuple)
+    return typing.get_args(field.annotation) if several else (field.annotation,)
 
 
 def _accepts_none(field: FieldInfo) -> bool:
     """Whether "none" means no value; where it is one of the words that may be given it stands for itself."""
-    members = _union_members(field)
+    members = _value_types(field)
     words = [word for member in members if typing.get_origin(member) is typing.Literal for word in typing.get_args(member)]
     return type(None) in members and "none" not in words
 
@@ -198,12 +198,12 @@ def _is_list(field: FieldInfo) -> bool:
 
 def _table_class(field: FieldInfo) -> type[BaseModel] | None:
     """The options of each item of a list of tables; None for any other option."""
-    item = typing.get_args(field.annotation)[0] if _is_list(field) else None
-    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+    item = _value_types(field)[0]
+    return item if _is_list(field) and isinstance(item, type) and issubclass(item, BaseModel) else None
 
 
 def _is_flag(field: FieldInfo) -> bool:
-    return bool in _union_members(field)
+    return bool in _value_types(field)
 
 
 def _is_positional(field: FieldInfo) -> bool:
@@ -273,7 +273,7 @@ def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
 def _parse_value(field: FieldInfo, text: str) -> Any:
     """`text` as a value of the option, or as an item of its list, where it reads as one; else as it is, for validation to
     refuse."""
-    members = typing.get_args(field.annotation) if _is_list(field) else _union_members(field)
+    members = _value_types(field)
     if _accepts_none(field) and text.lower() == "none":
         return None
     if bool in members and text.lower() in ("true", "false"):
@@ -330,11 +330,11 @@ def format_help(options_class: type[Options]) -> str:
 
 
 def _type_name(field: FieldInfo) -> str:
-    member = next(member for member in _union_members(field) if member is not type(None))
-    if typing.get_origin(member) is typing.Literal:
-        return "|".join(typing.get_args(member))
     if _is_list(field):
         return "TABLE …" if _table_class(field) else "TEXT …"
+    member = next(member for member in _value_types(field) if member is not type(None))
+    if typing.get_origin(member) is typing.Literal:
+        return "|".join(typing.get_args(member))
     return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[member]
 
 

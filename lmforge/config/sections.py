@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from lmforge.config.options import Options, option
 
@@ -210,14 +210,9 @@ class TrainOptions(Options):
     )
     threads: int | None = option(None, "CPU threads of a rank (default: the cores divided by the local ranks)", gt=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_length(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("steps") is not None and given.get("epochs") is not None:
-            raise ValueError("train.steps and train.epochs: give one of them, not both")
-        return given
-
     def problems(self) -> Iterator[str]:
+        if "steps" in self.model_fields_set and self.epochs is not None:
+            yield "train.steps and train.epochs: give one of them, not both"
         if self.global_batch_size and self.global_batch_tokens:
             yield "train.global_batch_size and train.global_batch_tokens: give one of them, not both"
 

@@ -5,8 +5,8 @@ builds the same requests on each, as if it ran alone; the work on them is divide
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,11 @@ def run_lm_eval(
     """
     with dist_ctx.raise_on_all():
         manager = _task_manager(tasks, dist_ctx, include_path)
-    with _silenced_unless(verbose=dist_ctx.is_rank0):
+    with ExitStack() as stack:
+        if not dist_ctx.is_rank0:  # whose progress bars and messages are enough
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(null))
+            stack.enter_context(redirect_stderr(null))
         result = lm_eval.simple_evaluate(
             model=LMEvalModel(loaded, dist_ctx, batch_size),
             tasks=list(tasks),
@@ -163,13 +167,3 @@ def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_pa
         if not unknown:
             return manager
     raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")
-
-
-@contextmanager
-def _silenced_unless(verbose: bool) -> Iterator[None]:
-    """Suppress the harness's progress bars and messages, which every rank would print."""
-    if verbose:
-        yield
-        return
-    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        yield

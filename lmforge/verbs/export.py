@@ -4,9 +4,10 @@ Tensors are read and written one at a time, without a GPU.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -
         _write_adapters(options, stored, manifest)
     else:
         template = chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest))
-        _write_model_folder(options, stored, manifest.model_config, checkpoint_path, template)
+        _write_model_folder(options, stored.tensors, stored.read, manifest.model_config, checkpoint_path, template)
     return manifest
 
 
@@ -73,7 +74,7 @@ def run_import(options: ImportOptions) -> int:
     folder = resolve_model_folder(options.tokenizer, "tokenizer.json") if options.tokenizer else None
     if folder is not None and (entries := Tokenizer.open(folder).vocab_size) > config.vocab_size:
         raise UserError(f"{options.tokenizer}: has {entries} entries and the model {config.vocab_size}; give its own")
-    _write_model_folder(options, converted, config, folder)
+    _write_model_folder(options, converted.tensors, converted.read, config, folder)
     print(f"{options.out}: {parameter_count(config).total:,} parameters ({config.model_type}) of {converted.layout}'s layout")
     if folder is None:
         print(f"{options.out}: no tokenizer; put its tokenizer.json there, or import with --tokenizer", file=sys.stderr)
@@ -107,39 +108,27 @@ def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
     return value.to(DTYPES[dtype]) if dtype else value
 
 
-class TensorReader(Protocol):
-    """Tensors by name: their shapes and dtypes at once, and the data of each on request."""
-
-    @property
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def read(self, name: str) -> Tensor: ...
-
-
 def _write_model_folder(
     options: ExportOptions | ImportOptions,
-    stored: TensorReader,
+    tensors: dict[str, Tensor],
+    read: Callable[[str], Tensor],
     config: ModelConfig,
     tokenizer_path: Path | None,
     template: ChatTemplate | None = None,
 ) -> None:
     """Write a model's tensors, one at a time, and its tokenizer, if there is one, as a Hugging Face folder.
 
-    `tokenizer_path` is a folder or a tokenizer.json, `template` the chat template that the model was trained with.
-    Raises UserError where fp16 overflows.
+    `tensors` have shapes and dtypes, `read` gives the data of one. `tokenizer_path` is a folder or a tokenizer.json,
+    `template` the chat template that the model was trained with. Raises UserError where fp16 overflows.
     """
-
-    def read(name: str) -> Tensor:
-        return _cast(name, stored.read(name), options.dtype)
-
     export_folder(
-        stored.tensors,
+        tensors,
         config,
         options.out,
         tokenizer_folder=tokenizer_path.parent if tokenizer_path and tokenizer_path.is_file() else tokenizer_path,
         dtype=DTYPES[options.dtype] if options.dtype else None,
         overwrite=options.overwrite,
-        read_tensor=read,
+        read_tensor=lambda name: _cast(name, read(name), options.dtype),
         extra_files=_companion_files(Tokenizer.open(tokenizer_path), config, template) if tokenizer_path else None,
     )
 
