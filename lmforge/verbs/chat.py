@@ -104,7 +104,6 @@ class ChatSession:
         self._system = options.system
         self._turns: list[dict[str, str]] = []
         self._to_terminal = to_terminal
-        self._use_colors = to_terminal and "NO_COLOR" not in os.environ
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP, file=sys.stderr),
             "/reset": lambda _: self._turns.clear(),
@@ -171,7 +170,7 @@ class ChatSession:
         if self._to_terminal:
             count, seconds = len(streamer.token_ids), time.perf_counter() - start
             note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
-            print(f"\x1b[2m{note}\x1b[0m" if self._use_colors else note, file=sys.stderr)
+            print(note if "NO_COLOR" in os.environ else f"\x1b[2m{note}\x1b[0m", file=sys.stderr)
         return streamer.text
 
     def _print(self, text: str) -> None:
