@@ -11,8 +11,7 @@ from rich.table import Table
 
 from lmforge.bench import parity
 from lmforge.bench.parity import ParityCase, ParityData, ParityResult
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs import DoctorOptions
 from lmforge.errors import UserError
 from lmforge.parallel.precision import missing_for_compile
@@ -29,8 +28,7 @@ def doctor(options: DoctorOptions) -> int:
     """Train the small model under every strategy that fits the ranks, and print a table. Returns 1 where one is wrong."""
     if not options.parity:
         raise UserError("doctor: say what to examine: --parity")
-    dist_ctx = cluster.init_distributed(options.device, threads=1)
-    try:
+    with init_distributed(options.device, threads=1) as dist_ctx:
         if options.compile and (missing := missing_for_compile(dist_ctx.device)):
             raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
         rows = _run_cases(dist_ctx, options)
@@ -39,8 +37,6 @@ def doctor(options: DoctorOptions) -> int:
         elif dist_ctx.is_rank0:
             _print_table(rows, dist_ctx)
         return dist_ctx.broadcast(int(any(row["wrong"] for row in rows)))
-    finally:
-        cluster.destroy_distributed()
 
 
 def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dict[str, Any]]:

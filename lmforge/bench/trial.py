@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.verbs import BenchConfig
 from lmforge.data.batch import Batch
@@ -65,13 +64,10 @@ class RandomBatches:
 def measure(config: BenchConfig) -> dict[str, Any]:
     """Times and rates of one recipe on these ranks. Every rank calls it and gets rank 0's result."""
     set_determinism(config.train.deterministic)
-    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads)
-    try:
+    with init_distributed(config.train.device, config.train.threads) as dist_ctx:
         trial = _Trial(config, dist_ctx)
         with closing(trial.data):
             return dist_ctx.broadcast(trial.run())
-    finally:
-        cluster.destroy_distributed()
 
 
 class _Trial:

@@ -13,8 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lmforge.atomic_files import create_file
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.evaluation_data import open_evaluation_dataset
@@ -29,19 +28,16 @@ DEFAULT_SEQUENCE_LENGTH = 1024
 
 def run_evaluate(options: EvaluateOptions) -> int:
     """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints. Raises UserError."""
-    dist_ctx = cluster.init_distributed(options.device)
     scores = options.tasks or options.lm_eval
     measure: Callable[..., Any] = _score_tasks if scores else _measure_loss
     print_text: Callable[..., None] = _print_scores if scores else _print_loss
-    try:
+    with init_distributed(options.device) as dist_ctx:
         result = measure(options, dist_ctx)
         if dist_ctx.is_rank0 and options.output == "json":
             print(json.dumps(result, indent=1))
         elif dist_ctx.is_rank0:
             print_text(result)
-        return 0
-    finally:
-        cluster.destroy_distributed()
+    return 0
 
 
 def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> LoadedModel:
