@@ -64,7 +64,7 @@ class LMEvalModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs: list[TokenPair] = [(context, continuation) for _, context, continuation in requests]
         self._check_same_on_all_ranks(pairs)
-        return [tuple(each) for each in loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size)]
+        return list(loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [

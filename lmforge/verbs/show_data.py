@@ -15,8 +15,7 @@ from lmforge.config.tuning import TunedConfig, renamed_fields
 from lmforge.config.verbs import ShowOptions
 from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
 from lmforge.data.chat.example_display import format_example
-from lmforge.data.chat.examples import EXAMPLES_MANIFEST as EXAMPLES
-from lmforge.data.chat.examples import ExampleFolder, example_dataset
+from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, example_dataset
 from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
 from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.packing import PackedSequence, TokenizedExample
@@ -50,7 +49,7 @@ def show_samples(source: Path, sample_range: str | None) -> str:
     else:
         raise UserError(f"{source}: not a run, nor the file of a bad step")
     dataset: PackedDataset
-    examples = ExampleFolder.open(data) if (data / EXAMPLES).exists() else None
+    examples = ExampleFolder.open(data) if (data / EXAMPLES_MANIFEST).exists() else None
     if examples is not None:
         tokenizer = examples.tokenizer
         dataset = example_dataset(examples, "train", sequence_length=length, pack=pack, seed=seed)

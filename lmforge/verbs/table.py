@@ -12,7 +12,6 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
-from lmforge.config.verbs import BenchConfig, RunPipelineOptions
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ VERBS = {
     "pretrain": Verb(PretrainConfig, "lmforge.stages.run:pretrain", distributed=True),
     "sft": Verb(SftConfig, "lmforge.stages.run:sft", distributed=True),
     "align": Verb(AlignConfig, "lmforge.stages.run:align", distributed=True),
-    "run": Verb(RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
+    "run": Verb(options.RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
     "evaluate": Verb(options.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
     "generate": Verb(options.GenerateOptions, "lmforge.verbs.generate:run_generate"),
     "chat": Verb(options.ChatOptions, "lmforge.verbs.chat:run_chat"),
@@ -58,7 +57,7 @@ VERBS = {
     "export": Verb(options.ExportOptions, "lmforge.verbs.export:run_export"),
     "import": Verb(options.ImportOptions, "lmforge.verbs.export:run_import"),
     "download": Verb(options.DownloadOptions, "lmforge.verbs.download:run_download"),
-    "bench": Verb(BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
+    "bench": Verb(options.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
     "doctor": Verb(options.DoctorOptions, "lmforge.bench.doctor:doctor", distributed=True),
     "show": Verb(options.ShowOptions, "lmforge.verbs.show:run_show"),
 }
