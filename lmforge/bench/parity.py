@@ -4,16 +4,14 @@
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.cluster.distributed import DistributedContext
@@ -24,13 +22,12 @@ from lmforge.data.token_rng import token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
-from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.dtensor import full_tensor, local_tensor
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import convert_to_float8
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state
@@ -47,11 +44,12 @@ SMALL_MODEL = ModelConfig(
 # shows, and the sign of one that is zero up to rounding does not.
 OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One way to train the small model, with a name for the table."""
+    """One way to train the small model, with a name for the table. `change_model` is called before it is parallelized."""
 
     name: str
     options: ParallelOptions
@@ -59,10 +57,7 @@ class ParityCase:
     compile_model: bool = False
     model_config: ModelConfig = SMALL_MODEL
     optimizer: OptimizerOptions = OPTIMIZER
-    dropout: float = 0.0
-    neftune_noise_alpha: float = 0.0
-    lora: LoraConfig | None = None
-    emulate_float8: bool = False
+    change_model: Callable[[LanguageModel], None] = lambda model: None
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,6 @@ class ParityResult:
     weights: full tensors by name after the last step, on rank 0 only.
     memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of activations between forward
         and backward of its first micro-batch; the last not where blocks are compiled.
-    collective_counts: number of collectives of each kind in one step; empty where blocks are compiled.
     memory_gib: peak memory.
     """
 
@@ -81,7 +75,6 @@ class ParityResult:
     grad_norms: list[float]
     weights: dict[str, Tensor]
     memory_bytes: dict[str, int]
-    collective_counts: dict[str, int]
     tokens_per_second: float
     memory_gib: float
 
@@ -116,15 +109,23 @@ class ParityData:
         return Batch(tokens, labels, positions, document_ids, keys)
 
 
-def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
-    """Train as `case` says, on all ranks together. Raises UserError where it does not fit them."""
+def run_case(
+    case: ParityCase,
+    data: ParityData,
+    dist_ctx: DistributedContext,
+    last_step: AbstractContextManager[object] = NOTHING,
+) -> ParityResult:
+    """Train as `case` says, on all ranks together. Raises UserError where it does not fit them.
+
+    Where blocks are not compiled, `last_step` is entered around the last step.
+    """
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
     optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes())
     part, num_parts = data_parallel_rank_and_size(case.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
     size = data.sequences // num_parts
     micro_size = size // case.accumulation
-    tracker, collectives = ActivationTracker(), _CollectiveCounter()
+    tracker = ActivationTracker()
     memory_bytes: dict[str, int] = {}
 
     def set_phase(phase: str) -> None:
@@ -141,7 +142,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
             began = time.perf_counter()
         batch = data.batch(step, case.model_config.vocab_size)[part * size : (part + 1) * size].to(dist_ctx.device)
         observed = step + 1 == data.steps and not case.compile_model
-        with collectives if observed else nullcontext(), tracker if observed else nullcontext():
+        with last_step if observed else NOTHING, tracker if observed else NOTHING:
             norm, metrics = train_step(
                 model,
                 optimizer,
@@ -166,7 +167,6 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
         grad_norms=values[data.steps :],
         weights=weights if dist_ctx.is_rank0 else {},
         memory_bytes={**memory_bytes, "optimizer": _local_bytes(states)},
-        collective_counts=dict(collectives.counts),
         tokens_per_second=(data.steps - 1) * data.sequences * data.sequence_length / seconds,
         memory_gib=peak_memory_gib(dist_ctx.device),
     )
@@ -174,11 +174,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
 
 def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dist_ctx: DistributedContext) -> ParallelModel:
     model = build_model(case.model_config, "meta")
-    model.dropout, model.neftune_noise_alpha = case.dropout, case.neftune_noise_alpha
-    if case.lora is not None:
-        add_lora(model, case.lora)
-    if case.emulate_float8:
-        convert_to_float8(model, emulate=True)
+    case.change_model(model)
     return parallelize(
         model,
         objective.loss,
@@ -188,20 +184,6 @@ def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dis
         compile_model=case.compile_model,
         init_weights=lambda model: init_weights(model, seed),
     )
-
-
-class _CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of the training group inside this context, by torch's names for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = function.name().split("::")
-        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
-            self.counts[name.partition(".")[0].strip("_")] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
