@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from lmforge import __version__
 from lmforge.cluster.rank_info import read_rank_info
-from lmforge.config.load import STAGES, parse_config
+from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
 from lmforge.config.options import Options, format_help, parse_options
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import BenchConfig
@@ -164,8 +164,7 @@ def _launch(command: list[str], chosen: Any, processes: int) -> int:
         processes,
         command,
         max_restarts=chosen.launch.max_restarts,
-        # What was to be deleted has been.
-        restart_arguments=["--run.overwrite", "false", "--run.resume", "auto"],
+        restart_arguments=RESUME_ARGUMENTS,
         has_begun=lambda: run.started_at_ns != before,
     )
 
@@ -187,7 +186,9 @@ def _print_error(line: str) -> None:
     if _reports_errors():
         print("lmforge: " + " ".join(line.split("\n")), file=sys.__stderr__, flush=True)
     else:
-        time.sleep(2)  # for the rank that reports: a launcher ends all ranks as soon as one has left
+        # A launcher ends all ranks as soon as one has left: before the one that reports has. Ranks that fail before they have
+        # joined each other have nothing else to wait for.
+        time.sleep(2)
 
 
 def _save_traceback(problem: Exception, chosen: Options | None) -> Path | str:

@@ -115,10 +115,7 @@ def run_case(
     dist_ctx: DistributedContext,
     last_step: AbstractContextManager[object] = NOTHING,
 ) -> ParityResult:
-    """Train as `case` says, on all ranks together. Raises UserError where it does not fit them.
-
-    Where blocks are not compiled, `last_step` is entered around the last step.
-    """
+    """Train as `case` says, on all ranks together; uncompiled, the last step is inside `last_step`. Raises UserError."""
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
     optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes())

@@ -13,6 +13,8 @@ from lmforge.errors import UserError
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
 STAGES: dict[str, type[StageConfig]] = {"pretrain": PretrainConfig, "sft": SftConfig, "align": AlignConfig}
+# What a stage that resumes is given, whatever its arguments and recipe say: what was to be deleted has been.
+RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 # Options that may be typed without their section.
 SHORT_OPTIONS = {
     "method": "align.method",

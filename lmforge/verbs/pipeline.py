@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from lmforge.atomic_files import atomic_write_json
-from lmforge.config.load import STAGES
+from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
@@ -26,8 +26,6 @@ from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.
 RESERVED_OPTIONS = ("--run.name", "--run.folder")
-# What a stage that resumes is given, whatever its arguments and recipe say: what was to be deleted has been.
-RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 
 
 @dataclass(frozen=True)
