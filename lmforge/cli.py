@@ -21,7 +21,7 @@ from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
 from lmforge.config.options import Options, format_help, parse_options
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import BenchConfig
-from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
+from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.verbs.table import VERBS
 
@@ -64,9 +64,9 @@ def run(arguments: list[str]) -> int:
     chosen: Options | None = None
     try:
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
+        status = 0
         if (answer := _answer(name, rest)) is not None:
             print(answer)
-            status = 0
         else:
             chosen = parse_command(name, rest)
             status = _carry_out(name, rest, chosen)
@@ -76,9 +76,7 @@ def run(arguments: list[str]) -> int:
         if debug:
             raise
         _print_error(str(problem))
-        if isinstance(problem, PeerLost):
-            return EXIT_PEER_LOST
-        return 2 if isinstance(problem, UserError) else 1
+        return problem.exit_status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

@@ -61,8 +61,8 @@ class DownloadResult:
 
     folder: Path
     commit: str
-    downloaded: tuple[HubFile, ...]
-    already_present: tuple[HubFile, ...]
+    downloaded: list[HubFile]
+    already_present: list[HubFile]
 
 
 @dataclass(frozen=True)
@@ -143,21 +143,20 @@ def download(
     root = folder or Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     with _disk_errors_as_user_errors(root), _download_lock(root, report):
         destination = _Destination(folder or root / "snapshots" / commit, None if folder else root / "blobs")
-        downloaded: list[HubFile] = []
-        already_present: list[HubFile] = []
+        result = DownloadResult(destination.folder, commit, [], [])
         for file in _files_to_download(name, listed, destination.folder, include_weights):
             if destination.has(file):
-                already_present.append(file)
+                result.already_present.append(file)
             else:
                 report(f"{file.name}: {file.size:,} bytes")
                 _download_file(name, commit, file, destination.path_of(file), report)
-                downloaded.append(file)
+                result.downloaded.append(file)
             destination.mark_complete(file)
         if folder is None and revision != commit:
             reference = root / "refs" / revision
             reference.parent.mkdir(parents=True, exist_ok=True)
             atomic_write_text(reference, commit)
-    return DownloadResult(destination.folder, commit, tuple(downloaded), tuple(already_present))
+    return result
 
 
 def _files_to_download(name: str, listed: dict[str, HubFile], folder: Path, include_weights: bool) -> Iterator[HubFile]:

@@ -54,7 +54,7 @@ class ExampleOptions(SequenceOptions):
 
     def problems(self) -> Iterator[str]:
         try:
-            self.renamed  # noqa: B018
+            renamed_fields(self.fields, "data.fields")
         except UserError as problem:
             yield str(problem)
 
