@@ -56,14 +56,11 @@ def run_chat(options: ChatOptions) -> int:
             session.handle_line(line)
         except ExitChat:
             return 0
-        except UserError as problem:
+        except (UserError, KeyboardInterrupt) as problem:
             if not interactive:
                 raise
-            print(f"lmforge: {problem}", file=sys.stderr)
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
+            reason = f"lmforge: {problem}" if isinstance(problem, UserError) else "\n(/exit or Ctrl-D leaves)"
+            print(reason, file=sys.stderr)
 
 
 def _read_piped_lines() -> Iterator[str]:
