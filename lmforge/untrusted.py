@@ -80,7 +80,7 @@ def parse_json(
     try:
         if b"NaN" in content or b"Infinity" in content:  # perhaps in a text; as numbers, which JSON lacks, pydantic takes them
             from_json(content, allow_inf_nan=False)
-        return cast(T, _adapter(schema).validate_json(content, strict=True))
+        return cast(T, _adapter(cast(Any, schema)).validate_json(content, strict=True))
     except ValidationError as problem:
         raise error(f"{source}: {describe(problem)}{hint}") from None
     except ValueError as problem:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from lmforge.config.verbs import PrepareOptions
 from lmforge.data.chat.library_functions import write_function_conversations
@@ -43,7 +43,8 @@ def run_prepare(options: PrepareOptions) -> int:
 @contextmanager
 def _progress() -> Iterator[ProgressCallback]:
     """A bar on a terminal; elsewhere a line now and then. Gives the function that `prepare` calls."""
-    console, tasks, printed_at = Console(highlight=False), {}, time.monotonic()
+    console, printed_at = Console(highlight=False), time.monotonic()
+    tasks: dict[str, TaskID] = {}
 
     def update(stage: str, done: int, total: int, text_bytes: int) -> None:
         nonlocal printed_at
