@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge import checkpoint
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
@@ -102,8 +102,8 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
     ratios = [ours / plain for ours, plain in zip(found["save"], found["plain write"], strict=True)]
     return {
         "bytes": expected,
-        "gigabytes_per_second": {name: spread_of(values) for name, values in found.items()},
-        "save_to_plain_write": spread_of(ratios),
+        "gigabytes_per_second": {name: summarize(values) for name, values in found.items()},
+        "save_to_plain_write": summarize(ratios),
     }
 
 

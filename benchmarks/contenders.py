@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import (
     CheckpointOptions,
     LogOptions,
@@ -31,6 +30,7 @@ from lmforge.config.sections import (
     ScheduleOptions,
     TrainOptions,
 )
+from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
 from lmforge.interop.config_json import to_config_json
@@ -70,7 +70,7 @@ class Contest:
     folder: Path
     device: str = "cpu"
     accumulation: int = 1
-    recompute: bool = False
+    activation_checkpointing: bool = False
     master_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property
@@ -102,7 +102,7 @@ class Over(Exception):
 
 
 class Turns:
-    """Called after each step of a contender; lets it go on, or tells how the turn went and waits for the next one."""
+    """Called after each step of a contender; lets it go on, or reports the turn and waits for the next one."""
 
     def __init__(self, pipe: Connection, contest: Contest) -> None:
         """Returns when it is this contender's turn to warm up."""
@@ -130,7 +130,7 @@ class Turns:
 
 
 class TakesTurns(ConsoleLogger):
-    """The loop tells of each step that is done. A checkpoint is no hook: the loop reads all metrics before it saves one."""
+    """Reports each step that is done. A checkpoint is no hook: the loop reads all metrics before it saves one."""
 
     def __init__(self, turns: Turns, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -148,7 +148,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     objective = NextTokenObjective()
     config = PretrainConfig(
         optimizer=OPTIMIZER,
-        parallel=ParallelOptions(activation_checkpointing="full" if contest.recompute else "none"),
+        parallel=ParallelOptions(activation_checkpointing="full" if contest.activation_checkpointing else "none"),
         train=TrainOptions(steps=ENDLESS_STEPS, master_dtype=contest.master_dtype, float8=float8),
         schedule=ScheduleOptions(name="constant", warmup_steps=0),
         log=LogOptions(every_steps=LOG_EVERY_STEPS),
@@ -200,7 +200,7 @@ def transformers_llama(contest: Contest) -> nn.Module:
         parameter.data = parameter.data.to(MASTER_DTYPES[contest.master_dtype])
     weights = init_weights(build_model(contest.shape), 0).state_dict()  # on the CPU: the device may have room for one copy only
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
-    if contest.recompute:
+    if contest.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
@@ -313,7 +313,7 @@ RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
 
 
 def contend(name: str, contest: Contest, pipe: Connection, log: Path) -> None:
-    """Entry of a contender's process: turns until told that it is over, then the mean loss of the first steps."""
+    """Entry of a contender's process: turns until the contest is over, then the mean loss of the first steps."""
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

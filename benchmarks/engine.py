@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import RESULTS, machine, machine_lines, spread_of, write_result
+from setting import RESULTS, machine, machine_lines, summarize, write_result
 
 from lmforge.cluster.distributed import keep_freed_memory
 from lmforge.cluster.rank_info import threads_per_rank
@@ -148,11 +148,14 @@ def hold(work: Work, shape: ModelConfig, rounds: int) -> dict[str, Any]:
     for pipe, process in zip(pipes.values(), processes, strict=True):
         pipe.send(None)
         process.join()
-    told: dict[str, Any] = {"ties": compare(work, opened(work.folder, shape), greedy[OURS], greedy[THEIRS])}
+    results: dict[str, Any] = {"ties": compare(work, opened(work.folder, shape), greedy[OURS], greedy[THEIRS])}
     for kind, of in speeds.items():
         ratios = [mine / other for mine, other in zip(of[OURS], of[THEIRS], strict=True)]
-        told[kind] = {"tokens_per_second": {name: spread_of(values) for name, values in of.items()}, "ratio": spread_of(ratios)}
-    return told
+        results[kind] = {
+            "tokens_per_second": {name: summarize(values) for name, values in of.items()},
+            "ratio": summarize(ratios),
+        }
+    return results
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
 from judge import Contender, EndedEarly
-from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.rank_info import threads_per_rank
@@ -36,13 +36,13 @@ SHARE_AT_REST = 0.8
 
 @dataclass(frozen=True)
 class Size:
-    """A shape, and how many tokens a forward pass and a step take. With `recompute_from` that length and longer ones
+    """A shape, and how many tokens a forward pass and a step take. With `checkpointing_from` that length and longer ones
     compute activations again, for all contenders alike."""
 
     shape: ModelConfig
     micro_tokens: int
     step_tokens: int
-    recompute_from: int | None = None
+    checkpointing_from: int | None = None
 
 
 def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kept: int, tied: bool) -> ModelConfig:
@@ -64,10 +64,12 @@ def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kep
 SIZES = {
     "124m": Size(llama(50304, 768, 2048, 12, 12, 12, tied=True), micro_tokens=32_768, step_tokens=65_536),
     "1b": Size(llama(128256, 2048, 8192, 16, 32, 8, tied=True), micro_tokens=8_192, step_tokens=65_536),
-    "3b": Size(llama(128256, 3072, 8192, 28, 24, 8, tied=True), micro_tokens=4_096, step_tokens=32_768, recompute_from=8192),
-    "8b": Size(llama(128256, 4096, 14336, 32, 32, 8, tied=False), micro_tokens=4_096, step_tokens=16_384, recompute_from=0),
+    "3b": Size(
+        llama(128256, 3072, 8192, 28, 24, 8, tied=True), micro_tokens=4_096, step_tokens=32_768, checkpointing_from=8192
+    ),
+    "8b": Size(llama(128256, 4096, 14336, 32, 32, 8, tied=False), micro_tokens=4_096, step_tokens=16_384, checkpointing_from=0),
 }
-TINY_SIZES = {"tiny": Size(llama(512, 32, 64, 2, 4, 2, tied=True), micro_tokens=128, step_tokens=256, recompute_from=128)}
+TINY_SIZES = {"tiny": Size(llama(512, 32, 64, 2, 4, 2, tied=True), micro_tokens=128, step_tokens=256, checkpointing_from=128)}
 TINY_LENGTHS = (128,)
 
 
@@ -79,8 +81,8 @@ def bytes_at_rest(shape: ModelConfig, bytes_a_number: int) -> int:
 def what_fits(size: Size, length: int, memory_bytes: float) -> dict[str, Any]:
     """Options that all contenders share: bf16 masters (and so bf16 gradients and states) only where fp32 finds no room."""
     fits = bytes_at_rest(size.shape, 4) <= SHARE_AT_REST * memory_bytes
-    recompute = size.recompute_from is not None and length >= size.recompute_from
-    return {"master_dtype": "fp32" if fits else "bf16", "recompute": recompute}
+    checkpointing = size.checkpointing_from is not None and length >= size.checkpointing_from
+    return {"master_dtype": "fp32" if fits else "bf16", "activation_checkpointing": checkpointing}
 
 
 def contest_of(size: Size, length: int, folder: Path, device: torch.device, chosen: argparse.Namespace) -> Contest:
@@ -159,9 +161,9 @@ def figures(trials: list[dict[str, Any]], ours: list[dict[str, Any]], flops: flo
     pairs = [] if any("failed" in trial for trial in ours) else zip(ours, trials, strict=True)
     ratios = [mine["speed"] / theirs["speed"] for mine, theirs in pairs]
     return {
-        "tokens_per_second": spread_of(speeds),
-        "mfu": spread_of([speed * flops / peak for speed in speeds]) if peak else None,
-        "lmforge_is_faster_by": spread_of(ratios) if ratios else None,
+        "tokens_per_second": summarize(speeds),
+        "mfu": summarize([speed * flops / peak for speed in speeds]) if peak else None,
+        "lmforge_is_faster_by": summarize(ratios) if ratios else None,
         "memory_gib": max(trial["memory_gib"] for trial in trials),
         "loss_of_first_steps": trials[0]["loss"],
     }
@@ -197,7 +199,7 @@ def say(line: str) -> None:
 def describe(contest: Contest) -> str:
     """The cell in words: what is trained, in what batches, and what makes it fit."""
     at_rest = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
-    again = ", activations computed again" if contest.recompute else ""
+    again = ", activations computed again" if contest.activation_checkpointing else ""
     return (
         f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens a step in"
         f" {contest.accumulation} micro-batches, {contest.dtype}, masters {contest.master_dtype}"

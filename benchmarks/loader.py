@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.batch import Batch
@@ -57,7 +57,7 @@ def measure(tokens: TokenFolder, rows: int, length: int, rounds: int, steps: int
         waiting, total = waited(stream, rows, steps)
         shares.append(waiting / total)
         milliseconds.append(1000 * waiting / steps)
-    return {"make_ms": spread_of(making), "wait_ms": spread_of(milliseconds), "wait_share": spread_of(shares)}
+    return {"make_ms": summarize(making), "wait_ms": summarize(milliseconds), "wait_share": summarize(shares)}
 
 
 def table(record: dict[str, Any]) -> str:

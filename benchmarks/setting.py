@@ -33,7 +33,7 @@ def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> Tok
     return TokenFolder.open(folder / "tokens")
 
 
-def spread_of(values: list[float]) -> dict[str, Any]:
+def summarize(values: list[float]) -> dict[str, Any]:
     """Median, lowest, highest, and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
 

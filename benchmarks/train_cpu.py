@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
 from judge import Contender
-from setting import RESULTS, machine, machine_lines, spread_of, tokens_of_stdlib, write_result
+from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.interop.config_json import to_config_json
@@ -62,15 +62,15 @@ def figures(contest: Contest, speeds: dict[str, list[float]], losses: dict[str, 
     flops = flops_per_token(contest.shape, contest.length)
     rows = {
         name: {
-            "tokens_per_second": spread_of(of_name),
-            "share_of_peak": spread_of([speed * flops / peak for speed, peak in zip(of_name, speeds[PEAK], strict=True)]),
-            "lmforge_is_faster_by": spread_of([ours / theirs for ours, theirs in zip(speeds[LMFORGE], of_name, strict=True)]),
+            "tokens_per_second": summarize(of_name),
+            "share_of_peak": summarize([speed * flops / peak for speed, peak in zip(of_name, speeds[PEAK], strict=True)]),
+            "lmforge_is_faster_by": summarize([ours / theirs for ours, theirs in zip(speeds[LMFORGE], of_name, strict=True)]),
             "loss_of_first_steps": losses[name],
         }
         for name, of_name in speeds.items()
         if name != PEAK
     }
-    return {"peak_gflops": spread_of([peak / 1e9 for peak in speeds[PEAK]]), "contenders": rows}
+    return {"peak_gflops": summarize([peak / 1e9 for peak in speeds[PEAK]]), "contenders": rows}
 
 
 def table(record: dict[str, Any]) -> str:

@@ -36,24 +36,28 @@ def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """
     partial = partial_path(path)
     try:
-        with open(partial, "wb") as file:
-            yield file
+        with _full_disk_as_user_error(path):
+            with open(partial, "wb") as file:
+                yield file
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(partial, path)
             if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-        if sync:
-            fsync_folder(path.parent)
-    except OSError as error:
-        if error.errno in DISK_FULL_ERRNOS:
-            raise disk_full_error(path, error) from None
-        raise
+                fsync_path(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def disk_full_error(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path.parent}: no space to write {path.name} ({error.strerror}): free some and run again")
+@contextmanager
+def _full_disk_as_user_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        reason = f"no space to write {path.name} ({error.strerror}): free some and run again"
+        raise UserError(f"{path.parent}: {reason}") from None
 
 
 def atomic_write_text(path: Path, text: str, *, sync: bool = True) -> None:
@@ -94,21 +98,19 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """
     partial, previous = partial_path(folder), folder.with_name(f".{folder.name}.{uuid4().hex}.previous")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        fsync_tree(partial)
-        if replace and folder.exists():
-            folder.rename(previous)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if replace or not folder.exists():
-                raise
-        fsync_folder(folder.parent)
-    except OSError as error:
-        if error.errno in DISK_FULL_ERRNOS:
-            raise disk_full_error(folder, error) from None
-        raise
+        with _full_disk_as_user_error(folder):
+            partial.mkdir(parents=True)
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                fsync_path(path)
+            if replace and folder.exists():
+                folder.rename(previous)
+            try:
+                partial.rename(folder)
+            except OSError:
+                if replace or not folder.exists():
+                    raise
+            fsync_path(folder.parent)
     finally:
         if previous.exists() and not folder.exists():
             previous.rename(folder)
@@ -124,21 +126,10 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(beside)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the renames inside `folder` outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make the content of a file, or the renames inside a folder, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def fsync_tree(folder: Path) -> None:
-    """fsync every file and folder below `folder`, and `folder` itself."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            fsync_tree(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    fsync_folder(folder)

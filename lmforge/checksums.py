@@ -5,6 +5,7 @@ read through this module; each decides how a file is opened, what it retries, an
 """
 
 import errno
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class DamagedFile(OSError):
     """A file that does not hold what was written."""
 
 
-class ChecksummedFile:
+class ChecksummedFile(ABC):
     """Reads by position, and gives out no byte before its block was found to be as written. Safe for several threads.
 
     A subclass says how bytes are read (`_pread`, `_current_size`).
@@ -39,12 +40,13 @@ class ChecksummedFile:
         self._verified = np.zeros(len(checksums), bool)
         self._last_block: tuple[int, bytearray] = (-1, bytearray())
 
+    @abstractmethod
     def _pread(self, out: memoryview, offset: int) -> int:
         """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at the end of the file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _current_size(self) -> int:
-        raise NotImplementedError
+        """Bytes of the file as it is now."""
 
     def _read_verified(self, out: memoryview, offset: int) -> None:
         """Fill `out` from `offset`. Raises DamagedFile where the file ends early or a block does not match its checksum."""

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 from lmforge import __version__
 from lmforge.cluster.rank_info import read_rank_info
-from lmforge.config.bench import BenchConfig
-from lmforge.config.load import STAGES, parse_config
+from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
 from lmforge.config.options import Options, format_help, parse_options
 from lmforge.config.stage import StageConfig
-from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
+from lmforge.config.verbs import BenchConfig
+from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.verbs.table import VERBS
 
@@ -64,9 +64,9 @@ def run(arguments: list[str]) -> int:
     chosen: Options | None = None
     try:
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
+        status = 0
         if (answer := _answer(name, rest)) is not None:
             print(answer)
-            status = 0
         else:
             chosen = parse_command(name, rest)
             status = _carry_out(name, rest, chosen)
@@ -76,9 +76,7 @@ def run(arguments: list[str]) -> int:
         if debug:
             raise
         _print_error(str(problem))
-        if isinstance(problem, PeerLost):
-            return EXIT_PEER_LOST
-        return 2 if isinstance(problem, UserError) else 1
+        return problem.exit_status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -164,8 +162,7 @@ def _launch(command: list[str], chosen: Any, processes: int) -> int:
         processes,
         command,
         max_restarts=chosen.launch.max_restarts,
-        # What was to be deleted has been.
-        restart_arguments=["--run.overwrite", "false", "--run.resume", "auto"],
+        restart_arguments=RESUME_ARGUMENTS,
         has_begun=lambda: run.started_at_ns != before,
     )
 
@@ -187,7 +184,9 @@ def _print_error(line: str) -> None:
     if _reports_errors():
         print("lmforge: " + " ".join(line.split("\n")), file=sys.__stderr__, flush=True)
     else:
-        time.sleep(2)  # for the rank that reports: a launcher ends all ranks as soon as one has left
+        # A launcher ends all ranks as soon as one has left: before the one that reports has. Ranks that fail before they have
+        # joined each other have nothing else to wait for.
+        time.sleep(2)
 
 
 def _save_traceback(problem: Exception, chosen: Options | None) -> Path | str:

@@ -1,17 +1,22 @@
 """The errors that a command ends with. Any other exception that escapes is a defect of ours (see `cli.run`)."""
 
+# EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
+EXIT_PEER_LOST = 75
+
 
 class UserError(Exception):
-    """What the user requests cannot be done: one line saying what is wrong, where, and what to do. Exit status 2."""
+    """What the user requests cannot be done: one line saying what is wrong, where, and what to do."""
+
+    exit_status = 2
 
 
 class RunFailed(Exception):
-    """A run that had started failed; the line says where its log and last good checkpoint are. Exit status 1."""
+    """A run that had started failed; the line says where its log and last good checkpoint are."""
+
+    exit_status = 1
 
 
 class PeerLost(RunFailed):
-    """A run failed because another rank or its host was lost; a restart may help. Exit status EXIT_PEER_LOST."""
+    """A run failed because another rank or its host was lost; a restart may help."""
 
-
-# EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
-EXIT_PEER_LOST = 75
+    exit_status = EXIT_PEER_LOST

@@ -12,11 +12,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text
 from lmforge.errors import UserError
@@ -26,7 +26,7 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
-# In a folder that was downloaded to: which files were verified.
+# In a folder that was downloaded to: {"files": the [name, size, digest] of each file that was verified}.
 DOWNLOAD_RECORD = ".lmforge-download.json"
 MAX_INDEX_BYTES = 2**28
 BLOCK_BYTES = 1 << 20
@@ -38,8 +38,7 @@ REPORT_EVERY_SECONDS = 10.0
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A file as the hub lists it: its size, and its SHA-256 if it is stored as a large file, else git's SHA-1."""
 
     name: str
@@ -62,8 +61,8 @@ class DownloadResult:
 
     folder: Path
     commit: str
-    downloaded: tuple[HubFile, ...]
-    already_present: tuple[HubFile, ...]
+    downloaded: list[HubFile]
+    already_present: list[HubFile]
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,6 @@ class WeightIndex:
     """model.safetensors.index.json: which file holds each tensor."""
 
     weight_map: dict[str, str]
-
-
-@dataclass(frozen=True)
-class DownloadRecord:
-    """DOWNLOAD_RECORD: (name, size, digest) of the files that were verified."""
-
-    files: list[tuple[str, int, str]]
 
 
 def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
@@ -120,10 +112,10 @@ def find_cached(name: str, revision: str, required: str = "weights") -> Path | N
     folder = Path(path).parent
     if required != "weights" or (folder / SAFE_WEIGHTS_NAME).exists():
         return folder
-    try:
-        return folder if all((folder / file).exists() for file in indexed_weight_files(folder)) else None
-    except (OSError, UserError):
-        return None
+    with suppress(OSError, UserError):
+        if all((folder / file).exists() for file in indexed_weight_files(folder)):
+            return folder
+    return None
 
 
 def indexed_weight_files(folder: Path) -> list[str]:
@@ -151,40 +143,37 @@ def download(
     root = folder or Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     with _disk_errors_as_user_errors(root), _download_lock(root, report):
         destination = _Destination(folder or root / "snapshots" / commit, None if folder else root / "blobs")
-        downloaded: list[HubFile] = []
-        already_present: list[HubFile] = []
-
-        def fetch(names: list[str]) -> None:
-            for file in (listed[each] for each in sorted(names)):
-                if destination.has(file):
-                    already_present.append(file)
-                else:
-                    report(f"{file.name}: {file.size:,} bytes")
-                    _download_file(name, commit, file, destination.path_of(file), report)
-                    downloaded.append(file)
-                destination.mark_complete(file)
-
-        fetch([each for each in listed if CONFIG_AND_TOKENIZER_FILES.fullmatch(each)])
-        if include_weights:
-            if "config.json" not in listed:
-                raise UserError(f"{name}: has no config.json on the hub, so it is not a model that can be opened")
-            fetch(_weight_file_names(name, listed, destination.folder))
+        result = DownloadResult(destination.folder, commit, [], [])
+        for file in _files_to_download(name, listed, destination.folder, include_weights):
+            if destination.has(file):
+                result.already_present.append(file)
+            else:
+                report(f"{file.name}: {file.size:,} bytes")
+                _download_file(name, commit, file, destination.path_of(file), report)
+                result.downloaded.append(file)
+            destination.mark_complete(file)
         if folder is None and revision != commit:
             reference = root / "refs" / revision
             reference.parent.mkdir(parents=True, exist_ok=True)
             atomic_write_text(reference, commit)
-    return DownloadResult(destination.folder, commit, tuple(downloaded), tuple(already_present))
+    return result
 
 
-def _weight_file_names(name: str, listed: dict[str, HubFile], folder: Path) -> list[str]:
-    if SAFE_WEIGHTS_NAME in listed:
-        return [SAFE_WEIGHTS_NAME]
-    if SAFE_WEIGHTS_INDEX_NAME not in listed:
-        raise UserError(f"{name}: has no safetensors weights on the hub; pickled ones (.bin, .pth) are not downloaded")
-    names = indexed_weight_files(folder)
+def _files_to_download(name: str, listed: dict[str, HubFile], folder: Path, include_weights: bool) -> Iterator[HubFile]:
+    """Configuration and tokenizer, then the weights. Their index, which is among the former, is read from `folder`."""
+    yield from (listed[each] for each in sorted(listed) if CONFIG_AND_TOKENIZER_FILES.fullmatch(each))
+    if not include_weights:
+        return
+    if "config.json" not in listed:
+        raise UserError(f"{name}: has no config.json on the hub, so it is not a model that can be opened")
+    names = [SAFE_WEIGHTS_NAME]
+    if SAFE_WEIGHTS_NAME not in listed:
+        if SAFE_WEIGHTS_INDEX_NAME not in listed:
+            raise UserError(f"{name}: has no safetensors weights on the hub; pickled ones (.bin, .pth) are not downloaded")
+        names = indexed_weight_files(folder)
     if absent := sorted(set(names) - listed.keys()):
         raise UserError(f"{name}: its index names {absent[0]}, which is not on the hub")
-    return names
+    yield from (listed[each] for each in names)
 
 
 class _Destination:
@@ -197,9 +186,9 @@ class _Destination:
     def __init__(self, folder: Path, blobs: Path | None) -> None:
         self.folder, self._blobs = folder, blobs
         try:
-            record = read_json(folder / DOWNLOAD_RECORD, DownloadRecord, max_bytes=MAX_INDEX_BYTES)
-            self._verified = {file.name: file for file in (HubFile(*entry) for entry in record.files)}
-        except (OSError, UserError):
+            record = read_json(folder / DOWNLOAD_RECORD, dict[str, list[HubFile]], max_bytes=MAX_INDEX_BYTES)
+            self._verified = {file.name: file for file in record["files"]}
+        except (OSError, UserError, KeyError):
             self._verified = {}
         if not blobs and not self._verified and any(folder.glob("*.safetensors")):
             raise UserError(f"{folder}: holds a model that was not downloaded by lmforge; choose another folder")
@@ -217,8 +206,7 @@ class _Destination:
         link = self.folder / file.name
         if not self._blobs and self._verified.get(file.name) != file:
             self._verified[file.name] = file
-            files = sorted(map(astuple, self._verified.values()))
-            atomic_write_json(self.folder / DOWNLOAD_RECORD, {"files": files})
+            atomic_write_json(self.folder / DOWNLOAD_RECORD, {"files": sorted(self._verified.values())})
         elif self._blobs and not link.exists():
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
@@ -262,40 +250,30 @@ def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Re
 
 def _append_rest(name: str, commit: str, file: HubFile, growing: BinaryIO, report: Report) -> None:
     """Append what is missing. MAX_ATTEMPTS in a row without progress raise what the hub's library or its HTTP client raised."""
-    attempts = 0
-    while growing.tell() < file.size:
-        start = growing.tell()
+    from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(name, file.name, revision=commit)
+    headers = build_hf_headers(library_name="lmforge") | {"Accept-Encoding": "identity"}  # compressed, it could not be resumed
+    attempts, reported = 0, time.monotonic()
+    while (start := growing.tell()) < file.size:
+        span = {"Range": f"bytes={start}-"} if start else {}
         try:
-            _append_from(name, commit, file, growing, report)
-            break
+            with get_session().stream("GET", url, headers=headers | span, timeout=TIMEOUT_SECONDS) as response:
+                hf_raise_for_status(response)
+                if start and response.status_code == 200:  # the server sends the whole file
+                    growing.truncate(0)
+                for block in response.iter_raw(BLOCK_BYTES):
+                    growing.write(block)
+                    if time.monotonic() - reported > REPORT_EVERY_SECONDS:
+                        reported = time.monotonic()
+                        report(f"{file.name}: {growing.tell():,} of {file.size:,} bytes")
+            return
         except Exception as problem:
             attempts = 0 if growing.tell() > start else attempts + 1
             if attempts == MAX_ATTEMPTS or not _is_temporary(problem):
                 raise
             time.sleep(RETRY_SECONDS)
-
-
-def _append_from(name: str, commit: str, file: HubFile, growing: BinaryIO, report: Report) -> None:
-    from huggingface_hub import get_session, get_token, hf_hub_url, hf_raise_for_status
-
-    start = growing.tell()
-    # A compressed transfer could not be resumed.
-    headers = {"Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
-    if token := get_token():
-        headers["Authorization"] = f"Bearer {token}"
-    url = hf_hub_url(name, file.name, revision=commit)
-    reported = time.monotonic()
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
-        hf_raise_for_status(response)
-        if start and response.status_code == 200:  # the server sends the whole file
-            growing.truncate(0)
-        for block in response.iter_raw(BLOCK_BYTES):
-            growing.write(block)
-            if time.monotonic() - reported > REPORT_EVERY_SECONDS:
-                reported = time.monotonic()
-                report(f"{file.name}: {growing.tell():,} of {file.size:,} bytes")
 
 
 def _is_temporary(problem: Exception) -> bool:

@@ -10,11 +10,13 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from lmforge.errors import UserError
 
@@ -24,7 +26,6 @@ CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_QUOTED = 80
 JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-OPENING, CLOSING = b"[{", b"]}"
 # What pydantic found wrong → what was expected; filled in with the bounds of the field.
 EXPECTED = {
     "int_type": "a whole number",
@@ -75,21 +76,26 @@ def parse_json(
 ) -> T:
     """JSON `content` as a `schema`; `source` names it in messages. Raises `error` as `read_json` does."""
     _check_bounds(content, source, max_bytes, error)
+    hint = f"; {hint}" if hint else ""
     try:
+        if b"NaN" in content or b"Infinity" in content:  # perhaps in a text; as numbers, which JSON lacks, pydantic takes them
+            from_json(content, allow_inf_nan=False)
         return cast(T, _adapter(cast(Any, schema)).validate_json(content, strict=True))
     except ValidationError as problem:
-        raise error(_with_hint(f"{source}: {describe(problem, 'JSON')}", hint)) from None
+        raise error(f"{source}: {describe(problem)}{hint}") from None
+    except ValueError as problem:
+        raise error(f"{source}: not valid JSON: {problem}{hint}") from None
 
 
-def read_toml(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML;
     OSError passes."""
-    return parse_toml(_read_bounded(path, max_bytes, UserError), str(path), max_bytes=max_bytes)
+    return parse_toml(_read_bounded(path, MAX_BYTES, UserError), str(path))
 
 
-def parse_toml(content: bytes, source: str, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def parse_toml(content: bytes, source: str) -> dict[str, Any]:
     """TOML `content` as a nested table. Raises UserError as `read_toml` does."""
-    _check_bounds(content, source, max_bytes, UserError)
+    _check_bounds(content, source, MAX_BYTES, UserError)
     try:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as problem:
@@ -98,12 +104,13 @@ def parse_toml(content: bytes, source: str, *, max_bytes: int = MAX_BYTES) -> di
         raise UserError(f"{source}: not valid TOML: {problem}") from None
 
 
-def describe(problem: ValidationError, format_name: str) -> str:
+def describe(problem: ValidationError) -> str:
     """The first thing that pydantic found wrong, as `FIELD: expected …, got …`."""
     error = first_error(problem)
     if error["type"] == "json_invalid":
-        return f"not valid {format_name}: {error['ctx']['error']}"
-    field = _field_name(error["loc"])
+        return f"not valid JSON: {error['ctx']['error']}"
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]]
+    field = "".join(parts).removeprefix(".")
     return f"{field}: {expectation(error)}" if field else expectation(error)
 
 
@@ -123,9 +130,8 @@ def expectation(error: dict[str, Any]) -> str:
         return str(context["error"])
     # An item of a list of tables, or a section.
     expected = "a table" if kind == "model_type" and isinstance(error["loc"][-1], int) else EXPECTED.get(kind)
-    if expected is None:
-        return f"{error['msg']}, got {quoted(error['input'])}"
-    return f"expected {expected.format(**context)}, got {quoted(error['input'])}"
+    reason = error["msg"] if expected is None else f"expected {expected.format(**context)}"
+    return f"{reason}, got {quoted(error['input'])}"
 
 
 def quoted(value: Any) -> str:
@@ -137,11 +143,8 @@ def quoted(value: Any) -> str:
 def _read_bounded(path: Path, max_bytes: int, error: Callable[[str], Exception]) -> bytes:
     with path.open("rb") as file:
         # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
-        chunks, remaining = [], max_bytes + 1
-        while chunk := file.read(min(remaining, CHUNK_BYTES)):
-            chunks.append(chunk)
-            remaining -= len(chunk)
-    content = b"".join(chunks)
+        chunks = iter(partial(file.read, CHUNK_BYTES), b"")
+        content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
     if len(content) > max_bytes:
         raise error(f"{path}: larger than {max_bytes:,} bytes, which no such file is")
     return content
@@ -155,18 +158,9 @@ def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[
         return
     depth = 0
     for bracket in re.findall(rb"[\[\]{}]", JSON_STRING.sub(b"", content)):
-        depth += 1 if bracket in OPENING else -1
+        depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:
             raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
-
-
-def _field_name(location: tuple[int | str, ...]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    return "".join(parts).removeprefix(".")
-
-
-def _with_hint(message: str, hint: str) -> str:
-    return f"{message}; {hint}" if hint else message
 
 
 @cache

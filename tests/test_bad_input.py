@@ -507,7 +507,7 @@ def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
     folder = trained.checkpoint_path(6)
     before = contents(folder)
     options = [*tiny_options, "--data.folder", folder, "--run.folder", tmp_path, "--run.name", "a"]
-    assert f"{folder / MANIFEST}: source: missing; restore it" in refused("pretrain", *options)
+    assert f"{folder}: a checkpoint, not a folder of token shards" in refused("pretrain", *options)
     assert str(folder) in refused("prepare", corpus_file(tmp_path), folder, "--overwrite")
     assert contents(folder) == before
 

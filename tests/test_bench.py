@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmforge.bench.step_timing import TIMED_PHASES, sweep_combinations
+from lmforge.bench.step_timing import sweep_combinations
+from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
 from tests.conftest import Command
 

@@ -13,7 +13,7 @@ import pytest
 
 from lmforge.config.load import load_config
 from lmforge.config.options import iter_options, validate_options
-from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.verbs.table import VERBS
 from tests.conftest import Command

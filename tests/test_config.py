@@ -16,10 +16,10 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import batch_plan
 from lmforge.config.load import config_class, load_config
 from lmforge.config.options import Options, iter_options, read_recipe, to_toml, validate_options
-from lmforge.config.pipeline import PipelineOptions
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import TunedConfig, TunedTrainOptions
+from lmforge.config.verbs import PipelineOptions
 from lmforge.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))

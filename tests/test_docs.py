@@ -24,9 +24,9 @@ import zstandard
 
 from lmforge.cli import parse_command
 from lmforge.config.align import AlignConfig
-from lmforge.config.bench import BenchConfig
 from lmforge.config.options import iter_options
-from lmforge.config.sft import SftConfig
+from lmforge.config.tuning import SftConfig
+from lmforge.config.verbs import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import validate_options
-from lmforge.config.pretrain import PretrainConfig
+from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.runs import MANIFEST, Run, describe_environment
 

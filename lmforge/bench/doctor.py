@@ -9,17 +9,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lmforge.bench.parity import (
-    ParityCase,
-    ParityData,
-    ParityResult,
-    relative_differences,
-    run_case,
-    run_single,
-    strategy_cases,
-)
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.bench import parity
+from lmforge.bench.parity import ParityCase, ParityData, ParityResult
+from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs import DoctorOptions
 from lmforge.errors import UserError
 from lmforge.parallel.precision import missing_for_compile
@@ -36,10 +28,8 @@ def doctor(options: DoctorOptions) -> int:
     """Train the small model under every strategy that fits the ranks, and print a table. Returns 1 where one is wrong."""
     if not options.parity:
         raise UserError("doctor: say what to examine: --parity")
-    dist_ctx = cluster.init_distributed(options.device, threads=1)
-    try:
-        missing = missing_for_compile(dist_ctx.device) if options.compile else None
-        if missing:
+    with init_distributed(options.device, threads=1) as dist_ctx:
+        if options.compile and (missing := missing_for_compile(dist_ctx.device)):
             raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
         rows = _run_cases(dist_ctx, options)
         if dist_ctx.is_rank0 and options.output == "json":
@@ -47,15 +37,13 @@ def doctor(options: DoctorOptions) -> int:
         elif dist_ctx.is_rank0:
             _print_table(rows, dist_ctx)
         return dist_ctx.broadcast(int(any(row["wrong"] for row in rows)))
-    finally:
-        cluster.destroy_distributed()
 
 
 def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dict[str, Any]]:
     """A row for each strategy on rank 0; none on the other ranks."""
     data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
-    cases = strategy_cases(dist_ctx.world_size, options.compile)
-    reference = run_single(cases[0], data, dist_ctx) if dist_ctx.is_rank0 else None
+    cases = parity.strategy_cases(dist_ctx.world_size, options.compile)
+    reference = parity.run_single(cases[0], data, dist_ctx) if dist_ctx.is_rank0 else None
     gc.freeze()  # cases and the compiler collect garbage often: what stays need not be traversed each time
     shows_progress = dist_ctx.is_rank0 and sys.stderr.isatty()
     rows = []
@@ -64,7 +52,7 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
             print(f"\r\033[K{case.name} …", end="", file=sys.stderr, flush=True)
         if dist_ctx.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        result = run_case(case, data, dist_ctx)
+        result = parity.run_case(case, data, dist_ctx)
         if reference is not None:
             rows.append(_row(case, result, reference, dist_ctx))
         torch.compiler.reset()
@@ -74,7 +62,7 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
 
 
 def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext) -> dict[str, Any]:
-    differences, device_type = relative_differences(result, reference), dist_ctx.device.type
+    differences, device_type = parity.relative_differences(result, reference), dist_ctx.device.type
     return {
         "strategy": case.name,
         "ranks": dist_ctx.world_size,

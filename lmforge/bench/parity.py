@@ -4,16 +4,14 @@
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.cluster.distributed import DistributedContext
@@ -24,12 +22,11 @@ from lmforge.data.token_rng import token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
-from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
 from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import convert_to_float8
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state
@@ -46,11 +43,12 @@ SMALL_MODEL = ModelConfig(
 # shows, and the sign of one that is zero up to rounding does not.
 OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One way to train the small model, with a name for the table."""
+    """One way to train the small model, with a name for the table. `change_model` is called before it is parallelized."""
 
     name: str
     options: ParallelOptions
@@ -58,10 +56,7 @@ class ParityCase:
     compile_model: bool = False
     model_config: ModelConfig = SMALL_MODEL
     optimizer: OptimizerOptions = OPTIMIZER
-    dropout: float = 0.0
-    neftune_noise_alpha: float = 0.0
-    lora: LoraConfig | None = None
-    emulate_float8: bool = False
+    change_model: Callable[[LanguageModel], None] = lambda model: None
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,6 @@ class ParityResult:
     weights: full tensors by name after the last step, on rank 0 only.
     memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of activations between forward
         and backward of its first micro-batch; the last not where blocks are compiled.
-    collective_counts: number of collectives of each kind in one step; empty where blocks are compiled.
     memory_gib: peak memory.
     """
 
@@ -80,7 +74,6 @@ class ParityResult:
     grad_norms: list[float]
     weights: dict[str, Tensor]
     memory_bytes: dict[str, int]
-    collective_counts: dict[str, int]
     tokens_per_second: float
     memory_gib: float
 
@@ -115,27 +108,45 @@ class ParityData:
         return Batch(tokens, labels, positions, document_ids, keys)
 
 
-def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
-    """Train as `case` says, on all ranks together. Raises UserError where it does not fit them."""
+def run_case(
+    case: ParityCase,
+    data: ParityData,
+    dist_ctx: DistributedContext,
+    last_step: AbstractContextManager[object] = NOTHING,
+) -> ParityResult:
+    """Train as `case` says, on all ranks together; uncompiled, the last step is inside `last_step`. Raises UserError."""
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
     optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes)
     part, num_parts = data_parallel_rank_and_size(case.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
     size = data.sequences // num_parts
-    measurements, losses, norms, began = _Measurements(model), [], [], 0.0
+    micro_size = size // case.accumulation
+    tracker = ActivationTracker()
+    memory_bytes: dict[str, int] = {}
+
+    def set_phase(phase: str) -> None:
+        if phase == "backward" and observed:
+            memory_bytes.setdefault("activations", tracker.live_bytes())
+        if phase == "optimizer":
+            parameters = model.parameters()
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            memory_bytes.update(parameters=_local_bytes(parameters), gradients=_local_bytes(gradients))
+
+    losses, norms, began = [], [], 0.0
     for step in range(data.steps):
         if step == 1:
             began = time.perf_counter()
         batch = data.batch(step, case.model_config.vocab_size)[part * size : (part + 1) * size].to(dist_ctx.device)
-        with measurements.observe(step + 1 == data.steps and not case.compile_model):
+        observed = step + 1 == data.steps and not case.compile_model
+        with last_step if observed else NOTHING, tracker if observed else NOTHING:
             norm, metrics = train_step(
                 model,
                 optimizer,
-                list(_split_batch(batch, case.accumulation)),
+                [batch[number * micro_size : (number + 1) * micro_size] for number in range(case.accumulation)],
                 objective.num_items,
                 lr=case.optimizer.lr,
                 max_grad_norm=MAX_GRAD_NORM,
-                set_phase=measurements.set_phase,
+                set_phase=set_phase,
             )
         norms.append(norm)
         total, count = (torch.stack([each["loss"][index] for each in metrics]).sum() for index in (0, 1))
@@ -151,8 +162,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
         losses=values[: data.steps],
         grad_norms=values[data.steps :],
         weights=weights if dist_ctx.is_rank0 else {},
-        memory_bytes={**measurements.memory_bytes, "optimizer": _local_bytes(states)},
-        collective_counts=dict(measurements.collectives.counts),
+        memory_bytes={**memory_bytes, "optimizer": _local_bytes(states)},
         tokens_per_second=(data.steps - 1) * data.sequences * data.sequence_length / seconds,
         memory_gib=peak_memory_gib(dist_ctx.device),
     )
@@ -160,11 +170,7 @@ def run_case(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -
 
 def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dist_ctx: DistributedContext) -> ParallelModel:
     model = build_model(case.model_config, "meta")
-    model.dropout, model.neftune_noise_alpha = case.dropout, case.neftune_noise_alpha
-    if case.lora is not None:
-        add_lora(model, case.lora)
-    if case.emulate_float8:
-        convert_to_float8(model, emulate=True)
+    case.change_model(model)
     return parallelize(
         model,
         objective.loss,
@@ -174,54 +180,6 @@ def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dis
         compile_model=case.compile_model,
         init_weights=lambda model: init_weights(model, seed),
     )
-
-
-class _Measurements:
-    """Measures a training step: bytes on this rank, and collectives."""
-
-    def __init__(self, model: ParallelModel) -> None:
-        self._model = model
-        self._activations = ActivationTracker()
-        self._observes_step = False
-        self.collectives = _CollectiveCounter()
-        self.memory_bytes: dict[str, int] = {}
-
-    def observe(self, observes_step: bool) -> ExitStack:
-        """Around a step; collectives and activations are measured only where `observes_step`."""
-        self._observes_step = observes_step
-        stack = ExitStack()
-        if observes_step:
-            stack.enter_context(self.collectives)
-            stack.enter_context(self._activations)
-        return stack
-
-    def set_phase(self, phase: str) -> None:
-        if phase == "backward" and self._observes_step:
-            self.memory_bytes.setdefault("activations", self._activations.live_bytes())
-        if phase == "optimizer":
-            parameters = self._model.parameters()
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self.memory_bytes |= {"parameters": _local_bytes(parameters), "gradients": _local_bytes(gradients)}
-
-
-class _CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of the training group inside this context, by torch's names for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = function.name().split("::")
-        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
-            self.counts[name.partition(".")[0].strip("_")] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def _split_batch(batch: Batch, count: int) -> Iterator[Batch]:
-    size = batch.batch_size // count
-    for number in range(count):
-        yield batch[number * size : (number + 1) * size]
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -253,21 +211,19 @@ def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
     half = world_size // 2 if world_size % 2 == 0 else 1
     full: dict[str, Any] = {"activation_checkpointing": "full"}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
-    hybrid_grad = {**hybrid, "sharding": "hybrid-grad-shard"}
-    fsdp2 = partial(_case, engine="fsdp2")
+    fsdp1, fsdp2 = partial(_case, engine="fsdp1"), partial(_case, engine="fsdp2")
+    hybrids = [("hybrid-full-shard", hybrid), ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"})]
     cases = []
     if world_size == 1:
         cases.append(_case("one process, 2 micro-batches", 2, engine="single"))
     else:
-        cases += [_case("ddp", engine="ddp")]
-        cases += [_case(f"fsdp1 {name}", engine="fsdp1", sharding=name) for name in ("full-shard", "grad-shard")]
+        cases.append(_case("ddp", engine="ddp"))
+        cases += [fsdp1(f"fsdp1 {name}", sharding=name) for name in ("full-shard", "grad-shard")]
     cases += [fsdp2(f"fsdp2 {name}", sharding=name) for name in ("full-shard", "grad-shard", "no-shard")]
     if half > 1:  # fsdp1 does not shard over groups of one
-        cases.append(_case(f"fsdp1 hybrid-full-shard, groups of {half}", engine="fsdp1", **hybrid))
-        cases.append(_case(f"fsdp1 hybrid-grad-shard, groups of {half}", engine="fsdp1", **hybrid_grad))
+        cases += [fsdp1(f"fsdp1 {name}, groups of {half}", **options) for name, options in hybrids]
     if world_size > 1:
-        cases.append(fsdp2(f"fsdp2 hybrid-full-shard, groups of {half}", **hybrid))
-        cases.append(fsdp2(f"fsdp2 hybrid-grad-shard, groups of {half}", **hybrid_grad))
+        cases += [fsdp2(f"fsdp2 {name}, groups of {half}", **options) for name, options in hybrids]
     for mode in ("full", "selective-blocks", "selective-ops"):
         cases.append(fsdp2(f"fsdp2, checkpointing {mode}", activation_checkpointing=mode))
     cases += [
@@ -279,17 +235,14 @@ def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
     if world_size > 1:
         cases += [
             _case("ddp, checkpointing full, 2 micro-batches", 2, engine="ddp", **full),
-            _case("fsdp1, checkpointing full", engine="fsdp1", **full),
+            fsdp1("fsdp1, checkpointing full", **full),
             fsdp2(f"fsdp2 hybrid-full-shard, groups of {half}, 2 micro-batches", 2, **hybrid),
         ]
     cases += _model_parallel_cases(world_size)
     if compile_model:
         chosen = ("tensor 2", "context 2", "pipeline 2, 4 micro-batches")
-        compiled = [
-            fsdp2("fsdp2"),
-            fsdp2("fsdp2, checkpointing full", **full),
-            *(each for each in cases if each.name in chosen),
-        ]
+        compiled = [fsdp2("fsdp2"), fsdp2("fsdp2, checkpointing full", **full)]
+        compiled += [each for each in cases if each.name in chosen]
         cases += [replace(case, name=f"{case.name}, compiled", compile_model=True) for case in compiled]
     return cases
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text, fsync_folder
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text, fsync_path
 from lmforge.checkpoint.manifest import Manifest
 from lmforge.checkpoint.retention import RetentionPolicy, delete_old_checkpoints
 from lmforge.checkpoint.storage import (
@@ -212,10 +212,10 @@ class AsyncCheckpointer:
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
         if is_local(folder):
             atomic_write_text(folder / MANIFEST, text)
-            fsync_folder(folder)
+            fsync_path(folder)
             remove_checkpoint(final)  # a run that resumed from an older checkpoint saves this step again
             os.rename(folder, final)
-            fsync_folder(final.parent)
+            fsync_path(final.parent)
         else:
             (folder / MANIFEST).write_text(text, encoding="utf-8")
 

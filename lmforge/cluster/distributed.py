@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ def choose_device(requested: str, local_rank: int = 0) -> torch.device:
 class DistributedContext:
     """This process among the ranks of a run. With one rank there are no process groups, and every method returns at once.
 
+    At the end of a `with` block the process groups are destroyed.
+
     control_group: for decisions and errors.
     checkpoint_group: for saving, which runs in a thread of its own beside the training.
     wait_context: entered while this rank waits for the others, so that a watchdog knows.
@@ -52,6 +54,12 @@ class DistributedContext:
     control_group: dist.ProcessGroup | None
     checkpoint_group: dist.ProcessGroup | None = None
     wait_context: Callable[[], AbstractContextManager[None]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        destroy_distributed()
 
     @property
     def is_rank0(self) -> bool:

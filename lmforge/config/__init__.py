@@ -1,8 +1,8 @@
 """Every option of every command: its type, default, bounds and meaning. To read this package is to read the manual.
 
-Begin with `sections.py` (the sections that all training stages share), then `pretrain.py`, `sft.py` and `align.py` (what each
-stage adds), `bench.py`, `pipeline.py`, and `verbs.py` (commands that do not train). `options.py` declares, parses, validates
-and explains options and knows none of them. For other packages: the option classes, `load.py` (recipe and command line →
+Begin with `sections.py` (the sections that all training stages share), then `stage.py` (the stages, pretraining), `tuning.py`
+(fine-tuning), `align.py` (alignment), and `verbs.py` (the other commands). `options.py` declares, parses, validates and
+explains options and knows none of them. For other packages: the option classes, `load.py` (recipe and command line →
 the config of a stage) and `batch_plan.py`, the one place where batch sizes are derived.
 
 No torch here, so that `--help` and `--dry-run` answer at once. Options are read once, at the edge: below the stages,

@@ -1,8 +1,7 @@
 """The options of `lmforge align`: preferences, reward models and reinforcement learning from rewards."""
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
-
-from pydantic import model_validator
 
 from lmforge.config.options import Options, option, section
 from lmforge.config.sections import Stage
@@ -51,15 +50,11 @@ class AlignOptions(Options):
         " lora.rank, else copy",
     )
 
-    @model_validator(mode="after")
-    def _check_label_smoothing(self) -> "AlignOptions":
+    def problems(self) -> Iterator[str]:
         if self.loss_type == "exo" and not self.label_smoothing:
-            raise ValueError("align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1")
+            yield "align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1"
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo"):
-            raise ValueError(
-                f"align.label_smoothing: not with align.loss_type = {self.loss_type}; it is for sigmoid, robust and exo"
-            )
-        return self
+            yield f"align.label_smoothing: not with align.loss_type = {self.loss_type}; it is for sigmoid, robust and exo"
 
 
 class RolloutOptions(Options):
@@ -81,7 +76,8 @@ class RolloutOptions(Options):
     )
     num_iterations: int = option(1, "optimizer steps on each set of completions", gt=0)
     reward_functions: tuple[str, ...] = option(
-        (), "reward functions, FILE.py:FUNCTION each, or reward models by their folders; their weighted sum is the reward"
+        (),
+        "what is summed up, weighted: FILE.py:FUNCTION, the built-in python_code, or the folder of a reward model",
     )
     reward_weights: tuple[float, ...] = option((), "weight of each reward function (default: 1)")
     reward_timeout_seconds: float = option(60.0, "seconds after which a reward function that has not answered is skipped", gt=0)
@@ -156,50 +152,35 @@ class AlignConfig(TunedConfig):
             return "copy" if self.lora.rank is None else "adapters-off"
         return self.align.reference
 
-    @model_validator(mode="after")
-    def _check_unread_options(self) -> "AlignConfig":
-        """Refuse options that the method does not read."""
-        method = self.align.method
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        method, reference = self.align.method, self.align.reference
         for name in self.align.changed():
             readers = METHODS_THAT_READ.get(name, (method,))
             if method not in readers:
-                raise ValueError(f"align.{name}: {method} does not read it; it is for {', '.join(readers)}: leave it out")
+                yield f"align.{name}: {method} does not read it; it is for {', '.join(readers)}: leave it out"
         if method == "grpo" and self.data.packing != "best-fit":
-            raise ValueError(f"data.packing = {self.data.packing}: grpo has a sequence for each completion; leave it out")
+            yield f"data.packing = {self.data.packing}: grpo has a sequence for each completion; leave it out"
         if method != "grpo" and (given := self.rollout.changed()):
-            raise ValueError(f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_method(self) -> "AlignConfig":
-        method, reference = self.align.method, self.align.reference
+            yield f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out"
         if self.parallel.model_parallel_size > 1:
-            raise ValueError(
+            yield (
                 "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: alignment needs whole"
                 " completions on one rank; shard with fsdp2 instead"
             )
         if method == "grpo" and reference == "precomputed":
-            raise ValueError("align.reference = precomputed: grpo samples its completions while it trains; use copy")
+            yield "align.reference = precomputed: grpo samples its completions while it trains; use copy"
         if method == "grpo" and (self.model.dropout or self.model.neftune_noise_alpha or self.lora.dropout):
-            raise ValueError(
-                "model.dropout, model.neftune_noise_alpha, lora.dropout: not with grpo, whose completions are sampled without"
-            )
+            yield "model.dropout, model.neftune_noise_alpha, lora.dropout: not with grpo, whose completions are sampled without"
         if reference == "adapters-off" and self.lora.rank is None:
-            raise ValueError("align.reference = adapters-off: there are no adapters; give lora.rank, or use copy")
+            yield "align.reference = adapters-off: there are no adapters; give lora.rank, or use copy"
         if method == "kto" and self.data.packing == "none":
-            raise ValueError("data.packing = none: kto compares the completions of a sequence with each other; use best-fit")
+            yield "data.packing = none: kto compares the completions of a sequence with each other; use best-fit"
         if self.rollout.reward_weights and len(self.rollout.reward_weights) != len(self.rollout.reward_functions):
-            raise ValueError("rollout.reward_weights: give as many as rollout.reward_functions")
-        return self
-
-    @model_validator(mode="after")
-    def _check_reward_model(self) -> "AlignConfig":
-        if self.align.method != "reward":
-            return self
-        if self.model.implementation != "lmforge":
-            raise ValueError("model.implementation = transformers: not with align.method = reward; leave it out")
-        if self.sample.every_steps is not None:
-            raise ValueError("sample.every_steps: a reward model generates nothing; leave it out")
-        if self.validation.tasks:
-            raise ValueError("validation.tasks: a reward model answers nothing; leave it out")
-        return self
+            yield "rollout.reward_weights: give as many as rollout.reward_functions"
+        if method == "reward" and self.model.implementation != "lmforge":
+            yield "model.implementation = transformers: not with align.method = reward; leave it out"
+        if method == "reward" and self.sample.every_steps is not None:
+            yield "sample.every_steps: a reward model generates nothing; leave it out"
+        if method == "reward" and self.validation.tasks:
+            yield "validation.tasks: a reward model answers nothing; leave it out"

@@ -6,14 +6,15 @@ from typing import Any, TypeVar
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import parse_options, read_recipe
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sft import SftConfig
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
 STAGES: dict[str, type[StageConfig]] = {"pretrain": PretrainConfig, "sft": SftConfig, "align": AlignConfig}
+# What a stage that resumes is given, whatever its arguments and recipe say: what was to be deleted has been.
+RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 # Options that may be typed without their section.
 SHORT_OPTIONS = {
     "method": "align.method",

@@ -13,10 +13,10 @@ import typing
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from lmforge.errors import UserError
@@ -33,6 +33,16 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with options that are valid one by one, in lines for the user. The first of them is reported."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_problems(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
     def changed(self) -> list[str]:
         """The options that do not have their default value."""
@@ -53,7 +63,7 @@ def argument(default: Any, description: str) -> Any:
 
 
 def section(options_class: type[Options], description: str) -> Any:
-    """Declare a group of options inside another. A list of them is an option: `tuple[Tree, ...] = option((), …)`."""
+    """Declare a group of options inside another. A list of them is an option: `tuple[Group, ...] = option((), …)`."""
     return Field(default_factory=options_class, description=description)
 
 
@@ -123,7 +133,7 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
         value = table.get(name)
         if (inner := _section_class(field)) and isinstance(value, dict):
             result[name] = _with_none_values(inner, value)
-        elif value == "none" and _accepts_none(field) and not {str, Path} & set(_union_members(field)):
+        elif value == "none" and _accepts_none(field) and not {str, Path} & set(_value_types(field)):
             result[name] = None
     return result
 
@@ -169,15 +179,15 @@ def _section_class(field: FieldInfo) -> type[BaseModel] | None:
     return field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
 
 
-def _union_members(field: FieldInfo) -> tuple[Any, ...]:
-    """The types of value that an option takes: its annotation, or the members where that is a union."""
-    annotation = field.annotation
-    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+def _value_types(field: FieldInfo) -> tuple[Any, ...]:
+    """The types of value that an option takes: its annotation, or the members of a union, or the items of a list."""
+    several = typing.get_origin(field.annotation) in (types.UnionType, typing.Union, tuple)
+    return typing.get_args(field.annotation) if several else (field.annotation,)
 
 
 def _accepts_none(field: FieldInfo) -> bool:
     """Whether "none" means no value; where it is one of the words that may be given it stands for itself."""
-    members = _union_members(field)
+    members = _value_types(field)
     words = [word for member in members if typing.get_origin(member) is typing.Literal for word in typing.get_args(member)]
     return type(None) in members and "none" not in words
 
@@ -188,12 +198,12 @@ def _is_list(field: FieldInfo) -> bool:
 
 def _table_class(field: FieldInfo) -> type[BaseModel] | None:
     """The options of each item of a list of tables; None for any other option."""
-    item = typing.get_args(field.annotation)[0] if _is_list(field) else None
-    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+    item = _value_types(field)[0]
+    return item if _is_list(field) and isinstance(item, type) and issubclass(item, BaseModel) else None
 
 
 def _is_flag(field: FieldInfo) -> bool:
-    return bool in _union_members(field)
+    return bool in _value_types(field)
 
 
 def _is_positional(field: FieldInfo) -> bool:
@@ -228,7 +238,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         if _table_class(field):
             given[path] = [_parse_inline_table(name, value) for value in values]
         elif _is_list(field):
-            given[path] = [_parse_list_item(field, value) for value in values]
+            given[path] = [_parse_value(field, value) for value in values]
         elif values:
             given[path] = _parse_value(field, values[0])
         elif _is_flag(field):
@@ -261,8 +271,9 @@ def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
 
 
 def _parse_value(field: FieldInfo, text: str) -> Any:
-    """`text` as a value of the option's type where it reads as one; else as it is, for validation to refuse."""
-    members = _union_members(field)
+    """`text` as a value of the option, or as an item of its list, where it reads as one; else as it is, for validation to
+    refuse."""
+    members = _value_types(field)
     if _accepts_none(field) and text.lower() == "none":
         return None
     if bool in members and text.lower() in ("true", "false"):
@@ -275,15 +286,6 @@ def _parse_value(field: FieldInfo, text: str) -> Any:
     except ValueError:
         pass
     return text
-
-
-def _parse_list_item(field: FieldInfo, text: str) -> Any:
-    """`text` as one item of a list: a number where they are numbers and it reads as one."""
-    item = typing.get_args(field.annotation)[0]
-    try:
-        return item(text) if item in (int, float) else text
-    except ValueError:
-        return text
 
 
 def _parse_inline_table(name: str, text: str) -> Any:
@@ -328,11 +330,11 @@ def format_help(options_class: type[Options]) -> str:
 
 
 def _type_name(field: FieldInfo) -> str:
-    member = next(member for member in _union_members(field) if member is not type(None))
-    if typing.get_origin(member) is typing.Literal:
-        return "|".join(typing.get_args(member))
     if _is_list(field):
         return "TABLE …" if _table_class(field) else "TEXT …"
+    member = next(member for member in _value_types(field) if member is not type(None))
+    if typing.get_origin(member) is typing.Literal:
+        return "|".join(typing.get_args(member))
     return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[member]
 
 
@@ -347,18 +349,16 @@ def _default_text(field: FieldInfo) -> str:
 
 def to_toml(options: Options) -> str:
     """Options as TOML that `read_recipe` opens again; options that have no value by default are left out."""
-    return tomli_w.dumps(_without_none(options))
+    return tomli_w.dumps(_as_toml(options))
 
 
-def _without_none(options: Options) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for name, value in options.model_dump(mode="json").items():
-        inner = getattr(options, name)
-        if isinstance(inner, Options):
-            table[name] = _without_none(inner)
-        elif isinstance(value, list):
-            pairs = zip(inner, value, strict=True)
-            table[name] = [_without_none(item) if isinstance(item, Options) else plain for item, plain in pairs]
-        elif value is not None or type(options).model_fields[name].default is not None:
-            table[name] = "none" if value is None else value
-    return table
+def _as_toml(value: Any) -> Any:
+    """A value in the types of TOML."""
+    if isinstance(value, Options):
+        fields = type(value).model_fields
+        return {name: _as_toml(each) for name, each in value if each is not None or fields[name].default is not None}
+    if isinstance(value, tuple):
+        return [_as_toml(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return "none" if value is None else value

@@ -1,14 +1,15 @@
 """The sections of a recipe that all training stages share, each option with its default and its meaning.
 
-`stage.py` puts them together; `pretrain.py`, `sft.py` and `align.py` add what is theirs.
+`stage.py` puts them together; it, `tuning.py` and `align.py` add what only one stage has.
 """
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from lmforge.config.options import Options, option
 
@@ -91,25 +92,22 @@ class ModelOptions(Options):
         0.0, "dropout probability in training, on the embeddings and on the output of attention and feed-forward", ge=0, lt=1
     )
 
-    @model_validator(mode="after")
-    def _check_source(self) -> "ModelOptions":
+    def problems(self) -> Iterator[str]:
         if self.preset and self.source:
-            raise ValueError("model.preset and model.source: give one of them, not both")
+            yield "model.preset and model.source: give one of them, not both"
         if self.implementation == "lmforge":
-            return self
+            return
         if not self.source:
-            raise ValueError("model.implementation = transformers: wraps a Hugging Face folder; name it with model.source")
+            yield "model.implementation = transformers: wraps a Hugging Face folder; name it with model.source"
         if self.model_type:
-            raise ValueError("model.model_type: with model.implementation = transformers the folder says it; leave it out")
+            yield "model.model_type: with model.implementation = transformers the folder says it; leave it out"
         if self.dropout:
-            raise ValueError("model.dropout: not with model.implementation = transformers, which has none here; leave it out")
-        return self
+            yield "model.dropout: not with model.implementation = transformers, which has none here; leave it out"
 
     def overrides(self) -> dict[str, object]:
         """The fields of the model config that were given, by their Hugging Face names."""
         own = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
-        given = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
-        return dict(given)
+        return self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
 
 
 class ParallelOptions(Options):
@@ -161,13 +159,9 @@ class ParallelOptions(Options):
     def _translate_torch_name(cls, given: Any) -> Any:
         return next((ours for ours, theirs in TORCH_SHARDING_NAMES.items() if theirs == given), given)
 
-    @model_validator(mode="after")
-    def _check_interleaved(self) -> "ParallelOptions":
+    def problems(self) -> Iterator[str]:
         if self.pipeline_stages_per_rank and self.pipeline_schedule != "interleaved":
-            raise ValueError(
-                "parallel.pipeline_stages_per_rank: only with parallel.pipeline_schedule = interleaved; leave it out"
-            )
-        return self
+            yield "parallel.pipeline_stages_per_rank: only with parallel.pipeline_schedule = interleaved; leave it out"
 
     @property
     def splits_model(self) -> bool:
@@ -216,18 +210,11 @@ class TrainOptions(Options):
     )
     threads: int | None = option(None, "CPU threads of a rank (default: the cores divided by the local ranks)", gt=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_length(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("steps") is not None and given.get("epochs") is not None:
-            raise ValueError("train.steps and train.epochs: give one of them, not both")
-        return given
-
-    @model_validator(mode="after")
-    def _check_batch_size(self) -> "TrainOptions":
+    def problems(self) -> Iterator[str]:
+        if "steps" in self.model_fields_set and self.epochs is not None:
+            yield "train.steps and train.epochs: give one of them, not both"
         if self.global_batch_size and self.global_batch_tokens:
-            raise ValueError("train.global_batch_size and train.global_batch_tokens: give one of them, not both")
-        return self
+            yield "train.global_batch_size and train.global_batch_tokens: give one of them, not both"
 
 
 class GroupOptions(Options):
@@ -237,13 +224,11 @@ class GroupOptions(Options):
     lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without the group)", ge=0)
     weight_decay: float | None = option(None, "weight decay (default: as without the group)", ge=0)
 
-    @model_validator(mode="after")
-    def _check_pattern(self) -> "GroupOptions":
+    def problems(self) -> Iterator[str]:
         try:
             re.compile(self.pattern)
         except re.error as problem:
-            raise ValueError(f"optimizer.groups.pattern: not a regular expression: {self.pattern} ({problem})") from None
-        return self
+            yield f"optimizer.groups.pattern: not a regular expression: {self.pattern} ({problem})"
 
 
 class OptimizerOptions(Options):
@@ -270,11 +255,9 @@ class OptimizerOptions(Options):
         "fused", "adamw with fp32 states: torch.optim.AdamW's fused (one kernel) or foreach"
     )
 
-    @model_validator(mode="after")
-    def _check_sgd(self) -> "OptimizerOptions":
+    def problems(self) -> Iterator[str]:
         if self.name == "sgd" and self.state_dtype != "fp32":
-            raise ValueError("optimizer.state_dtype = bf16: not with optimizer.name = sgd; use adamw or muon, or leave it out")
-        return self
+            yield "optimizer.state_dtype = bf16: not with optimizer.name = sgd; use adamw or muon, or leave it out"
 
 
 class ScheduleOptions(Options):
@@ -303,12 +286,10 @@ class ValidationOptions(Options):
     task_limit: int | None = option(None, "use the first so many questions of each task (default: all)", gt=0)
     num_fewshot: int = option(0, "examples before each question: the first others of its file", ge=0)
 
-    @model_validator(mode="after")
-    def _check_tasks(self) -> "ValidationOptions":
+    def problems(self) -> Iterator[str]:
         for name in ("task_limit", "num_fewshot"):
             if not self.tasks and getattr(self, name):
-                raise ValueError(f"validation.{name}: only with validation.tasks; leave it out")
-        return self
+                yield f"validation.{name}: only with validation.tasks; leave it out"
 
 
 class SampleOptions(Options):
@@ -380,14 +361,12 @@ class WatchOptions(Options):
         1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", gt=0
     )
 
-    @model_validator(mode="after")
-    def _check_timeout(self) -> "WatchOptions":
+    def problems(self) -> Iterator[str]:
         if self.timeout_seconds is not None and self.timeout_seconds < 2 * self.stall_seconds:
-            raise ValueError(
+            yield (
                 f"watch.timeout_seconds = {self.timeout_seconds:g}: at least twice watch.stall_seconds"
                 f" = {self.stall_seconds:g}, so that stacks are reported before the end; raise it or lower the other"
             )
-        return self
 
 
 class LaunchOptions(Options):

@@ -1,11 +1,11 @@
-"""What the config of every training stage has: its sections, and the combinations of options that are refused."""
+"""What the config of every training stage has: its sections, and the combinations that are refused; and that of pretraining."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar, Self
 
-from pydantic import model_validator
-
-from lmforge.config.options import Options, section, validate_options
+from lmforge.config.options import Options, option, section, validate_options
 from lmforge.config.sections import (
     CheckpointOptions,
     FaultOptions,
@@ -51,49 +51,29 @@ class StageConfig(Options):
     watch: WatchOptions = section(WatchOptions, "the watchdog for ranks that make no progress")
     launch: LaunchOptions = section(LaunchOptions, "how processes are started")
 
-    @model_validator(mode="after")
-    def _check_stage(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.run.stage not in (None, self.of_stage):
-            raise ValueError(f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge {self.of_stage}`")
-        return self
-
-    @model_validator(mode="after")
-    def _check_batch_tokens(self) -> Self:
+            yield f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge {self.of_stage}`"
         tokens, length = self.train.global_batch_tokens, self.data.sequence_length
         if tokens and tokens % length:
             below = tokens // length * length
             near = f"{below} or {below + length}" if below else str(length)
-            raise ValueError(
-                f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
+            yield f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
         warmup = self.schedule.warmup(self.train.steps)
         decay = (self.schedule.decay_steps or 0) if self.schedule.name == "warmup-stable-decay" else 0
         if self.train.epochs is None and warmup + decay > self.train.steps:
             given = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
-            raise ValueError(f"{given}: more than train.steps = {self.train.steps}; lower them or train longer")
-        return self
-
-    @model_validator(mode="after")
-    def _check_parallel(self) -> Self:
+            yield f"{given}: more than train.steps = {self.train.steps}; lower them or train longer"
         if self.parallel.splits_model:
             reason = "with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model; leave it out, and"
             if self.sample.every_steps:
-                raise ValueError(f"sample.every_steps: {reason} generate from the checkpoints")
+                yield f"sample.every_steps: {reason} generate from the checkpoints"
             if self.validation.tasks:
-                raise ValueError(f"validation.tasks: {reason} evaluate the checkpoints")
+                yield f"validation.tasks: {reason} evaluate the checkpoints"
         if self.parallel.tensor_parallel_degree > 1 and self.train.float8:
-            raise ValueError(
-                "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
-            )
+            yield "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
         if self.parallel.tensor_parallel_degree > 1 and self.optimizer.name == "muon":
-            raise ValueError(
-                "optimizer.name = muon: not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
-            )
-        return self
+            yield "optimizer.name = muon: not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
 
     def with_name(self, name: str) -> Self:
         """The same options with their stage recorded, for a run called `name` unless they name it themselves."""
@@ -117,3 +97,15 @@ class StageConfig(Options):
     @property
     def checkpoint_every_steps(self) -> int:
         return self.checkpoint.every_steps or max(1, self.train.steps // 10)
+
+
+class PretrainDataOptions(SequenceOptions):
+    """What the model is trained on."""
+
+    folder: Path = option(Path("data/stdlib"), "folder of token shards, as `lmforge prepare` writes them")
+
+
+class PretrainConfig(StageConfig):
+    """lmforge pretrain [RECIPE.toml]: train a model on token shards, or continue a run."""
+
+    data: PretrainDataOptions = section(PretrainDataOptions, "training data")

@@ -1,18 +1,20 @@
-"""What fine-tuning and alignment share: examples instead of token shards, adapters, and defaults for shorter runs."""
+"""The options of `lmforge sft`, most of which alignment shares: examples instead of token shards, adapters, shorter runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
 from lmforge.config.options import Options, option, section
 from lmforge.config.sections import (
+    ConversationFormat,
     ModelOptions,
     OptimizerOptions,
     ScheduleName,
     ScheduleOptions,
     SequenceOptions,
+    Stage,
     TrainOptions,
 )
 from lmforge.config.stage import StageConfig
@@ -50,13 +52,11 @@ class ExampleOptions(SequenceOptions):
         Path("data/examples"), "where tokenized examples are cached, one folder for each set of files and options"
     )
 
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
+    def problems(self) -> Iterator[str]:
         try:
             renamed_fields(self.fields, "data.fields")
         except UserError as problem:
-            raise ValueError(str(problem)) from None
-        return self
+            yield str(problem)
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -134,16 +134,29 @@ class TunedConfig(StageConfig):
     @property
     def kind(self) -> str:
         """What its examples are."""
-        raise NotImplementedError
+        return "conversations"
 
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.model.load_weights:
-            raise ValueError("model.load_weights = false: this verb starts from weights; leave it out, or pretrain")
+            yield "model.load_weights = false: this verb starts from weights; leave it out, or pretrain"
         if self.model.neftune_noise_alpha and self.model.implementation != "lmforge":
-            raise ValueError("model.neftune_noise_alpha: not with model.implementation = transformers; leave it out")
+            yield "model.neftune_noise_alpha: not with model.implementation = transformers; leave it out"
         if self.lora.rank is not None and self.parallel.splits_model:
-            raise ValueError(
-                "lora.rank: not with parallel.tensor_parallel_degree or pipeline_parallel_degree; shard with fsdp2 instead"
-            )
-        return self
+            yield "lora.rank: not with parallel.tensor_parallel_degree or pipeline_parallel_degree; shard with fsdp2 instead"
+
+
+class ConversationOptions(ExampleOptions):
+    """Conversations, or prompts with completions."""
+
+    format: ConversationFormat = option("auto", "format of the records; auto goes by the fields of the first record")
+    mask: Literal["assistant", "last", "all"] = option(
+        "assistant", "tokens that the loss counts: every assistant turn, the last one only, or all tokens"
+    )
+
+
+class SftConfig(TunedConfig):
+    """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or adapters."""
+
+    of_stage: ClassVar[Stage] = "sft"
+    data: ConversationOptions = section(ConversationOptions, "conversations to train on")

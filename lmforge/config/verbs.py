@@ -1,12 +1,13 @@
-"""The options of the verbs that do not train: preparing, measuring, generating, chatting, serving, exporting, showing."""
+"""The options of the verbs that are no training stage, and the contents of a pipeline file."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import model_validator
-
-from lmforge.config.options import Options, argument, option
+from lmforge.config.options import Options, argument, option, section
 from lmforge.config.sections import LARGEST_SEED, Device, DType, ExampleFormat
+from lmforge.config.stage import PretrainConfig
 
 ExportDType = Literal["fp32", "bf16", "fp16"]
 MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
@@ -55,8 +56,7 @@ class EvaluateOptions(Options):
     processes: int = option(1, "ranks to start on this machine, which share the work; leave it out under torchrun", gt=0)
     output: Literal["text", "json"] = option("text", "output format")
 
-    @model_validator(mode="after")
-    def _check_unread_options(self) -> "EvaluateOptions":
+    def problems(self) -> Iterator[str]:
         scores = bool(self.tasks or self.lm_eval)
         conditions = {
             "data split sequences sequence_length": (
@@ -72,8 +72,7 @@ class EvaluateOptions(Options):
         for names, (is_read, reason) in conditions.items():
             for name in names.split():
                 if name in changed and not is_read:
-                    raise ValueError(f"--{name}: {reason}; leave it out")
-        return self
+                    yield f"--{name}: {reason}; leave it out"
 
 
 class SamplingOptions(Options):
@@ -202,3 +201,50 @@ class DoctorOptions(Options):
     seed: int = option(0, "seed of weights and data", ge=0, le=LARGEST_SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     output: Literal["text", "json"] = option("text", "output format")
+
+
+class BenchOptions(Options):
+    """What is timed, and for how long."""
+
+    steps: int = option(10, "timed steps", gt=0)
+    warmup_steps: int = option(3, "untimed steps before them, which include compilation", gt=0)
+    sweep: tuple[str, ...] = option((), "section.option=value,value…: time every combination and print one table")
+    trace: Path | None = option(None, "write a profiler trace of one step, for Perfetto (.json or .json.gz)")
+    output: Literal["text", "json"] = option("text", "output format")
+
+
+class BenchConfig(PretrainConfig):
+    """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--trace FILE]: speed and memory of a step."""
+
+    bench: BenchOptions = section(BenchOptions, "what is timed")
+
+
+class RunPipelineOptions(Options):
+    """lmforge run PIPELINE.toml: a pipeline: stages in order, each from the run of the one before it."""
+
+    file: Path = argument(..., "a TOML file of [[stages]]: each a verb, with a recipe and arguments")
+
+
+class PipelineStageOptions(Options):
+    """One stage: a verb with its arguments, as typed after `lmforge`."""
+
+    verb: str = option(..., "verb, such as pretrain, sft, align, prepare, evaluate, export")
+    name: str | None = option(None, "name by which later stages refer to its run, as {NAME} (default: the verb)")
+    recipe: Path | None = option(None, "recipe of a verb that trains, relative to the pipeline file")
+    arguments: tuple[str, ...] = option((), "further arguments; {NAME} stands for the run of an earlier stage")
+
+
+class PipelineOptions(Options):
+    """A pipeline file: where its runs are, and [[stages]]."""
+
+    name: str | None = option(None, "name of the pipeline; runs are FOLDER/NAME-STAGE (default: the file's name)")
+    folder: Path = option(Path("runs"), "folder that holds the runs")
+    stages: tuple[PipelineStageOptions, ...] = option(..., "[[stages]], in order")
+
+    def problems(self) -> Iterator[str]:
+        names = [stage.name or stage.verb for stage in self.stages]
+        for name in names:
+            if names.count(name) > 1:
+                yield f"stages: two are called {name}; give each its own name"
+            if not re.fullmatch(r"[\w.-]+", name):
+                yield f"stages: {name!r} is not a valid name; use letters, digits, dots and dashes"

@@ -329,4 +329,9 @@ class TokenFolder:
 def read_token_folder_manifest(folder: Path) -> TokenFolderManifest:
     """The manifest of a finished folder. Raises UserError if it is damaged; OSError passes."""
     path = folder / SHARDS_MANIFEST
-    return read_json(path, TokenFolderManifest, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
+    try:
+        return read_json(path, TokenFolderManifest, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
+    except UserError:
+        if b'"hf_config"' in path.read_bytes():
+            raise UserError(f"{folder}: a checkpoint, not a folder of token shards; name one that prepare made") from None
+        raise

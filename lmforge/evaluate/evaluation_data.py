@@ -1,6 +1,5 @@
 """What a loss is measured on: token shards, tokenized examples of fine-tuning, or files of text or conversations."""
 
-from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -40,8 +39,11 @@ def open_evaluation_dataset(loaded: LoadedModel, data: Path, split: str, sequenc
         return TokenDataset(tokens, split=split, sequence_length=sequence_length, shuffle=False), split
     if split != "validation":
         raise UserError(f"--split {split}: {data} is not a prepared folder, and all of it is measured; leave --split out")
-    pack = _pack_conversations if _has_conversations(data) else _pack_texts
-    packing = pack(loaded, data, sequence_length)
+    packing: ExamplePacking | ConcatPacking
+    if _has_conversations(data):
+        packing = _pack_conversations(loaded, data, sequence_length)
+    else:
+        packing = ConcatPacking(_TokenizedTexts(loaded, data), sequence_length)
     if not packing.num_sequences:
         raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
     dataset = PackedDataset(
@@ -86,10 +88,10 @@ def _pack_conversations(loaded: LoadedModel, data: Path, sequence_length: int) -
 class _TokenizedTexts:
     """The tokens of all documents in memory, each after the model's prefix ids and before its end-of-text token."""
 
-    def __init__(self, texts: Iterable[str], loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, data: Path) -> None:
         tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]
-        remaining = iter(texts)
-        while batch := [list(tokenizer.split_long_text(text)) for text in islice(remaining, ENCODE_BATCH_TEXTS)]:
+        texts = (text for unit in open_text_source(str(data)).units() for text in unit.read() if text.strip())
+        while batch := [list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)]:
             encoded = iter(tokenizer.encode_batch([piece for pieces in batch for piece in pieces]))
             for pieces in batch:
                 ids = [id for _ in pieces for id in next(encoded)]
@@ -104,11 +106,3 @@ class _TokenizedTexts:
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         first, last = np.searchsorted(self._starts, [start + 1, stop])
         return self._starts[first:last]
-
-
-def _pack_texts(loaded: LoadedModel, data: Path, sequence_length: int) -> ConcatPacking:
-    def texts() -> Iterator[str]:
-        for unit in open_text_source(str(data)).units():
-            yield from (text for text in unit.read() if text.strip())
-
-    return ConcatPacking(_TokenizedTexts(texts(), loaded), sequence_length)

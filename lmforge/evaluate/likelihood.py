@@ -4,8 +4,7 @@ The batches are the same for any number of ranks, and so are the results, to the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +12,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.text_streamer import default_prefix_id
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
@@ -22,23 +22,7 @@ TokenPair = tuple[list[int], list[int]]
 Result = TypeVar("Result")
 
 
-class ModelWithTokenizer(Protocol):
-    """What evaluation uses of a loaded model (generate.model_loading.LoadedModel)."""
-
-    @property
-    def model(self) -> LanguageModel: ...
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def prefix_ids(self) -> list[int]: ...
-    @property
-    def stop_token_ids(self) -> frozenset[int]: ...
-
-
-@dataclass(frozen=True)
-class Likelihood:
+class Likelihood(NamedTuple):
     """logprob: of the whole continuation, in nats. is_greedy: whether each of its tokens is the likeliest."""
 
     logprob: float
@@ -65,7 +49,7 @@ def max_input_length(config: ModelConfig) -> int:
 
 
 def loglikelihoods(
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     pairs: Sequence[TokenPair],
     dist_ctx: DistributedContext,
     *,
@@ -104,6 +88,7 @@ def run_in_batches(
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     local: dict[int, Result] = {}
     with dist_ctx.raise_on_all():
+        # Every rank has the full model, so each takes batches of its own, whatever the ranks train in common.
         for numbers in batches[dist_ctx.rank_info.rank :: dist_ctx.world_size]:
             on_batch()
             local |= zip(numbers, fn(numbers), strict=True)

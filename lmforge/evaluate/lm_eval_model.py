@@ -5,8 +5,8 @@ builds the same requests on each, as if it ran alone; the work on them is divide
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import xxhash
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import ModelWithTokenizer, TokenPair, loglikelihoods, max_input_length
+from lmforge.evaluate.likelihood import TokenPair, loglikelihoods, max_input_length
 from lmforge.evaluate.tasks import TaskSettings, generate_in_batches
+from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import default_prefix_id
 
@@ -38,7 +39,7 @@ class LMEvalModel(TemplateLM):
     would have the scores of its own part.
     """
 
-    def __init__(self, loaded: ModelWithTokenizer, dist_ctx: DistributedContext, batch_size: int) -> None:
+    def __init__(self, loaded: LoadedModel, dist_ctx: DistributedContext, batch_size: int) -> None:
         super().__init__()
         self._loaded, self._dist_ctx, self._batch_size = loaded, dist_ctx, batch_size
 
@@ -63,8 +64,7 @@ class LMEvalModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs: list[TokenPair] = [(context, continuation) for _, context, continuation in requests]
         self._check_same_on_all_ranks(pairs)
-        likelihoods = loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size)
-        return [(each.logprob, each.is_greedy) for each in likelihoods]
+        return list(loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [
@@ -122,7 +122,7 @@ class _SyncedTaskManager(TaskManager):
 
 
 def run_lm_eval(
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     tasks: Sequence[str],
     dist_ctx: DistributedContext,
     *,
@@ -139,7 +139,11 @@ def run_lm_eval(
     """
     with dist_ctx.raise_on_all():
         manager = _task_manager(tasks, dist_ctx, include_path)
-    with _silenced_unless(verbose=dist_ctx.is_rank0):
+    with ExitStack() as stack:
+        if not dist_ctx.is_rank0:  # whose progress bars and messages are enough
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(null))
+            stack.enter_context(redirect_stderr(null))
         result = lm_eval.simple_evaluate(
             model=LMEvalModel(loaded, dist_ctx, batch_size),
             tasks=list(tasks),
@@ -157,24 +161,9 @@ def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_pa
     """A manager that has these tasks. Those that the harness comes with are thousands of files, and are only indexed where a
     name is not in `include_path`. Raises UserError for an unknown task."""
     included = str(include_path) if include_path else None
-    manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=False)
-    if _unknown_tasks(manager, tasks):
-        manager = _SyncedTaskManager(dist_ctx, include_path=included)
-    unknown = _unknown_tasks(manager, tasks)
-    if unknown:
-        raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")
-    return manager
-
-
-@contextmanager
-def _silenced_unless(verbose: bool) -> Iterator[None]:
-    """Suppress the harness's progress bars and messages, which every rank would print."""
-    if verbose:
-        yield
-        return
-    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        yield
-
-
-def _unknown_tasks(manager: Any, tasks: Sequence[str]) -> list[str]:
-    return [name for name in tasks if not manager.match_tasks([name])]
+    for include_defaults in (False, True):
+        manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=include_defaults)
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")

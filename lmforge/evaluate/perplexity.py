@@ -10,8 +10,6 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset
 
-ScoreFn = Callable[[Batch], Tensor]
-
 
 def evaluate_loss(
     score: Callable[[Batch], Tensor],
@@ -33,13 +31,9 @@ def evaluate_loss(
     that were scored.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=dist_ctx.device)
-    for batch in local_batches(
-        dataset,
-        rank_and_size or (dist_ctx.rank_info.rank, dist_ctx.world_size),
-        num_sequences=num_sequences,
-        batch_size=batch_size,
-        on_progress=on_progress,
-    ):
+    # Without `rank_and_size`, as in `lmforge evaluate`, every rank has the full model and scores sequences of its own.
+    rank_and_size = rank_and_size or (dist_ctx.rank_info.rank, dist_ctx.world_size)
+    for batch in local_batches(dataset, rank_and_size, num_sequences, batch_size, on_progress):
         sums += score(batch.to(dist_ctx.device))
     nats, tokens, text_nats, text_bytes = dist_ctx.all_reduce_sum(sums).tolist()
     loss = nats / tokens if tokens else 0.0
@@ -55,7 +49,6 @@ def evaluate_loss(
 def local_batches(
     dataset: PackedDataset,
     rank_and_size: tuple[int, int],
-    *,
     num_sequences: int | None,
     batch_size: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,

@@ -20,15 +20,9 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import (
-    ModelWithTokenizer,
-    TokenPair,
-    encode_pair,
-    loglikelihoods,
-    max_input_length,
-    run_in_batches,
-)
+from lmforge.evaluate.likelihood import TokenPair, encode_pair, loglikelihoods, max_input_length, run_in_batches
 from lmforge.generate.engine import generate
+from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.config import ModelConfig
 
@@ -146,9 +140,7 @@ def _parse_correct_choice(answer: Any, choices: tuple[str, ...], where: str) -> 
     raise UserError(f'{where}: "answer" is {json.dumps(answer)}, which is none of its {len(choices)} choices')
 
 
-def run_task(
-    task: QuestionTask, loaded: ModelWithTokenizer, dist_ctx: DistributedContext, settings: TaskSettings
-) -> dict[str, Any]:
+def run_task(task: QuestionTask, loaded: LoadedModel, dist_ctx: DistributedContext, settings: TaskSettings) -> dict[str, Any]:
     """Put the questions of a task to a model, which every rank has in full. The result is the same for any number of ranks.
 
     Returns `task`, `questions` (their number), `num_fewshot`, `metrics` and their `standard_errors`, each 0 … 1, and
@@ -158,10 +150,9 @@ def run_task(
 
     Raises UserError where there are too few few-shot examples, or one has no answer to show.
     """
-    questions = task.questions[: settings.limit]
-    prompts = [_build_prompt(task, question, settings) for question in questions]
+    questions = [(question, _build_prompt(task, question, settings)) for question in task.questions[: settings.limit]]
     score = _score_choices if task.has_choices else _score_generations
-    answers = score(questions, prompts, loaded, dist_ctx, settings)
+    answers = score(questions, loaded, dist_ctx, settings)
     metrics, errors = {}, {}
     for name in dict.fromkeys(name for answer in answers for name in answer["scores"]):
         scores = [float(answer["scores"][name]) for answer in answers if name in answer["scores"]]
@@ -221,20 +212,14 @@ def _choice_pairs(tokenizer: Tokenizer, prefix_ids: list[int], question: Questio
 
 
 def _score_choices(
-    questions: Sequence[Question],
-    prompts: list[str],
-    loaded: ModelWithTokenizer,
-    dist_ctx: DistributedContext,
-    settings: TaskSettings,
+    questions: list[tuple[Question, str]], loaded: LoadedModel, dist_ctx: DistributedContext, settings: TaskSettings
 ) -> list[dict[str, Any]]:
-    pairs = [
-        pair
-        for question, prompt in zip(questions, prompts, strict=True)
-        for pair in _choice_pairs(loaded.tokenizer, loaded.prefix_ids, question, prompt)
-    ]
+    pairs = []
+    for question, prompt in questions:
+        pairs += _choice_pairs(loaded.tokenizer, loaded.prefix_ids, question, prompt)
     scored = iter(loglikelihoods(loaded, pairs, dist_ctx, batch_size=settings.batch_size, on_batch=settings.on_batch))
     answers = []
-    for question in questions:
+    for question, _ in questions:
         correct = question.correct_choice
         logprobs = [next(scored).logprob for _ in question.choices]
         choice = _argmax(logprobs)
@@ -250,15 +235,11 @@ def _argmax(values: list[float]) -> int:
 
 
 def _score_generations(
-    questions: Sequence[Question],
-    prompts: list[str],
-    loaded: ModelWithTokenizer,
-    dist_ctx: DistributedContext,
-    settings: TaskSettings,
+    questions: list[tuple[Question, str]], loaded: LoadedModel, dist_ctx: DistributedContext, settings: TaskSettings
 ) -> list[dict[str, Any]]:
-    texts = generate_in_batches(prompts, loaded, dist_ctx, settings, GREEDY)
+    texts = generate_in_batches([prompt for _, prompt in questions], loaded, dist_ctx, settings, GREEDY)
     answers = []
-    for question, text in zip(questions, texts, strict=True):
+    for (question, _), text in zip(questions, texts, strict=True):
         scores = {}
         if question.answers:
             expected = [answer.strip() for answer in question.answers]
@@ -271,7 +252,7 @@ def _score_generations(
 
 def generate_in_batches(
     prompts: Sequence[str],
-    loaded: ModelWithTokenizer,
+    loaded: LoadedModel,
     dist_ctx: DistributedContext,
     settings: TaskSettings,
     sampling: SamplingParams,

@@ -5,6 +5,8 @@ fuses cheap operators and keeps less, so that for compiled blocks this is an upp
 what this predicts.
 """
 
+from itertools import pairwise
+
 from lmforge.model.config import ModelConfig
 
 RNG_KEY_BYTES = 8  # of a token's rng key
@@ -14,7 +16,7 @@ FP32_BYTES = 4  # norms, rotary angles, log-sum-exps and the head's gradient are
 def activation_bytes(
     config: ModelConfig,
     batch_size: int,
-    sequence_length: int,
+    length: int,
     *,
     dtype_bytes: int,
     activation_checkpointing: str = "none",
@@ -25,7 +27,7 @@ def activation_bytes(
     """Bytes of one micro-batch's activations on a rank between its forward and its backward pass.
 
     Args:
-        batch_size, sequence_length: of the rank's part of the micro-batch.
+        batch_size, length: of the rank's part of the micro-batch.
         dtype_bytes: of the compute dtype: 4 for fp32, 2 for bf16.
         activation_checkpointing, activation_checkpointing_every: the options of `[parallel]`.
         dense_mask: whether attention is given a mask of all scores, as on a CPU; FlexAttention's block masks are negligible.
@@ -35,26 +37,26 @@ def activation_bytes(
     """
     if config.family not in ("llama", "gpt2"):
         raise ValueError(f"no formula for the activations of {config.model_type}")
-    tokens, width, layers = batch_size * sequence_length, config.hidden_size, config.num_hidden_layers
+    tokens, width, layers = batch_size * length, config.hidden_size, config.num_hidden_layers
     stride = {"none": layers + 1, "selective-blocks": activation_checkpointing_every}.get(activation_checkpointing, 1)
     windows = config.layer_windows[stride - 1 :: stride]  # of the blocks that are recomputed
     recomputed, stored = len(windows), layers - len(windows)
     selects_ops = activation_checkpointing == "selective-ops"
     kept = _selective_ops_bytes(config, dtype_bytes) if selects_ops else dtype_bytes * width
     angles = FP32_BYTES * config.head_dim if config.family == "llama" else 0
-    block = block_activation_bytes(config, batch_size, sequence_length, dtype_bytes=dtype_bytes, dense_mask=dense_mask)
+    block = block_activation_bytes(config, batch_size, length, dtype_bytes=dtype_bytes, dense_mask=dense_mask)
     total = tokens * (recomputed * kept + angles) + stored * block
     # Instead of the last norm's output, the head keeps its gradient, and the gradient of its own weight.
     total += tokens * _norm_activation_bytes(config, dtype_bytes) + FP32_BYTES * config.vocab_size * width
     if has_dropout:
         total += tokens * (width + stored * 2 * width + recomputed * RNG_KEY_BYTES)
     if dense_mask:  # a byte a score, kept for the recomputation
-        total += len(set(windows)) * tokens * sequence_length
+        total += len(set(windows)) * tokens * length
     return total
 
 
 def block_activation_bytes(
-    config: ModelConfig, batch_size: int, sequence_length: int, *, dtype_bytes: int, dense_mask: bool = True
+    config: ModelConfig, batch_size: int, length: int, *, dtype_bytes: int, dense_mask: bool = True
 ) -> int:
     """Bytes that a block leaves without checkpointing: two norms, attention, and the feed-forward's width four times (twice in
     GPT-2, which has no gate)."""
@@ -63,13 +65,13 @@ def block_activation_bytes(
     norms = 2 * _norm_activation_bytes(config, dtype_bytes)
     # Rotated queries, rotated keys, values; the output, and the log-sum-exp of each query.
     attention = dtype_bytes * (2 * queries + 2 * keys) + FP32_BYTES * heads
-    if _num_query_chunks(sequence_length) > 1 and dense_mask:
+    if length > _query_chunk_length(length) and dense_mask:
         attention += dtype_bytes * queries  # the chunks, and their concatenation
     if config.qk_norm:
         attention += (FP32_BYTES + dtype_bytes) * (queries + keys) + FP32_BYTES * (heads + kv_heads)
     feed_forward = dtype_bytes * (4 if config.family == "llama" else 2) * config.intermediate_size
-    scores = batch_size * _num_mask_elements(sequence_length) * dtype_bytes if dense_mask else 0
-    return batch_size * sequence_length * (norms + attention + feed_forward) + scores
+    scores = batch_size * _num_mask_elements(length) * dtype_bytes if dense_mask else 0
+    return batch_size * length * (norms + attention + feed_forward) + scores
 
 
 def _norm_activation_bytes(config: ModelConfig, dtype_bytes: int) -> int:
@@ -91,17 +93,13 @@ def _selective_ops_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     return dtype_bytes * (config.hidden_size + queries + products) + FP32_BYTES * config.num_attention_heads
 
 
-def _query_chunk_length(sequence_length: int) -> int:
+def _query_chunk_length(length: int) -> int:
     """attention.attend computes long sequences in chunks of queries, each with the keys up to its own end."""
-    return max(256, -(-sequence_length // 8))
+    return max(256, -(-length // 8))
 
 
-def _num_query_chunks(sequence_length: int) -> int:
-    return -(-sequence_length // _query_chunk_length(sequence_length))
-
-
-def _num_mask_elements(sequence_length: int) -> int:
+def _num_mask_elements(length: int) -> int:
     """How many scores of a sequence the masks of all chunks cover."""
-    chunk = _query_chunk_length(sequence_length)
-    starts = range(0, sequence_length, chunk)
-    return sum((min(start + chunk, sequence_length) - start) * min(start + chunk, sequence_length) for start in starts)
+    chunk = _query_chunk_length(length)
+    ends = [min(start + chunk, length) for start in range(0, length, chunk)]
+    return sum((end - start) * end for start, end in pairwise([0, *ends]))

@@ -11,8 +11,7 @@ import numpy as np
 import xxhash
 
 from lmforge.config.align import AlignDataOptions
-from lmforge.config.sft import ConversationOptions
-from lmforge.config.tuning import ExampleOptions, TunedConfig
+from lmforge.config.tuning import ConversationOptions, ExampleOptions, TunedConfig
 from lmforge.data.chat.conversations import read_conversations
 from lmforge.data.chat.examples import (
     EXAMPLES_VERSION,

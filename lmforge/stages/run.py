@@ -4,8 +4,8 @@ Those of pretraining are here; examples.py, prompt_inputs.py and align.py have t
 """
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sft import SftConfig
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError

@@ -75,6 +75,11 @@ def measured_peak_flops(dtype: torch.dtype, threads: int) -> float:
     return 2 * size**3 / best
 
 
+def without_non_finite(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with None for NaN and infinity, which JSON lacks."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+
+
 class MetricsFile:
     """Appends one JSON object a log step; with `tensorboard`, the same numbers as events."""
 
@@ -91,10 +96,7 @@ class MetricsFile:
             self._events = SummaryWriter(str(tensorboard))
 
     def write(self, record: dict[str, Any]) -> None:
-        clean = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
-        }
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(json.dumps(without_non_finite(record)) + "\n")
         self._file.flush()
         if self._events is not None:
             for name, value in record.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmforge.atomic_files import atomic_write_json
 from lmforge.checkpoint import AsyncCheckpointer, Manifest, get_rng_state
+from lmforge.checkpoint.async_save import StateDict
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
@@ -30,7 +31,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStep, BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.metrics import ConsoleLogger, MetricsFile
+from lmforge.train.metrics import ConsoleLogger, MetricsFile, without_non_finite
 from lmforge.train.optimizer import learning_rate, named_optimizer_state
 
 # After the last step there is no later one to save again at.
@@ -178,7 +179,7 @@ class Trainer:
             self.checkpointer.save(
                 step,
                 self._state_dict(model_only=options.last_save_model_only and step == self.ctx.config.train.steps),
-                metrics=metrics,
+                metrics=without_non_finite(metrics),
                 kept=kept,
                 consumed_sequences=(step + detector.batch_offset) * self.inputs.batch_plan.global_batch_size,
                 rng=get_rng_state(),
@@ -191,8 +192,8 @@ class Trainer:
                 return
         raise RunFailed(f"step {step}: could not be saved in {FINAL_SAVE_ATTEMPTS} tries: {self.checkpointer.last_error}")
 
-    def _state_dict(self, model_only: bool) -> dict[str, dict[str, Any]]:
-        state = self.parallel_model.state_dict(self.optimizer, named_optimizer_state)
+    def _state_dict(self, model_only: bool) -> StateDict:
+        state: StateDict = self.parallel_model.state_dict(self.optimizer, named_optimizer_state)
         if model_only:
             return {"model": state["model"]}
         rollouts = self.batch_source.state_dict()

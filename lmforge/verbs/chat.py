@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lmforge.atomic_files import create_file
 from lmforge.config.verbs import ChatOptions
@@ -57,14 +56,11 @@ def run_chat(options: ChatOptions) -> int:
             session.handle_line(line)
         except ExitChat:
             return 0
-        except UserError as problem:
+        except (UserError, KeyboardInterrupt) as problem:
             if not interactive:
                 raise
-            print(f"lmforge: {problem}", file=sys.stderr)
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
+            reason = f"lmforge: {problem}" if isinstance(problem, UserError) else "\n(/exit or Ctrl-D leaves)"
+            print(reason, file=sys.stderr)
 
 
 def _read_piped_lines() -> Iterator[str]:
@@ -95,8 +91,7 @@ class ChatSession:
             loaded.chat_template  # noqa: B018
         except UserError as problem:
             raise UserError(f"{options.model}: {problem}; continue a text with lmforge generate {options.model}") from None
-        self._loaded = loaded
-        self._max_tokens = options.max_tokens
+        self._loaded, self._options = loaded, options
         self._max_length = resolve_max_length(loaded, options.max_length)
         vocab_size = loaded.tokenizer.vocab_size
         self._engine = Engine(loaded.model, vocab_size=vocab_size, max_batch_size=1, max_length=self._max_length)
@@ -104,9 +99,8 @@ class ChatSession:
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         self._num_answers = 0
         self._system = options.system
-        self._turns: list[dict[str, Any]] = []
+        self._turns: list[dict[str, str]] = []
         self._to_terminal = to_terminal
-        self._use_colors = to_terminal and "NO_COLOR" not in os.environ
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP, file=sys.stderr),
             "/reset": lambda _: self._turns.clear(),
@@ -135,7 +129,7 @@ class ChatSession:
             raise
 
     @property
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return system + self._turns
 
@@ -149,16 +143,14 @@ class ChatSession:
                 " use /undo or /reset"
             )
         self._num_answers += 1
-        text = self._stream_answer(
-            GenerationRequest(
-                prompt_ids=prompt,
-                max_tokens=min(room, self._max_tokens or room),
-                sampling=self._sampling,
-                seed=derive_key(self._seed, "answer", self._num_answers),
-                stop_token_ids=self._loaded.chat_stop_ids,
-            )
+        request = GenerationRequest(
+            prompt_ids=prompt,
+            max_tokens=min(room, self._options.max_tokens or room),
+            sampling=self._sampling,
+            seed=derive_key(self._seed, "answer", self._num_answers),
+            stop_token_ids=self._loaded.chat_stop_ids,
         )
-        self._turns.append({"role": "assistant", "content": text})
+        self._turns.append({"role": "assistant", "content": self._stream_answer(request)})
 
     def _stream_answer(self, request: GenerationRequest) -> str:
         """Print an answer as it is generated, until it ends or Ctrl-C stops it. Returns its text."""
@@ -175,7 +167,7 @@ class ChatSession:
         if self._to_terminal:
             count, seconds = len(streamer.token_ids), time.perf_counter() - start
             note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
-            print(f"\x1b[2m{note}\x1b[0m" if self._use_colors else note, file=sys.stderr)
+            print(note if "NO_COLOR" in os.environ else f"\x1b[2m{note}\x1b[0m", file=sys.stderr)
         return streamer.text
 
     def _print(self, text: str) -> None:

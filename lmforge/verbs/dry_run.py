@@ -5,9 +5,8 @@ from dataclasses import replace
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import to_toml
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import OptimizerOptions
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.hub import is_hub_name
@@ -22,38 +21,33 @@ from lmforge.runs import MANIFEST, format_bytes
 
 def dry_run(config: StageConfig) -> str:
     """The resolved recipe and the batch arithmetic. Raises UserError where they do not fit together."""
-    return f"{to_toml(config)}\n{describe_batch_and_cost(config)}"
-
-
-def describe_batch_and_cost(config: StageConfig) -> str:
     rank_info = read_rank_info()
     ranks = rank_info.world_size if rank_info.launched else config.launch.processes
     plan = plan_batches(config, ranks)
     steps = config.train.steps
     passes = config.train.epochs
     length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
-    lines = [f"batch      {plan}", f"run        {length}"]
+    lines = [to_toml(config), f"batch      {plan}", f"run        {length}"]
     vocab_size = None
-    if isinstance(config, PretrainConfig) and (config.data.folder / MANIFEST).exists():
-        tokens = TokenFolder.open(config.data.folder)
-        vocab_size = tokens.tokenizer.vocab_size
-        num_tokens = tokens.split("train").num_tokens
-        lines.append(
-            f"data       {config.data.folder}: {num_tokens:,} tokens, so {steps * plan.tokens / num_tokens:.2f} epochs"
-        )
-    elif isinstance(config, PretrainConfig):
-        lines.append(f"data       {config.data.folder}: not there yet; `lmforge prepare SOURCE {config.data.folder}` makes it")
+    if isinstance(config, PretrainConfig):
+        folder = config.data.folder
+        if (folder / MANIFEST).exists():
+            tokens = TokenFolder.open(folder)
+            vocab_size = tokens.tokenizer.vocab_size
+            num_tokens = tokens.split("train").num_tokens
+            lines.append(f"data       {folder}: {num_tokens:,} tokens, so {steps * plan.tokens / num_tokens:.2f} epochs")
+        else:
+            lines.append(f"data       {folder}: not there yet; `lmforge prepare SOURCE {folder}` makes it")
     model = _model_config(config, vocab_size)
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
-    flops, at_rest = float(flops_per_token(model, config.data.sequence_length)), _at_rest_bytes(model, optimizer, master_dtype)
+    flops = float(flops_per_token(model, config.data.sequence_length))
+    at_rest = _at_rest_bytes(model, optimizer, master_dtype)
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
-        from lmforge.plan.parameter_counts import (  # with torch, which knows the layers
-            count_parameters,
-            training_flops_per_token,
-        )
+        from lmforge.plan import parameter_counts  # with torch, which knows the layers
 
-        counts, flops = count_parameters(config, model), training_flops_per_token(config, model)
+        counts = parameter_counts.count_parameters(config, model)
+        flops = parameter_counts.training_flops_per_token(config, model)
         at_rest = checkpoint_bytes(optimizer, master_dtype, counts)
         added = counts.total - parameter_count(model).total
         lines.append(

@@ -1,4 +1,4 @@
-"""`lmforge evaluate`: loss on documents, or scores of tasks, of a model opened by name."""
+"""`lmforge evaluate`: loss on documents, or scores of tasks, of a model loaded by name."""
 
 import json
 import sys
@@ -13,8 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lmforge.atomic_files import create_file
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.evaluation_data import open_evaluation_dataset
@@ -29,30 +28,16 @@ DEFAULT_SEQUENCE_LENGTH = 1024
 
 def run_evaluate(options: EvaluateOptions) -> int:
     """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints. Raises UserError."""
-    dist_ctx = cluster.init_distributed(options.device)
-    try:
-        if options.tasks or options.lm_eval:
-            results = score_tasks(options, dist_ctx)
-            if dist_ctx.is_rank0:
-                _print_scores(results, options.output)
-        else:
-            result = measure_loss(options, dist_ctx)
-            if dist_ctx.is_rank0:
-                _print_loss(result, options)
-        return 0
-    finally:
-        cluster.destroy_distributed()
-
-
-def _print_loss(result: dict[str, Any], options: EvaluateOptions) -> None:
-    if options.output == "json":
-        print(json.dumps(result, indent=1))
-    else:
-        measured = f"{result['split']}, {result['tokens']:,} tokens, {result['bytes']:,} bytes of text"
-        print(
-            f"{result['model']} on {result['data']} ({measured}): "
-            f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
-        )
+    scores = options.tasks or options.lm_eval
+    measure: Callable[..., Any] = _score_tasks if scores else _measure_loss
+    print_text: Callable[..., None] = _print_scores if scores else _print_loss
+    with init_distributed(options.device) as dist_ctx:
+        result = measure(options, dist_ctx)
+        if dist_ctx.is_rank0 and options.output == "json":
+            print(json.dumps(result, indent=1))
+        elif dist_ctx.is_rank0:
+            print_text(result)
+    return 0
 
 
 def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> LoadedModel:
@@ -63,82 +48,78 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
         return load_model(options.model, dist_ctx.device, dtype, warn=warn)
 
 
-def measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
+def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
     """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what."""
-    opened = _load_on_ranks(dist_ctx, options)
-    data = options.data or opened.training_data
+    loaded = _load_on_ranks(dist_ctx, options)
+    data = options.data or loaded.training_data
     if data is None:
         raise UserError(f"{options.model}: does not say what it was trained on; name files or token shards with --data")
-    length = options.sequence_length or (opened.recipe or {}).get("data", {}).get("sequence_length") or DEFAULT_SEQUENCE_LENGTH
-    if opened.config.max_sequence_length is not None:
-        length = min(length, opened.config.max_sequence_length)
+    length = options.sequence_length or (loaded.recipe or {}).get("data", {}).get("sequence_length") or DEFAULT_SEQUENCE_LENGTH
+    if loaded.config.max_sequence_length is not None:
+        length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
-        stream, split = open_evaluation_dataset(opened, data, options.split, length)
-    token_bytes = torch.from_numpy(opened.tokenizer.token_byte_lengths()).to(dist_ctx.device)
+        dataset, split = open_evaluation_dataset(loaded, data, options.split, length)
+    token_bytes = torch.from_numpy(loaded.tokenizer.token_byte_lengths()).to(dist_ctx.device)
     silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:
         task = bar.add_task("evaluating", total=None)
         result = evaluate_loss(
-            lambda batch: score_text(opened.model, batch, token_bytes),
-            stream,
+            lambda batch: score_text(loaded.model, batch, token_bytes),
+            dataset,
             dist_ctx,
             num_sequences=options.sequences,
             batch_size=options.batch_size,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    about = {"model": str(opened.path), "data": str(data), "split": split, "sequence_length": length}
-    return {**about, **result, "tokens": int(result["tokens"]), "bytes": int(result["bytes"])}
+    measured = {"model": str(loaded.path), "data": str(data), "split": split, "sequence_length": length}
+    return {**measured, **result, "tokens": int(result["tokens"]), "bytes": int(result["bytes"])}
 
 
-def score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
-    """What `lmforge evaluate` prints of tasks: a dict with `task`, `metrics` and more for each.
+def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
+    """The scores of each task: a dict with `task`, `metrics` and more.
 
     Answers go to the file `options.answers`, which must not exist; it is created before anything is computed.
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():
             file = stack.enter_context(create_file(options.answers)) if options.answers and dist_ctx.is_rank0 else None
-        results, answered = _run_tasks(options, dist_ctx)
+            tasks = [load_task(path) for path in options.tasks]
+            examples = load_task(options.fewshot_file) if options.fewshot_file else None
+            if options.lm_eval:
+                from lmforge.evaluate.lm_eval_model import run_lm_eval
+        loaded = _load_on_ranks(dist_ctx, options)
+        settings = TaskSettings(
+            options.num_fewshot or 0, examples, options.limit, options.batch_size, options.max_tokens, options.stop
+        )
+        results, answers = [], []
+        for task in tasks:
+            result = run_task(task, loaded, dist_ctx, settings)
+            answers += [{"task": task.name, **answer} for answer in result.pop("answers")]
+            results.append({"model": str(loaded.path), **result})
+        if options.lm_eval:
+            scores = run_lm_eval(
+                loaded,
+                options.lm_eval,
+                dist_ctx,
+                include_path=options.lm_eval_include_path,
+                num_fewshot=options.num_fewshot,
+                limit=options.limit,
+                batch_size=options.batch_size,
+            )
+            results += [{"model": str(loaded.path), "task": name, "metrics": metrics} for name, metrics in scores.items()]
         if file is not None:
-            file.writelines(json.dumps(told, ensure_ascii=False) + "\n" for told in answered)
+            file.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return results
 
 
-def _run_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The scores of each task, and the answer to each of its questions."""
-    harness: Callable[..., dict[str, dict[str, Any]]] | None = None
-    with dist_ctx.raise_on_all():
-        tasks = [load_task(path) for path in options.tasks]
-        examples = load_task(options.fewshot_file) if options.fewshot_file else None
-        if options.lm_eval:
-            from lmforge.evaluate.lm_eval_model import run_lm_eval as harness
-    opened = _load_on_ranks(dist_ctx, options)
-    settings = TaskSettings(
-        options.num_fewshot or 0, examples, options.limit, options.batch_size, options.max_tokens, options.stop
+def _print_loss(result: dict[str, Any]) -> None:
+    print(
+        f"{result['model']} on {result['data']} ({result['split']}, {result['tokens']:,} tokens, {result['bytes']:,} bytes of"
+        f" text): loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
     )
-    results, answered = [], []
-    for task in tasks:
-        result = run_task(task, opened, dist_ctx, settings)
-        answered += [{"task": task.name, **told} for told in result.pop("answers")]
-        results.append({"model": str(opened.path), **result})
-    if harness is not None:
-        scores = harness(
-            opened,
-            options.lm_eval,
-            dist_ctx,
-            include_path=options.lm_eval_include_path,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            batch_size=options.batch_size,
-        )
-        results += [{"model": str(opened.path), "task": name, "metrics": told} for name, told in scores.items()]
-    return results, answered
 
 
-def _print_scores(results: list[dict[str, Any]], output: str) -> None:
-    if output == "json":
-        print(json.dumps(results, indent=1))
-        return
+def _print_scores(results: list[dict[str, Any]]) -> None:
     table = Table("task", "metric", "score", "± standard error", "questions", title=results[0]["model"])
     for result in results:
         errors, questions = result.get("standard_errors", {}), result.get("questions", "")

@@ -1,9 +1,13 @@
-"""`lmforge export`: a checkpoint as a Hugging Face folder, read and written a tensor at a time, without a GPU."""
+"""`lmforge export` and `lmforge import`: a checkpoint, ours or another trainer's, as a Hugging Face folder.
+
+Tensors are read and written one at a time, without a GPU.
+"""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +19,14 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import chat_template, training_stage
+from lmforge.hub import resolve_model_folder
 from lmforge.interop.export import export_folder
+from lmforge.interop.layouts import LayoutHints, convert_checkpoint
 from lmforge.interop.peft_folder import is_peft_folder, save_peft_folder
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.torch_checkpoints import open_tensor_source
 from lmforge.model.config import ModelConfig
+from lmforge.model.flops import parameter_count
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,13 +46,8 @@ def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -
     if options.adapters:
         _write_adapters(options, stored, manifest)
     else:
-        write_model_folder(
-            options,
-            stored,
-            manifest.model_config,
-            checkpoint_path,
-            chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest)),
-        )
+        template = chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest))
+        _write_model_folder(options, stored.tensors, stored.read, manifest.model_config, checkpoint_path, template)
     return manifest
 
 
@@ -62,6 +66,41 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
     save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite)
 
 
+def run_import(options: ImportOptions) -> int:
+    """Write the folder and print what it holds. Raises UserError."""
+    source = open_tensor_source(options.source)
+    converted = convert_checkpoint(options.source, source, options.layout, _layout_hints(options))
+    config = converted.config
+    folder = resolve_model_folder(options.tokenizer, "tokenizer.json") if options.tokenizer else None
+    if folder is not None and (entries := Tokenizer.open(folder).vocab_size) > config.vocab_size:
+        raise UserError(f"{options.tokenizer}: has {entries} entries and the model {config.vocab_size}; give its own")
+    _write_model_folder(options, converted.tensors, converted.read, config, folder)
+    print(f"{options.out}: {parameter_count(config).total:,} parameters ({config.model_type}) of {converted.layout}'s layout")
+    if folder is None:
+        print(f"{options.out}: no tokenizer; put its tokenizer.json there, or import with --tokenizer", file=sys.stderr)
+    return 0
+
+
+def _layout_hints(options: ImportOptions) -> LayoutHints:
+    """What the checkpoint may not say of itself: the options that were given, else the values of --config_from."""
+    names = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings", "activation")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.config_from is None:
+        return LayoutHints(**given)
+    model = resolve_model_config(options.config_from, {})
+    if model.model_type not in ("llama", "gpt2"):
+        raise UserError(
+            f"{options.config_from}: a {model.model_type} model; --config_from needs one of the same kind, llama or gpt2"
+        )
+    hints: dict[str, Any] = {"num_attention_heads": model.num_attention_heads}
+    if model.model_type == "llama":
+        own = ("rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings")
+        hints |= {name: getattr(model, name) for name in own}
+    else:
+        hints["activation"] = model.hidden_act
+    return LayoutHints(**hints | given)
+
+
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
     """A tensor in the dtype of the folder. Raises UserError where fp16 overflows."""
     if dtype == "fp16" and not torch.isfinite(value.half()).all():
@@ -69,39 +108,27 @@ def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
     return value.to(DTYPES[dtype]) if dtype else value
 
 
-class TensorReader(Protocol):
-    """Tensors by name: their shapes and dtypes at once, and the data of each on request."""
-
-    @property
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def read(self, name: str) -> Tensor: ...
-
-
-def write_model_folder(
+def _write_model_folder(
     options: ExportOptions | ImportOptions,
-    stored: TensorReader,
+    tensors: dict[str, Tensor],
+    read: Callable[[str], Tensor],
     config: ModelConfig,
     tokenizer_path: Path | None,
     template: ChatTemplate | None = None,
 ) -> None:
     """Write a model's tensors, one at a time, and its tokenizer, if there is one, as a Hugging Face folder.
 
-    `tokenizer_path` is a folder or a tokenizer.json, `template` the chat template that the model was trained with.
-    Raises UserError where fp16 overflows.
+    `tensors` have shapes and dtypes, `read` gives the data of one. `tokenizer_path` is a folder or a tokenizer.json,
+    `template` the chat template that the model was trained with. Raises UserError where fp16 overflows.
     """
-
-    def read(name: str) -> Tensor:
-        return _cast(name, stored.read(name), options.dtype)
-
     export_folder(
-        stored.tensors,
+        tensors,
         config,
         options.out,
         tokenizer_folder=tokenizer_path.parent if tokenizer_path and tokenizer_path.is_file() else tokenizer_path,
         dtype=DTYPES[options.dtype] if options.dtype else None,
         overwrite=options.overwrite,
-        read_tensor=read,
+        read_tensor=lambda name: _cast(name, read(name), options.dtype),
         extra_files=_companion_files(Tokenizer.open(tokenizer_path), config, template) if tokenizer_path else None,
     )
 

@@ -1,26 +1,29 @@
-"""`lmforge generate`: text after one or more prompts, printed as it is generated."""
+"""`lmforge generate`: text after prompts, printed as it is generated; `lmforge serve`: the same over HTTP, with a chat page."""
 
+import os
+import re
 import secrets
 import sys
-from collections.abc import Callable
 from functools import partial
 
-from lmforge.config.verbs import GenerateOptions
+from lmforge.config.verbs import GenerateOptions, ServeOptions
 from lmforge.errors import UserError
-from lmforge.generate.engine import Completion, generate
+from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import load_model, resolve_device_and_dtype
 from lmforge.generate.sampling import SamplingParams
 
+API_KEY_VARIABLE = "LMFORGE_API_KEY"
+
 
 def run_generate(options: GenerateOptions) -> int:
-    """Continue each prompt and print the text as it is generated. Raises UserError."""
+    """Continue each prompt: the first is printed as it is generated, the others at the end. Raises UserError."""
     prompts = list(options.prompts) or [_read_stdin()]
-    loaded = load_model(
-        options.model, *resolve_device_and_dtype(options.device, options.dtype), warn=partial(print, file=sys.stderr)
-    )
+    device, dtype = resolve_device_and_dtype(options.device, options.dtype)
+    loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
     seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
-    generate_all = partial(
-        generate,
+    titles = [f"--- {number} ---\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)]
+    print(f"{titles[0]}{prompts[0]}", end="", flush=True)
+    completions = generate(
         loaded.model,
         loaded.tokenizer,
         prompts,
@@ -30,13 +33,11 @@ def run_generate(options: GenerateOptions) -> int:
         stop_strings=options.stop,
         prefix_ids=loaded.prefix_ids,
         stop_token_ids=loaded.stop_token_ids,
+        on_text=lambda index, piece: None if index else print(piece, end="", flush=True),
     )
-    if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
-        generate_all(on_text=lambda index, piece: print(piece, end="", flush=True))
-        print()
-    else:
-        _print_several(prompts, generate_all)
+    print()
+    for title, prompt, completion in zip(titles[1:], prompts[1:], completions[1:], strict=True):
+        print(f"{title}{prompt}{completion.text}")
     if options.temperature > 0 and options.seed is None:
         print(f"(seed {seed})", file=sys.stderr)
     return 0
@@ -51,10 +52,27 @@ def _read_stdin() -> str:
         raise UserError(f"standard input: not UTF-8 text (byte {problem.start})") from None
 
 
-def _print_several(prompts: list[str], generate_all: Callable[..., list[Completion]]) -> None:
-    """Completions of several prompts are generated together: the first is printed as it comes, the others at the end."""
-    print(f"--- 1 ---\n{prompts[0]}", end="", flush=True)
-    completions = generate_all(on_text=lambda index, piece: None if index else print(piece, end="", flush=True))
-    print()
-    for index in range(1, len(prompts)):
-        print(f"--- {index + 1} ---\n{prompts[index]}{completions[index].text}")
+def run_serve(options: ServeOptions) -> int:
+    """Serve until SIGTERM or Ctrl-C. Raises UserError."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as problem:
+        raise UserError(f"serve: needs {problem.name}, which is not installed; pip install 'lmforge[serve]'") from None
+    from lmforge.serve.auth import is_loopback
+    from lmforge.serve.model_registry import ModelRegistry, ServingLimits
+    from lmforge.serve.server import bind_socket, serve
+
+    key = os.environ.get(API_KEY_VARIABLE) if options.api_key is None else options.api_key
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise UserError(f"--api_key (or {API_KEY_VARIABLE}): expected printable ASCII characters without spaces")
+    if key is None and not is_loopback(options.host) and not options.without_key:
+        raise UserError(
+            f"--host {options.host}: others can reach this address; give an --api_key (or {API_KEY_VARIABLE}), or --without_key"
+        )
+    bound = bind_socket(options.host, options.port)
+    limits = ServingLimits(options.max_batch_size, options.max_queue, options.max_length, options.max_models)
+    device, dtype = resolve_device_and_dtype(options.device, options.dtype)
+    registry = ModelRegistry(options.models, limits, device, dtype, warn=partial(print, file=sys.stderr))
+    serve(registry, bound, options.host, key, options.max_body_bytes)
+    return 0

@@ -16,9 +16,9 @@ from typing import Any
 import xxhash
 
 from lmforge.atomic_files import atomic_write_json
-from lmforge.config.load import STAGES
+from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
-from lmforge.config.pipeline import PipelineOptions, PipelineStageOptions, RunPipelineOptions
+from lmforge.config.verbs import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json
@@ -26,8 +26,6 @@ from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.
 RESERVED_OPTIONS = ("--run.name", "--run.folder")
-# What a stage that resumes is given, whatever its arguments and recipe say: what was to be deleted has been.
-RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
         words = [_substitute_runs(word, runs, where) for word in stage.arguments]
         if stage.verb in STAGES:
             run = options.folder / f"{options.name or file.stem}-{name}"
-            previous = list(runs.values())[-1] if runs else None
+            previous = next(reversed(runs.values()), None)
             stages.append(_plan_training(stage, name, words, run, previous, file))
             runs[name] = run
         elif stage.verb not in VERBS:
@@ -116,8 +114,8 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
             print(f"{title}: finished before", flush=True)
             continue
         where = f"{file}: stage {stage.name}"
-        changed = state.was_ever_finished(stage)
         resumes = state.start(stage, stages[number:], where)
+        record = state.records[stage.name]
         words = [*stage.arguments, *(RESUME_ARGUMENTS if resumes else [])]
         print(f"\n{title}\n$ lmforge {shlex.join(words)}", flush=True)
         status, interrupted = _run_command(words)
@@ -127,7 +125,8 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
                 hint = f"what its run was begun with cannot go on: delete {stage.run} to train it anew"
             error = {2: UserError, EXIT_PEER_LOST: PeerLost}.get(status, RunFailed)
             raise error(f"{where} ended with status {status}; {hint}")
-        if not status and changed and _newest_checkpoint(stage.run) == state.previous_checkpoint(stage) is not None:
+        was_finished = record.arguments is not None
+        if not status and was_finished and _newest_checkpoint(stage.run) == record.previous_checkpoint is not None:
             raise UserError(
                 f"{where}: was finished with other arguments, and these train nothing; add --run.overwrite to train it anew"
             )
@@ -139,16 +138,18 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
     return 0
 
 
-def _newest_checkpoint(run: Path | None) -> list[int] | None:
+def _newest_checkpoint(path: Path | None) -> list[int] | None:
     """The last step that a run has saved, and when; None where it has none."""
-    steps = Run.open(run).checkpoint_steps() if run is not None and run.exists() else []
-    return [steps[-1], Run(run).checkpoint_path(steps[-1]).stat().st_mtime_ns] if run is not None and steps else None
+    if path is None:
+        return None
+    run = Run.open(path)
+    steps = run.checkpoint_steps()
+    return [steps[-1], run.checkpoint_path(steps[-1]).stat().st_mtime_ns] if steps else None
 
 
 def _run_command(arguments: list[str]) -> tuple[int, int]:
     """The status of a command line, and the signal that interrupted this process, or 0. The signal is passed on."""
     child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments])
-    previous: dict[signal.Signals, Any] = {}
     received: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
@@ -156,8 +157,7 @@ def _run_command(arguments: list[str]) -> tuple[int, int]:
         if number != signal.SIGINT:  # which the child has too, from a terminal
             child.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        previous[number] = signal.signal(number, pass_on)
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         status = child.wait()
     finally:
@@ -191,31 +191,23 @@ class _PipelineState:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._records = read_json(path, dict[str, _StageRecord], hint="delete it; stages then see what they have done")
+            self.records = read_json(path, dict[str, _StageRecord], hint="delete it; stages then see what they have done")
         except FileNotFoundError:
-            self._records = {}
+            self.records = {}
 
     def is_finished(self, stage: PlannedStage) -> bool:
-        record = self._records.get(stage.name)
+        record = self.records.get(stage.name)
         if record is None or record.stale:
             return False
         same = (record.arguments, record.recipe_digest) == (stage.arguments, stage.recipe_digest)
         return same and (stage.run is None or stage.run.exists())
-
-    def was_ever_finished(self, stage: PlannedStage) -> bool:
-        """Whether it was finished once, with whatever arguments."""
-        return stage.name in self._records and self._records[stage.name].arguments is not None
-
-    def previous_checkpoint(self, stage: PlannedStage) -> list[int] | None:
-        """What its run had saved last when it was first started with the arguments that it has."""
-        return self._records[stage.name].previous_checkpoint
 
     def start(self, stage: PlannedStage, later: list[PlannedStage], where: str) -> bool:
         """Record that a stage starts, which makes those after it stale.
 
         Returns whether it resumes what was interrupted, with the same arguments. Raises UserError where its run is stale.
         """
-        record = self._records.setdefault(stage.name, _StageRecord())
+        record = self.records.setdefault(stage.name, _StageRecord())
         if record.stale and stage.run is not None and stage.run.exists() and "--run.overwrite" not in stage.arguments:
             raise UserError(
                 f"{where}: {stage.run} was trained from what has changed since; delete it, or add --run.overwrite to its"
@@ -228,15 +220,15 @@ class _PipelineState:
         if not resumes:
             record.started_with, record.previous_start_ns = starts_with, started_at
             record.previous_checkpoint = _newest_checkpoint(stage.run)
-        for name in {each.name for each in later} & self._records.keys():
-            self._records[name].stale, self._records[name].started_with = True, None
+        for name in {each.name for each in later} & self.records.keys():
+            self.records[name].stale, self.records[name].started_with = True, None
         self._save()
         return resumes
 
     def mark_finished(self, stage: PlannedStage) -> None:
-        self._records[stage.name] = _StageRecord(stage.arguments, stage.recipe_digest)
+        self.records[stage.name] = _StageRecord(stage.arguments, stage.recipe_digest)
         self._save()
 
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(self._path, {name: asdict(record) for name, record in self._records.items()})
+        atomic_write_json(self._path, {name: asdict(record) for name, record in self.records.items()})

@@ -1,13 +1,15 @@
 """`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from lmforge.config.verbs import PrepareOptions
 from lmforge.data.chat.library_functions import write_function_conversations
-from lmforge.data.prepare.prepare import prepare
+from lmforge.data.prepare.prepare import ProgressCallback, prepare
 from lmforge.hub import resolve_model_folder
 
 PRINT_EVERY_SECONDS = 5.0
@@ -23,8 +25,8 @@ def run_prepare(options: PrepareOptions) -> int:
     chosen = options.model_dump(exclude={"source", "out"})
     if options.tokenizer is not None:
         chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
-    with _PreparationProgress() as shown:
-        summary = prepare(options.source, options.out, progress=shown.update, **chosen)
+    with _progress() as progress:
+        summary = prepare(options.source, options.out, progress=progress, **chosen)
     if summary.already_done:
         print(f"{summary.folder}: prepared already, nothing to do")
     for split, tokens in summary.tokens.items():
@@ -38,36 +40,27 @@ def run_prepare(options: PrepareOptions) -> int:
     return 0
 
 
-class _PreparationProgress:
-    """A bar on a terminal; elsewhere a line now and then."""
+@contextmanager
+def _progress() -> Iterator[ProgressCallback]:
+    """A bar on a terminal; elsewhere a line now and then. Gives the function that `prepare` calls."""
+    console, printed_at = Console(highlight=False), time.monotonic()
+    tasks: dict[str, TaskID] = {}
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
-        self._progress_bar = Progress(
-            TextColumn("{task.description:<20}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}  {task.fields[size]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._tasks: dict[str, int] = {}
-        self._last_printed = time.monotonic()
-
-    def __enter__(self) -> "_PreparationProgress":
-        if self._console.is_terminal:
-            self._progress_bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._progress_bar.stop()
-
-    def update(self, stage: str, done: int, total: int, text_bytes: int) -> None:
+    def update(stage: str, done: int, total: int, text_bytes: int) -> None:
+        nonlocal printed_at
         size = f"{text_bytes / 1e6:,.1f} MB"
-        if self._console.is_terminal:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._progress_bar.add_task(stage, total=total, size=size)
-            self._progress_bar.update(self._tasks[stage], completed=done, total=total, size=size)  # type: ignore[arg-type]
-        elif time.monotonic() - self._last_printed > PRINT_EVERY_SECONDS:
-            self._last_printed = time.monotonic()
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, size=size)
+        bar.update(tasks[stage], completed=done, total=total, size=size)
+        if not console.is_terminal and time.monotonic() - printed_at > PRINT_EVERY_SECONDS:
+            printed_at = time.monotonic()
             print(f"{stage}: {done}/{total}, {size}", flush=True)
+
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  {task.fields[size]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield update

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from lmforge.cluster.launch import launch_local
 from lmforge.config.load import load_config
-from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed
@@ -67,7 +66,11 @@ def quickstart(options: QuickstartOptions) -> int:
         words = [str(recipe), *_stage_arguments(stage, options, runs)]
         config = load_config(words, stage.verb)
         _print_title(f"{number} of 6  {stage.verb}, {options.processes} local ranks", stage.verb, *words)
-        if status := _train_stage(stage.verb, config, words):
+        processes = config.launch.processes
+        status = launch_local(processes, [stage.verb, *words]) if processes > 1 else VERBS[stage.verb].load()(config)
+        if status == 1:
+            raise RunFailed(f"{config.run.folder / config.run.name}: training failed; the lines above say why")
+        if status:
             return status
         runs.append(config.run.folder / config.run.name)
 
@@ -79,7 +82,9 @@ def quickstart(options: QuickstartOptions) -> int:
     run_evaluate(EvaluateOptions(model=base, batch_size=8))
     run_generate(GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0))
 
-    print(f"\nDone in {_format_duration(time.perf_counter() - start)}; on data that no stage was trained on:\n")
+    seconds = time.perf_counter() - start
+    duration = f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+    print(f"\nDone in {duration}; on data that no stage was trained on:\n")
     Console(highlight=False).print(_results_table(runs))
     print("\nChat with it, or let it continue your code:")
     print(f"  lmforge chat {shlex.quote(str(last))}")
@@ -90,28 +95,18 @@ def quickstart(options: QuickstartOptions) -> int:
 def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: list[Path]) -> list[str]:
     """What is typed after the recipe of a stage; `runs` are those of the stages before it."""
     data = options.folder / "data"
-    words = ["--run.folder", str(options.folder / "runs"), "--run.name", stage.recipe]
-    words += ["--launch.processes", str(options.processes)]
+    functions = data / "functions"
+    words: list[Any] = ["--run.folder", options.folder / "runs", "--run.name", stage.recipe]
+    words += ["--launch.processes", options.processes]
     if runs:
-        functions = data / "functions"
-        words += ["--data.files", str(functions / TRAIN_FILE), "--data.validation_files", str(functions / VALIDATION_FILE)]
-        words += ["--model.source", str(runs[-1]), "--data.folder", str(data / "examples")]
-    else:
-        words += ["--data.folder", str(data / "stdlib")]
+        words += ["--data.files", functions / TRAIN_FILE, "--data.validation_files", functions / VALIDATION_FILE]
+        words += ["--model.source", runs[-1]]
+    words += ["--data.folder", data / ("examples" if runs else "stdlib")]
     if options.steps:
-        words += ["--train.steps", str(options.steps)]
-        words += [] if runs else ["--schedule.warmup_steps", str(options.steps // 10)]
-    return words + (["--run.overwrite"] if options.overwrite else [])
-
-
-def _train_stage(verb: str, config: StageConfig, arguments: list[str]) -> int:
-    if config.launch.processes > 1:
-        status = launch_local(config.launch.processes, [verb, *arguments])
-    else:
-        status = VERBS[verb].load()(config)
-    if status == 1:
-        raise RunFailed(f"{config.run.folder / config.run.name}: training failed; the lines above say why")
-    return status
+        words += ["--train.steps", options.steps]
+        words += [] if runs else ["--schedule.warmup_steps", options.steps // 10]
+    words += ["--run.overwrite"] if options.overwrite else []
+    return [str(word) for word in words]
 
 
 def _results_table(runs: list[Path]) -> Table:
@@ -127,7 +122,3 @@ def _results_table(runs: list[Path]) -> Table:
 
 def _print_title(what: str, *command: Any) -> None:
     print(f"\n── {what}\n$ lmforge {shlex.join(str(word) for word in command)}", flush=True)
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"

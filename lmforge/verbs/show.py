@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.config.load import config_class
-from lmforge.config.options import read_recipe, to_toml, validate_options
+from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.sections import OptimizerOptions
 from lmforge.config.verbs import ShowOptions
 from lmforge.data.shards import TokenFolder
@@ -18,27 +18,24 @@ from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, format_bytes
 from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
-from lmforge.verbs.dry_run import describe_batch_and_cost, describe_cost
+from lmforge.verbs.dry_run import describe_cost, dry_run
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 
 
 def run_show(options: ShowOptions) -> int:
     """Print what a thing is, or samples of data. Raises UserError."""
-    reading = options.model_dump(include={"mask", "format", "fields", "apply_chat_template"}, exclude_defaults=True)
+    reading = [name for name in options.changed() if name in ("mask", "format", "fields", "apply_chat_template")]
     if reading and options.tokenizer is None:
-        raise UserError(f"show: --{next(iter(reading))} is for `lmforge show data FILE --tokenizer MODEL` alone")
+        raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
     if options.thing != "data" or options.of is None:
         if options.of is not None or options.samples is not None or options.tokenizer is not None:
             raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
         print(show(options.thing))
         return 0
-    from lmforge.verbs.show_data import ExampleReader, show_examples, show_samples
+    from lmforge.verbs.show_data import show_examples, show_samples
 
-    if options.tokenizer is None:
-        print(show_samples(options.of, options.samples))
-    else:
-        print(show_examples(options.of, options.tokenizer, ExampleReader(**reading), options.samples))
+    print(show_examples(options, options.tokenizer) if options.tokenizer else show_samples(options.of, options.samples))
     return 0
 
 
@@ -50,7 +47,7 @@ def show(thing: str) -> str:
     if path.suffix == ".toml":
         table = read_recipe(path)
         config = validate_options(config_class(table, thing), table, thing).with_name(path.stem)
-        return f"recipe {thing}\n{to_toml(config)}\n{describe_batch_and_cost(config)}"
+        return f"recipe {thing}\n{dry_run(config)}"
     if not path.exists():
         if thing in PRESETS:
             return _describe_model(get_preset(thing), f"preset {thing}")

@@ -3,23 +3,20 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sections import ExampleFormat
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig, renamed_fields
+from lmforge.config.verbs import ShowOptions
 from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
 from lmforge.data.chat.example_display import format_example
-from lmforge.data.chat.examples import EXAMPLES_MANIFEST as EXAMPLES
-from lmforge.data.chat.examples import ExampleFolder, example_dataset
+from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, example_dataset
 from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
-from lmforge.data.chat.templates import LossMaskMode
 from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards import TokenFolder
@@ -53,7 +50,7 @@ def show_samples(source: Path, sample_range: str | None) -> str:
     else:
         raise UserError(f"{source}: not a run, nor the file of a bad step")
     dataset: PackedDataset
-    examples = ExampleFolder.open(data) if (data / EXAMPLES).exists() else None
+    examples = ExampleFolder.open(data) if (data / EXAMPLES_MANIFEST).exists() else None
     if examples is not None:
         tokenizer = examples.tokenizer
         dataset = example_dataset(examples, "train", sequence_length=length, pack=pack, seed=seed)
@@ -113,75 +110,67 @@ def _parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[in
     return int(match[1]), int(match[2])
 
 
-@dataclass(frozen=True)
-class ExampleReader:
-    """How the records of a file become examples: options of `data` by their names there."""
+def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple[int, str, TokenizedExample]]:
+    """The examples of the file, each with the number of its record and a title. Raises UserError."""
+    assert options.of is not None
+    file, fields = options.of, renamed_fields(options.fields, "--fields")
+    _, record = next(read_renamed_records(file, fields), ("", {}))
+    kind = _record_format(options, record)
+    if kind != "conversations" and options.mask != "assistant":
+        raise UserError(f"--mask {options.mask}: is for conversations; of {kind} the answers are learnt: leave it out")
+    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": fields}
+    if kind == "pairs":
+        for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
+            yield number, f"pair {number}, chosen", pair.chosen
+            yield number, f"pair {number}, rejected", pair.rejected
+    elif kind == "unpaired":
+        for number, labelled in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
+            yield number, f"record {number}, {'good' if labelled.desirable else 'bad'}", labelled.example
+    elif kind == "prompts":
+        for number, prompt in enumerate(read_prompts(file, tokenizer, **reading)):
+            yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
+    else:
+        assert options.format != "prompts"
+        examples = read_conversations(file, tokenizer, format=options.format, mask=options.mask, fields=fields)
+        for number, example in enumerate(examples):
+            yield number, f"record {number}", example
 
-    mask: LossMaskMode = "assistant"
-    format: ExampleFormat = "auto"
-    fields: tuple[str, ...] = ()
-    apply_chat_template: bool = False
 
-    def examples(self, file: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, str, TokenizedExample]]:
-        """Each with the number of its record and a title. Raises UserError."""
-        fields = renamed_fields(self.fields, "--fields")
-        _, record = next(read_renamed_records(file, fields), ("", {}))
-        kind = self._record_format(record)
-        if kind != "conversations" and self.mask != "assistant":
-            raise UserError(f"--mask {self.mask}: is for conversations; of {kind} the answers are learnt: leave it out")
-        reading: dict[str, Any] = {"apply_chat_template": self.apply_chat_template, "fields": fields}
-        if kind == "pairs":
-            for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
-                yield number, f"pair {number}, chosen", pair.chosen
-                yield number, f"pair {number}, rejected", pair.rejected
-        elif kind == "unpaired":
-            for number, labelled in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
-                yield number, f"record {number}, {'good' if labelled.desirable else 'bad'}", labelled.example
-        elif kind == "prompts":
-            for number, prompt in enumerate(read_prompts(file, tokenizer, **reading)):
-                yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
-        else:
-            assert self.format != "prompts"
-            read = read_conversations(file, tokenizer, format=self.format, mask=self.mask, fields=fields)
-            for number, example in enumerate(read):
-                yield number, f"record {number}", example
-
-    def _record_format(self, record: dict[str, Any]) -> str:
-        """What a file holds whose first record this is."""
-        if self.format == "prompts":
+def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
+    """What a file holds whose first record this is."""
+    if options.format == "prompts":
+        return "prompts"
+    if options.format == "auto":
+        if {"chosen", "rejected"} <= record.keys():
+            return "pairs"
+        if {"prompt", "completion", "label"} <= record.keys() and options.mask == "assistant":
+            return "unpaired"
+        if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
             return "prompts"
-        if self.format == "auto":
-            if {"chosen", "rejected"} <= record.keys():
-                return "pairs"
-            if {"prompt", "completion", "label"} <= record.keys() and self.mask == "assistant":
-                return "unpaired"
-            if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
-                return "prompts"
-        if self.apply_chat_template:
-            raise UserError(
-                "--apply_chat_template: is for pairs, labelled completions and prompts; leave it out, or add --format prompts"
-            )
-        return "conversations"
+    if options.apply_chat_template:
+        raise UserError(
+            "--apply_chat_template: is for pairs, labelled completions and prompts; leave it out, or add --format prompts"
+        )
+    return "conversations"
 
 
-def show_examples(file: Path, model: Path, reader: ExampleReader, sample_range: str | None) -> str:
+def show_examples(options: ShowOptions, model: Path) -> str:
     """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and chat template encode them.
 
     Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
     from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
 
     tokenizer = find_pretrained(model).tokenizer()
-    first, after = _parse_range(sample_range, (0, 3))
+    first, after = _parse_range(options.samples, (0, 3))
     lines = []
-    for number, title, example in reader.examples(file, tokenizer):
+    for number, title, example in _read_examples(options, tokenizer):
         if number >= after:
             break
         if number >= first:
             learnt = "to be answered" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} of them learnt"
-            lines.append(f"{title}: {len(example.tokens)} tokens, {learnt}")
-            lines.append(_render_example(example, tokenizer) + "\n")
+            lines.append(f"{title}: {len(example.tokens)} tokens, {learnt}\n{_render_example(example, tokenizer)}\n")
     if not lines:
-        raise UserError(f"{file}: has no record {first}")
+        raise UserError(f"{options.of}: has no record {first}")
     return "\n".join(lines)
 
 
@@ -215,11 +204,8 @@ class BadStepFile(BaseModel, extra="allow"):
 
 
 def _read_bad_step(file: Path) -> BadStepFile:
-    try:
+    with suppress(UserError):
         record = read_json(file, BadStepFile)
-    except UserError:
-        record = None
-    of_samples = record is not None and record.samples is not None and record.data and record.plan_hash
-    if record is None or not (of_samples or "answers" in record.model_fields_set):
-        raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")
-    return record
+        if (record.samples is not None and record.data and record.plan_hash) or "answers" in record.model_fields_set:
+            return record
+    raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from lmforge.config import verbs as options
 from lmforge.config.align import AlignConfig
-from lmforge.config.bench import BenchConfig
 from lmforge.config.options import Options
-from lmforge.config.pipeline import RunPipelineOptions
-from lmforge.config.pretrain import PretrainConfig
-from lmforge.config.sft import SftConfig
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.tuning import SftConfig
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,15 @@ VERBS = {
     "pretrain": Verb(PretrainConfig, "lmforge.stages.run:pretrain", distributed=True),
     "sft": Verb(SftConfig, "lmforge.stages.run:sft", distributed=True),
     "align": Verb(AlignConfig, "lmforge.stages.run:align", distributed=True),
-    "run": Verb(RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
+    "run": Verb(options.RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
     "evaluate": Verb(options.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
     "generate": Verb(options.GenerateOptions, "lmforge.verbs.generate:run_generate"),
     "chat": Verb(options.ChatOptions, "lmforge.verbs.chat:run_chat"),
-    "serve": Verb(options.ServeOptions, "lmforge.verbs.serve:run_serve"),
+    "serve": Verb(options.ServeOptions, "lmforge.verbs.generate:run_serve"),
     "export": Verb(options.ExportOptions, "lmforge.verbs.export:run_export"),
-    "import": Verb(options.ImportOptions, "lmforge.verbs.import_model:run_import"),
+    "import": Verb(options.ImportOptions, "lmforge.verbs.export:run_import"),
     "download": Verb(options.DownloadOptions, "lmforge.verbs.download:run_download"),
-    "bench": Verb(BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
+    "bench": Verb(options.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
     "doctor": Verb(options.DoctorOptions, "lmforge.bench.doctor:doctor", distributed=True),
     "show": Verb(options.ShowOptions, "lmforge.verbs.show:run_show"),
 }

@@ -49,10 +49,10 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
     chosen = {(size, gib): gpu.what_fits(gpu.SIZES[size], 2048, gib * GIB) for size in gpu.SIZES for gib in (79, 139)}
     assert gpu.bytes_at_rest(gpu.SIZES["8b"].shape, 4) > 79 * GIB > gpu.bytes_at_rest(gpu.SIZES["8b"].shape, 2)
     assert {size for (size, gib), what in chosen.items() if gib == 79 and what["master_dtype"] == "bf16"} == {"8b"}
-    assert chosen["8b", 79]["recompute"]
-    assert not chosen["1b", 79]["recompute"]
-    assert not chosen["3b", 139]["recompute"]
-    assert gpu.what_fits(gpu.SIZES["3b"], 8192, 79 * GIB)["recompute"]
+    assert chosen["8b", 79]["activation_checkpointing"]
+    assert not chosen["1b", 79]["activation_checkpointing"]
+    assert not chosen["3b", 139]["activation_checkpointing"]
+    assert gpu.what_fits(gpu.SIZES["3b"], 8192, 79 * GIB)["activation_checkpointing"]
 
 
 def test_sizes_are_what_they_are_called(gpu: ModuleType) -> None:

@@ -8,12 +8,14 @@ Writes the losses of each case, and the name, shape and dtype of every tensor th
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lmforge.bench.parity import ParityCase, ParityData, run_case
 from lmforge.cluster import distributed as cluster
 from lmforge.config.sections import ParallelOptions
 from lmforge.model.config import ModelConfig
+from lmforge.parallel.precision import convert_to_float8
 
 SHAPE = ModelConfig(
     vocab_size=131,
@@ -27,14 +29,15 @@ SHAPE = ModelConfig(
 if __name__ == "__main__":
     ranks = cluster.init_distributed("cpu", threads=1)
     fsdp2 = ParityCase("fp32", ParallelOptions(engine="fsdp2"), model_config=SHAPE)
+    float8 = partial(convert_to_float8, emulate=True)
     results = {}
     for case in (
         fsdp2,
-        replace(fsdp2, name="float8", emulate_float8=True),
+        replace(fsdp2, name="float8", change_model=float8),
         replace(
             fsdp2,
             name="float8, selective-ops",
-            emulate_float8=True,
+            change_model=float8,
             options=ParallelOptions(engine="fsdp2", activation_checkpointing="selective-ops"),
         ),
     ):

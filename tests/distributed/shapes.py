@@ -6,10 +6,12 @@ rest of the matrix is marked slow.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from lmforge.bench.parity import SMALL_MODEL, ParityCase, strategy_cases
 from lmforge.model.config import ModelConfig
-from lmforge.model.lora import LoraConfig
+from lmforge.model.layers import LanguageModel
+from lmforge.model.lora import LoraConfig, add_lora
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -146,7 +148,11 @@ def _few_compiled(cases: list[ParityCase], names: tuple[str, ...]) -> Iterator[P
 def dropout_cases(shape: str, world_size: int) -> list[ParityCase]:
     """The cases that are tried on a model config with dropout; one of them compiled."""
     cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_DROPOUT.get(shape, ()))
-    return [replace(case, dropout=0.2) for case in cases]
+    return [replace(case, change_model=_set_dropout) for case in cases]
+
+
+def _set_dropout(model: LanguageModel) -> None:
+    model.dropout = 0.2
 
 
 def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
@@ -154,7 +160,12 @@ def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
     # Ranks of a context do not see how long a document is.
     alpha = 5.0 if shape == "gpt2" else 0.0
     cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_LORA.get(shape, ()))
-    return [replace(case, lora=LoraConfig(3, 6.0, dropout=0.1), neftune_noise_alpha=alpha) for case in cases]
+    return [replace(case, change_model=partial(_add_lora_and_neftune, alpha=alpha)) for case in cases]
+
+
+def _add_lora_and_neftune(model: LanguageModel, alpha: float) -> None:
+    model.neftune_noise_alpha = alpha
+    add_lora(model, LoraConfig(3, 6.0, dropout=0.1))
 
 
 CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases}

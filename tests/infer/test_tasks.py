@@ -17,7 +17,6 @@ from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import parse_options
 from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import ModelWithTokenizer
 from lmforge.evaluate.tasks import TaskSettings, check_task, load_task, run_task
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel, load_model
@@ -41,7 +40,7 @@ WRITTEN = [
 
 
 @pytest.fixture(scope="module")
-def opened(tiny_run: Path) -> ModelWithTokenizer:
+def opened(tiny_run: Path) -> LoadedModel:
     return load_model(tiny_run, CPU, torch.float32)
 
 
@@ -51,7 +50,7 @@ def task_file(folder: Path, lines: list[dict[str, Any]], name: str = "task") -> 
     return path
 
 
-def log_probability(opened: ModelWithTokenizer, before: list[int], after: list[int]) -> float:
+def log_probability(opened: LoadedModel, before: list[int], after: list[int]) -> float:
     """Of tokens after others, from the logits of one row without padding."""
     tokens = torch.tensor([[*before, *after]])
     positions = torch.arange(tokens.shape[1])[None]
@@ -61,7 +60,7 @@ def log_probability(opened: ModelWithTokenizer, before: list[int], after: list[i
     return sum(float(logs[len(before) + place - 1, token]) for place, token in enumerate(after))
 
 
-def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: LoadedModel, tmp_path: Path) -> None:
     result = run_task(load_task(task_file(tmp_path, CHOICES)), opened, ALONE, TaskSettings(batch_size=3))
     encode, right = opened.tokenizer.encode, [0, 0, 1, 1]
     prompts = ["Question: Who speaks?\nAnswer:", "First Citizen:\n", "What is", ""]
@@ -84,7 +83,7 @@ def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: ModelWit
     assert [told["correct_choice"] for told in result["answers"]] == right
 
 
-def test_written_answers_are_compared_with_texts_and_patterns(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_written_answers_are_compared_with_texts_and_patterns(opened: LoadedModel, tmp_path: Path) -> None:
     [first] = generate(
         opened.model,
         opened.tokenizer,
@@ -110,7 +109,7 @@ def test_written_answers_are_compared_with_texts_and_patterns(opened: ModelWithT
     assert result["questions"] == 4
 
 
-def test_fewshot_examples_are_the_first_other_questions_with_their_answers(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_fewshot_examples_are_the_first_other_questions_with_their_answers(opened: LoadedModel, tmp_path: Path) -> None:
     task = load_task(task_file(tmp_path, CHOICES))
     shown = ["Question: Who speaks?\nAnswer: the king\n\n", "First Citizen:\nBefore we proceed\n\n", "What is the matter\n\n"]
     by_hand = [
@@ -153,7 +152,7 @@ def on_ranks(count: int, work: Any) -> list[Any]:
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN], ids=["choices", "written"])
 def test_any_number_of_ranks_gives_the_same_to_the_last_bit(
-    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
+    opened: LoadedModel, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     task = load_task(task_file(tmp_path, lines))
     settings = TaskSettings(batch_size=2, max_tokens=6)
@@ -164,9 +163,7 @@ def test_any_number_of_ranks_gives_the_same_to_the_last_bit(
 
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN], ids=["choices", "written"])
-def test_on_batch_is_called_for_each_batch_of_a_rank(
-    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
-) -> None:
+def test_on_batch_is_called_for_each_batch_of_a_rank(opened: LoadedModel, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
     task = load_task(task_file(tmp_path, lines))
     sequences = sum(len(line.get("choices", [0])) for line in lines)
 
@@ -180,7 +177,7 @@ def test_on_batch_is_called_for_each_batch_of_a_rank(
 
 @pytest.mark.parametrize("lines", [CHOICES, WRITTEN[:2]], ids=["choices", "written"])
 def test_check_task_finds_the_longest_prompt_without_a_model(
-    opened: ModelWithTokenizer, tmp_path: Path, lines: list[dict[str, Any]]
+    opened: LoadedModel, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     """As many tokens as the longest prompt and answer take are enough, and give the scores of more; one less is refused."""
     task = load_task(task_file(tmp_path, lines))
@@ -196,7 +193,7 @@ def test_check_task_finds_the_longest_prompt_without_a_model(
         check_task(task, opened.tokenizer, fewer, opened.prefix_ids, settings)
 
 
-def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: LoadedModel, tmp_path: Path) -> None:
     longest = opened.config.max_position_embeddings
     line = {"prompt": "word " * longest, "choices": ["a", "b b b"], "answer": 0}
     [answer] = run_task(load_task(task_file(tmp_path, [line])), opened, ALONE, TaskSettings())["answers"]
@@ -206,7 +203,7 @@ def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: Model
     assert answer["text"]
 
 
-def test_a_truncated_context_is_not_tokenized_again(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_truncated_context_is_not_tokenized_again(opened: LoadedModel, tmp_path: Path) -> None:
     """Half of a character, at which the cut may fall, is three when it is decoded and encoded again."""
     longest, character = opened.config.max_position_embeddings, "\N{CJK UNIFIED IDEOGRAPH-6F22}"
     assert len(opened.tokenizer.encode(character)) == 3
@@ -220,7 +217,7 @@ def test_a_truncated_context_is_not_tokenized_again(opened: ModelWithTokenizer, 
         assert answer["text"] == alone.text
 
 
-def test_a_choice_longer_than_the_model_reads_is_a_user_error(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_a_choice_longer_than_the_model_reads_is_a_user_error(opened: LoadedModel, tmp_path: Path) -> None:
     line = {"prompt": "a", "choices": ["b", "word " * opened.config.max_position_embeddings], "answer": 0}
     with pytest.raises(UserError, match=r"a choice has \d+ tokens, and the model reads at most \d+"):
         run_task(load_task(task_file(tmp_path, [line])), opened, ALONE, TaskSettings())
@@ -274,7 +271,7 @@ def test_the_error_of_a_bad_record_has_its_number(line: str, told: str, tmp_path
         load_task(path)
 
 
-def test_files_without_questions_and_unusable_examples_are_refused(opened: ModelWithTokenizer, tmp_path: Path) -> None:
+def test_files_without_questions_and_unusable_examples_are_refused(opened: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         load_task(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="no questions"):

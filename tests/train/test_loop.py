@@ -12,8 +12,8 @@ from lmforge.cli import run as command
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.options import validate_options
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.loader import BatchLoader

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lmforge.config.load import load_config
-from lmforge.config.pretrain import PretrainConfig
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemorySetting, is_out_of_memory, suggest_what_fits

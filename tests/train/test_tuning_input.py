@@ -15,7 +15,7 @@ import pytest
 from lmforge.checkpoint import read_manifest
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import validate_options
-from lmforge.config.sft import SftConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
 from lmforge.errors import UserError
 from lmforge.runs import Run

@@ -1,0 +1,200 @@
+"""What a step of one recipe costs on these ranks: times of whole steps, of their phases, and of communication.
+
+A trial builds what training would build, runs whole optimizer steps and times them. It then runs a few steps in which the
+host waits for the device after each phase, to time the phases, and one under the profiler, to time communication. Tokens come
+from the recipe's shards, or are random where there are none.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.verbs import BenchConfig
+from lmforge.data.batch import Batch
+from lmforge.data.dataset import TokenDataset
+from lmforge.data.loader import BatchLoader
+from lmforge.data.shards import SHARDS_MANIFEST, TokenFolder
+from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
+from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.parallel.validate import check_parallel
+from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.dataset_batches import build_loader
+from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
+from lmforge.train.determinism import set_determinism
+from lmforge.train.loop import train_step
+from lmforge.train.metrics import device_peak_flops, peak_memory_gib
+
+PHASE_STEPS = 3
+TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
+
+
+class RandomBatches:
+    """A batch of random tokens, one document a sequence, for every step: used where the recipe's data is missing."""
+
+    def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = plan.micro_batch_size, plan.sequence_length
+        tokens = torch.randint(0, vocab_size, size, generator=generator)
+        positions = torch.arange(plan.sequence_length).expand(size).contiguous()
+        # Random too, and used only where the model has dropout.
+        keys = torch.randint(-(2**63), 2**63 - 1, size, generator=generator)
+        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys)
+        self._batches = [batch.to(device)] * plan.accumulation
+
+    def batches(self, step: int) -> list[Batch]:
+        return self._batches
+
+    def close(self) -> None: ...
+
+
+def measure(config: BenchConfig) -> dict[str, Any]:
+    """Times and rates of one recipe on these ranks. Every rank calls it and gets rank 0's result."""
+    set_determinism(config.train.deterministic)
+    with init_distributed(config.train.device, config.train.threads) as dist_ctx:
+        trial = _Trial(config, dist_ctx)
+        with closing(trial.data):
+            return dist_ctx.broadcast(trial.run())
+
+
+class _Trial:
+    """A model of a recipe that is trained and timed."""
+
+    def __init__(self, config: BenchConfig, dist_ctx: DistributedContext) -> None:
+        self._config, self._device, self._is_rank0 = config, dist_ctx.device, dist_ctx.is_rank0
+        self._plan = plan_batches(config, dist_ctx.world_size)
+        folder, source = config.data.folder, config.model.source
+        tokens = TokenFolder.open(folder) if (folder / SHARDS_MANIFEST).exists() else None
+        pretrained = find_pretrained(source) if source else None
+        self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
+        check_parallel(config.parallel, self._model_config, self._plan)
+        self._dtype, _ = choose_dtype(config.train.dtype, self._device)
+        self._compiled, _ = choose_compile(config.train.compile, self._device, config.train.steps)
+        self._objective = NextTokenObjective()
+        load_weights = pretrained.load_weights if pretrained and loads_pretrained_weights(config) else None
+        fill = partial(fill_weights, config, dist_ctx, load_weights)
+        self._model, self._optimizer = build_model_and_optimizer(
+            config, self._model_config, self._objective, dist_ctx, self._dtype, self._compiled, fill
+        )
+        self._step_number = itertools.count()
+        self.data: BatchLoader | RandomBatches
+        if tokens is None:
+            rank, _ = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
+            self.data = RandomBatches(self._model_config.vocab_size, self._plan, self._device, seed=rank)
+        else:
+            dataset = TokenDataset(tokens, sequence_length=config.data.sequence_length, seed=config.train.seed)
+            self.data = build_loader(config, dataset, self._plan, dist_ctx)
+
+    def run(self) -> dict[str, Any]:
+        """Time steps, then phases, then communication."""
+        bench = self._config.bench
+        warmup_seconds = sum(self._timed_step() for _ in range(bench.warmup_steps))
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [self._timed_step() for _ in range(bench.steps)]
+        memory_gib = peak_memory_gib(self._device)
+        phase_seconds = self._measure_phases()
+        return self._row(seconds) | {
+            "warmup_seconds": warmup_seconds,
+            "memory_gib": memory_gib,
+            "phase_seconds": phase_seconds,
+            "communication_seconds": self._measure_communication(bench.trace if self._is_rank0 else None),
+            "data": "random tokens" if isinstance(self.data, RandomBatches) else str(self._config.data.folder),
+        }
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _step(self, set_phase: Callable[[str], None] = lambda phase: None) -> None:
+        set_phase("data")
+        train_step(
+            self._model,
+            self._optimizer,
+            self.data.batches(next(self._step_number)),
+            self._objective.num_items,
+            lr=self._config.optimizer.lr,
+            max_grad_norm=self._config.optimizer.max_grad_norm,
+            set_phase=set_phase,
+        )
+
+    def _timed_step(self) -> float:
+        began = time.perf_counter()
+        self._step()
+        self._synchronize()
+        return time.perf_counter() - began
+
+    def _row(self, seconds: list[float]) -> dict[str, Any]:
+        """What was timed, its rates, and what they hold for."""
+        median, on_gpu = statistics.median(seconds), self._device.type == "cuda"
+        tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
+        flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
+        peak = device_peak_flops(self._device, self._dtype)  # that of bf16 for float8 too, so that the two compare
+        float8 = ", float8 in blocks" if self._config.train.float8 else ""
+        return {
+            "engine": self._model.description,
+            "ranks": world_size,
+            "device": torch.cuda.get_device_name(self._device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank",
+            "dtype": str(self._dtype).removeprefix("torch.") + float8,
+            "compiled": self._compiled,
+            "parameters": parameter_count(self._model_config).total,
+            "batch": str(self._plan),
+            "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds), "steps": len(seconds)},
+            "tokens_per_second": tokens_per_second,
+            "tflops_a_rank": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "convention": FLOPS_CONVENTION,
+            "torch": torch.__version__,
+        }
+
+    def _measure_phases(self) -> dict[str, float]:
+        """Seconds of each phase of a step. The host waits for the device between phases: the sum exceeds a normal step."""
+        spent = dict.fromkeys(TIMED_PHASES, 0.0)
+        for _ in range(PHASE_STEPS):
+            at, phase = time.perf_counter(), ""
+
+            def set_phase(following: str) -> None:
+                nonlocal at, phase
+                self._synchronize()
+                now = time.perf_counter()
+                if phase:
+                    spent[phase] += now - at
+                at, phase = now, following
+
+            self._step(set_phase)
+            set_phase("")
+        return {phase: seconds / PHASE_STEPS for phase, seconds in spent.items()}
+
+    def _measure_communication(self, trace_file: Path | None) -> float:
+        """Seconds of one step in which collectives run, overlapped by computation or not."""
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        self._synchronize()
+        with profile(activities=activities) as profiled:
+            self._step()
+            self._synchronize()
+        if trace_file is not None:
+            trace_file.parent.mkdir(parents=True, exist_ok=True)
+            profiled.export_chrome_trace(str(trace_file))
+        spans = [event.time_range for event in profiled.events() or [] if event.name.startswith(COLLECTIVE_NAMES)]
+        return _union_length([(span.start, span.end) for span in spans]) / 1e6
+
+
+def _union_length(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals: collectives overlap each other."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
