@@ -5,6 +5,7 @@ training's (docs/barriers.md). One save is in flight at a time. What each rank w
 """
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text, fsync_folder
@@ -67,10 +66,10 @@ class AsyncCheckpointer:
         self.failed_at: float | None = None
         self.last_error = ""
         self._run, self._retention, self._metadata, self._tokenizer, self._log = run, retention, metadata, tokenizer, log
-        self._dist_ctx, self._save_ctx = dist_ctx, replace(dist_ctx, control_group=dist_ctx.checkpoint_group)
+        self._save_ctx = replace(dist_ctx, control_group=dist_ctx.checkpoint_group)
         self._async_save = async_save
         self._checkpoint_bytes = expected_bytes
-        self._plans: dict[tuple[str, ...], _RankSavePlan] = {}
+        self._planners: dict[tuple[str, ...], _SavePlanner] = {}
         self._staging = _HostStaging(dist_ctx.device)
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
@@ -83,17 +82,16 @@ class AsyncCheckpointer:
         """
         self.wait()
         began = time.perf_counter()
-        plan = self._plan_save(state)
-        tensors = self._staging.start_copy(plan.local_tensors()) if self._async_save else None
+        planner = self._plan_save(state)
         metadata = {**self._metadata, **metadata, "step": step, "contents": sorted(state)}
         if self._async_save:
+            planner.staged = self._staging.start_copy(planner.local_tensors())
+            arguments = step, planner, metadata
             # A daemon: a process that must end does not wait for a lost peer.
-            self._thread = threading.Thread(
-                target=self._run_save, args=(step, plan, tensors, metadata), name="checkpoint", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run_save, args=arguments, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._run_save(step, plan, tensors, metadata)
+            self._run_save(step, planner, metadata)
         self.blocking_seconds += time.perf_counter() - began
         self._raise_thread_error()
 
@@ -121,33 +119,29 @@ class AsyncCheckpointer:
             error, self._thread_error = self._thread_error, None
             raise error
 
-    def _plan_save(self, state: StateDict) -> "_RankSavePlan":
-        """What this rank writes of `state`. Ranks agree on it once for each set of tensors."""
+    def _plan_save(self, state: StateDict) -> "_SavePlanner":
+        """The planner of what this rank writes of `state`. Ranks agree on it once for each set of tensors."""
         names = tuple(sorted(name for part in state.values() for name in part)) + tuple(sorted(state))
-        if names not in self._plans:
-            planner = _StagedSavePlanner()
-            planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
+        planner = self._planners.get(names) or _SavePlanner()
+        planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
+        if names not in self._planners:
             plans = self._save_ctx.gather(planner.create_local_plan())
-            metadata, global_plans = None, None
             if plans is not None:
-                global_plans, metadata = planner.create_global_plan(plans)
-                global_plans = dcp.FileSystemWriter(self._run.path).prepare_global_plan(global_plans)
-            local_plan = planner.finish_plan(self._save_ctx.scatter(global_plans))
-            self._plans[names] = _RankSavePlan(planner, local_plan, metadata)
-        plan = self._plans[names]
-        plan.planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
-        self._checkpoint_bytes = sum(self._save_ctx.all_gather(plan.nbytes))
-        return plan
+                plans, _ = planner.create_global_plan(plans)
+                plans = dcp.FileSystemWriter(self._run.path).prepare_global_plan(plans)
+            planner.finish_plan(self._save_ctx.scatter(plans))
+            self._planners[names] = planner
+        nbytes = sum(tensor.nbytes for tensor in planner.local_tensors().values())
+        self._checkpoint_bytes = sum(self._save_ctx.all_gather(nbytes))
+        return planner
 
-    def _run_save(self, step: int, plan: "_RankSavePlan", tensors: dict[str, Tensor] | None, metadata: dict[str, Any]) -> None:
+    def _run_save(self, step: int, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
         final = self._run.checkpoint_path(step)
         # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
-            if tensors is not None:
-                self._staging.wait()
-            plan.planner.staged = tensors
-            self._write_files(step, folder, final, plan, metadata)
+            self._staging.wait()
+            self._write_files(step, folder, final, planner, metadata)
             self.consecutive_failures, self.failed_at = 0, None
         except (RunFailed, UserError) as problem:
             self.consecutive_failures += 1
@@ -155,13 +149,12 @@ class AsyncCheckpointer:
             self.last_error = str(problem)
             if self._save_ctx.is_rank0:
                 self._log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
-                _remove_quietly(folder)
+                with suppress(Exception):  # the next save deletes it
+                    remove_checkpoint(folder)
         except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
             self._thread_error = problem
-        finally:
-            plan.planner.staged = None
 
-    def _write_files(self, step: int, folder: Path, final: Path, plan: "_RankSavePlan", metadata: dict[str, Any]) -> None:
+    def _write_files(self, step: int, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
         save_ctx, where = self._save_ctx, f"{self._run.checkpoints_folder}: the checkpoint {final.name}"
         files = HashingFileSystem()
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
@@ -173,12 +166,11 @@ class AsyncCheckpointer:
                     (folder / name).write_text(text, encoding="utf-8")
         writer = CheckpointWriter(folder, files)
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
-            results = writer.write_data(plan.local_plan, plan.planner).value()
+            results = writer.write_data(planner.plan, planner).value()
         gathered = save_ctx.gather((results, files.files))
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if gathered is not None:
-                assert plan.metadata is not None
-                writer.finish(plan.metadata, [results for results, _ in gathered])
+                writer.finish(planner.metadata, [results for results, _ in gathered])
                 digests = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
                 self._commit(folder, final, metadata, digests | files.files)
         if save_ctx.is_rank0:
@@ -200,8 +192,7 @@ class AsyncCheckpointer:
             make_folder(folder)
         except OSError:
             return  # the save itself will say why
-        disk, needed = os.statvfs(folder), self._checkpoint_bytes
-        free = disk.f_bavail * disk.f_frsize
+        needed, free = self._checkpoint_bytes, shutil.disk_usage(folder).free
         if free < needed:
             needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
             raise RunFailed(f"{folder}: no room for a checkpoint: {needs}")
@@ -220,26 +211,17 @@ class AsyncCheckpointer:
             (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-class _StagedSavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner, which may write copies, by name, of the tensors that were planned."""
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """PyTorch's planner of what this rank writes: copies, by name, of the tensors that were planned, where there are any."""
 
     staged: dict[str, Tensor] | None = None
 
     def lookup_object(self, index: Any) -> Any:
         return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
 
-
-class _RankSavePlan:
-    """What this rank writes, and on rank 0 the metadata of the checkpoint."""
-
-    def __init__(self, planner: _StagedSavePlanner, local_plan: SavePlan, metadata: Metadata | None) -> None:
-        self.planner, self.local_plan, self.metadata = planner, local_plan, metadata
-        self.nbytes = sum(tensor.nbytes for tensor in self.local_tensors().values())
-
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's parts of what it writes, by name."""
-        state = self.planner.state_dict
-        written = {item.index.fqn: state[item.index.fqn] for item in self.local_plan.items}
+        written = {item.index.fqn: self.state_dict[item.index.fqn] for item in self.plan.items}
         return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in written.items()}
 
 
@@ -280,8 +262,3 @@ class _HostStaging:
         if self._copy_done is not None:
             self._copy_done.synchronize()
             self._copy_sources = {}
-
-
-def _remove_quietly(folder: Path) -> None:
-    with suppress(Exception):  # the next save deletes it
-        remove_checkpoint(folder)

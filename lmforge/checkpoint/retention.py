@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lmforge.atomic_files import DELETED_SUFFIX, PARTIAL_SUFFIX
@@ -45,10 +46,8 @@ def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: in
                 remove_checkpoint(folder)
     manifests = {}
     for step in run.checkpoint_steps():
-        try:
+        with suppress(CorruptCheckpoint):
             if step <= newest_step:
                 manifests[step] = read_manifest(run.checkpoint_path(step))
-        except CorruptCheckpoint:
-            continue
     for step in retention.steps_to_delete(manifests):
         remove_checkpoint(run.checkpoint_path(step))

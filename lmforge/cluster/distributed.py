@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,43 +64,32 @@ class DistributedContext:
 
     def all_gather(self, value: T) -> list[T]:
         """`value` of every rank, in rank order, on every rank."""
-        if self.control_group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with self._while_waiting():
-            dist.all_gather_object(values, value, group=self.control_group)
+        values = [value] * self.world_size
+        self._communicate(dist.all_gather_object, values, value)
         return values
 
     def gather(self, value: T) -> list[T] | None:
         """`value` of every rank, in rank order, on rank 0; None on the others."""
-        if self.control_group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_rank0 else None
-        with self._while_waiting():
-            dist.gather_object(value, values, dst=0, group=self.control_group)
+        values = [value] * self.world_size if self.is_rank0 else None
+        self._communicate(dist.gather_object, value, values, dst=0)
         return values
 
     def scatter(self, values: list[T] | None) -> T:
         """This rank's element of rank 0's `values`, which are in rank order."""
-        if self.control_group is None:
-            assert values is not None
-            return values[0]
-        received: list[Any] = [None]
-        with self._while_waiting():
-            dist.scatter_object_list(received, values, src=0, group=self.control_group)
+        received: list[Any] = values[:1] if values else [None]
+        self._communicate(dist.scatter_object_list, received, values, src=0)
         return received[0]
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`, on every rank."""
-        if self.control_group is None:
-            return value
-        box = [value]
-        with self._while_waiting():
-            dist.broadcast_object_list(box, src=0, group=self.control_group)
-        return box[0]
+        received = [value]
+        self._communicate(dist.broadcast_object_list, received, src=0)
+        return received[0]
 
-    def _while_waiting(self) -> AbstractContextManager[None]:
-        return self.wait_context() if self.wait_context is not None else nullcontext()
+    def _communicate(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        if self.control_group is not None:
+            with self.wait_context() if self.wait_context is not None else nullcontext():
+                collective(*arguments, **options, group=self.control_group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks in place, on the device; the host does not wait."""
@@ -134,26 +124,22 @@ class DistributedContext:
         They wait in many short collectives instead of one long one, which would time out. What `fn` raises on any host is
         raised on every rank.
         """
-        problems: list[BaseException] = []
-        ended = threading.Event()
+        result: Future[object] = Future()
 
         def call() -> None:
             try:
-                fn()
+                result.set_result(fn())
             except BaseException as problem:
-                problems.append(problem)
-            finally:
-                ended.set()
+                result.set_exception(problem)
 
         if self.rank_info.local_rank == 0:
             threading.Thread(target=call, daemon=True).start()
         else:
-            ended.set()
-        while not all(self.all_gather(ended.wait(RANK_POLL_SECONDS))):
+            result.set_result(None)
+        while not all(self.all_gather(bool(wait([result], RANK_POLL_SECONDS).done))):
             pass
         with self.raise_on_all():
-            if problems:
-                raise problems[0]
+            result.result()
 
     def decide_on_rank0(self, fn: Callable[[], T]) -> T:
         """What `fn` returns on rank 0, on every rank; what it raises there is raised on every rank."""

@@ -26,35 +26,29 @@ def report_missing_ranks(
     Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
     """
     joined = threading.Event()
-    arguments = rank, world_size, init_number, patience_seconds, joined
-    threading.Thread(target=_report_until_joined, args=arguments, name="joining", daemon=True).start()
+
+    def report() -> None:
+        began, pause = time.monotonic(), patience_seconds
+        keys = [f"lmforge/joining-{init_number}/{each}" for each in range(world_size)]
+        try:
+            # The rank that keeps the store may itself be late.
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+            store.set(keys[rank], "here")
+            while not joined.wait(pause):
+                missing = [each for each in range(world_size) if not store.check([keys[each]])]
+                pause = time.monotonic() - began
+                if missing and rank == min(set(range(world_size)) - set(missing)):
+                    message = _missing_message(missing, world_size)
+                    print(f"lmforge: {message} after {pause:.0f} s", file=sys.stderr, flush=True)
+        except (RuntimeError, KeyError, ValueError):
+            return  # no store answers: the rank that waits for it reports that
+
+    threading.Thread(target=report, name="joining", daemon=True).start()
     try:
         yield
     finally:
         joined.set()
-
-
-def _report_until_joined(
-    rank: int, world_size: int, init_number: int, patience_seconds: float, joined: threading.Event
-) -> None:
-    began = time.monotonic()
-    try:
-        # The rank that keeps the store may itself be late.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
-        store.set(_store_key(init_number, rank), "here")
-        while not joined.wait(patience_seconds):
-            missing = [other for other in range(world_size) if not store.check([_store_key(init_number, other)])]
-            if missing and rank == min(set(range(world_size)) - set(missing)):
-                waited = f"after {time.monotonic() - began:.0f} s"
-                print(f"lmforge: {_missing_message(missing, world_size)} {waited}", file=sys.stderr, flush=True)
-            patience_seconds = time.monotonic() - began
-    except (RuntimeError, KeyError, ValueError):
-        return  # no store answers: the rank that waits for it reports that
-
-
-def _store_key(init_number: int, rank: int) -> str:
-    return f"lmforge/joining-{init_number}/{rank}"
 
 
 def _missing_message(missing: list[int], world_size: int) -> str:
