@@ -1,5 +1,8 @@
 """The errors that a command ends with. Any other exception that escapes is a defect of ours (see `cli.run`)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """What the user requests cannot be done: one line saying what is wrong, where, and what to do. Exit status 2."""
@@ -11,6 +14,15 @@ class RunFailed(Exception):
 
 class PeerLost(RunFailed):
     """A run failed because another rank or its host was lost; a restart may help. Exit status EXIT_PEER_LOST."""
+
+
+@contextmanager
+def prefix_errors(prefix: str) -> Iterator[None]:
+    """Puts `prefix`, such as the place of a record, before the message of a UserError that the block raises."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{prefix}: {error}") from None
 
 
 # EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".

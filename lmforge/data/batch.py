@@ -42,7 +42,7 @@ class Batch:
     labels        int64, the next token of the same document (already shifted by one), −100 where not scored
     positions     int64, from 0 at the start of each document, and at the start of a sequence that continues one
     document_ids  int32, equal within a document, numbered from 0 in each sequence, −1 on padding
-    rng_keys      int64, keys for randomness per token (`token_rng.py`); None if nothing is random, as in evaluation
+    rng_keys      int64, keys for randomness per token (`order.py`); None if nothing is random, as in evaluation
     extras        what else an objective needs, or None
     """
 

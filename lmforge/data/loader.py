@@ -13,7 +13,7 @@ import torch
 
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset
-from lmforge.data.token_rng import token_rng_keys
+from lmforge.data.order import token_rng_keys
 
 log = logging.getLogger(__name__)
 

@@ -63,12 +63,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"vocab_size {vocab_size}: the bytes and the special tokens alone are {MIN_VOCAB_SIZE}")
     bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZE_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZE_PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -197,7 +194,7 @@ class Tokenizer:
 
     def stream_decoder(self) -> "StreamDecoder":
         """A decoder that takes one id at a time."""
-        return StreamDecoder(self._bytes_of_id, self.all_special_ids, self._drops_leading_space)
+        return StreamDecoder(self)
 
     def token_byte_lengths(self) -> np.ndarray:
         """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
@@ -262,7 +259,8 @@ class Tokenizer:
         return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
 
     @cached_property
-    def _drops_leading_space(self) -> bool:
+    def drops_leading_space(self) -> bool:
+        """Whether a decoded text begins without the blank of its first token."""
         # Without a decoder the library puts a blank between tokens, and for WordPiece before words.
         return any(
             step.get("type") in ("WordPiece", None)
@@ -298,20 +296,19 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes one id at a time, and keeps back the bytes of a character that is not complete yet."""
 
-    def __init__(self, bytes_of_id: list[bytes], special_ids: frozenset[int], drops_leading_space: bool):
-        self._bytes_of_id = bytes_of_id
-        self._special_ids = special_ids
-        self._at_start = drops_leading_space
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._drop_space = tokenizer.drops_leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
         """The text that is complete with `token_id`; special tokens have none."""
-        if token_id in self._special_ids:
+        if token_id in self._tokenizer.all_special_ids:
             return ""
-        piece = self._bytes_of_id[token_id]
-        if self._at_start:
+        piece = self._tokenizer.id_to_bytes(token_id)
+        if self._drop_space:
             piece = piece.removeprefix(b" ")
-        self._at_start = False
+        self._drop_space = False
         return self._utf8.decode(piece)
 
     def finish(self) -> str:
