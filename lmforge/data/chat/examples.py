@@ -6,20 +6,21 @@ written once for each set of files and options, and verified when it is opened. 
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import xxhash
+from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
 from lmforge.data.best_fit import best_fit
 from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.packing import PADDING_DOCUMENT_ID, PackedSequence, TokenizedExample
+from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
@@ -32,8 +33,7 @@ EXAMPLES_VERSION = 1
 READ_BLOCK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class ExampleSplit:
+class ExampleSplit(TypedDict):
     """The manifest of a split: `group` sequences an example, and the xxh3 of each array by name."""
 
     examples: int
@@ -43,8 +43,7 @@ class ExampleSplit:
     xxh3: dict[str, str]
 
 
-@dataclass(frozen=True)
-class ExampleManifest:
+class ExampleManifest(TypedDict):
     """EXAMPLES_MANIFEST: what was requested, and what became of the examples."""
 
     plan: dict[str, Any]
@@ -98,15 +97,15 @@ def write_examples(
                 validation = np.arange(len(buffer)) >= num_train
             else:
                 validation = select_validation(buffer.hashes, validation_ratio)
-            members = {"train": ~validation, "validation": validation}
-            for split, selected in members.items():
+            splits = {}
+            for split, selected in zip(SPLITS, (~validation, validation), strict=True):
                 if not selected.any() and (split == "train" or validation_ratio is None):
                     raise UserError(
                         f"no example is left of the {split} files: {counts['overlong']} are longer than {limit_description},"
                         f" {counts['nothing_to_learn']} have nothing to learn"
                     )
+                splits[split] = buffer.write(partial, split, selected)
             tokenizer.save(partial / "tokenizer")
-            splits = {split: buffer.write(partial, split, selected) for split, selected in members.items()}
         manifest = {"plan": plan, "sequence_length": sequence_length, "counts": counts, "splits": splits}
         atomic_write_json(partial / EXAMPLES_MANIFEST, manifest)
 
@@ -121,7 +120,7 @@ def _drop_or_truncate(
                 continue
             counts["truncated"] += 1
             [full], size = group.sequences, sequence_length + 1
-            group = ExampleGroup((TokenizedExample(full.tokens[:size], full.loss_mask[:size]),), group.scalars)
+            group = replace(group, sequences=(TokenizedExample(full.tokens[:size], full.loss_mask[:size]),))
         if all(sequence.loss_mask[1:].any() for sequence in group.sequences):
             yield group
         else:
@@ -151,23 +150,18 @@ class TokenizedExamples:
     def __len__(self) -> int:
         return (len(self.starts) - 1) // self.sequences_per_example
 
-    @cached_property
-    def packed_lengths(self) -> np.ndarray:
-        """Tokens that each takes in a packed sequence, int64 [examples]."""
-        return (np.diff(self.starts) - 1).reshape(-1, self.sequences_per_example).sum(1)
-
     def sequences(self, example: int) -> Iterator[TokenizedExample]:
-        for number in range(example * self.sequences_per_example, (example + 1) * self.sequences_per_example):
-            span = slice(int(self.starts[number]), int(self.starts[number + 1]))
-            yield TokenizedExample(self.tokens[span], self.loss_mask[span])
+        first = example * self.sequences_per_example
+        for start, end in pairwise(self.starts[first : first + self.sequences_per_example + 1].tolist()):
+            yield TokenizedExample(self.tokens[start:end], self.loss_mask[start:end])
 
 
+@dataclass(frozen=True)
 class ExampleFolder:
-    """A complete folder of examples. `manifest` has the fields of ExampleManifest."""
+    """A complete folder of examples."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.path = path
-        self.manifest = manifest
+    path: Path
+    manifest: ExampleManifest
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -177,7 +171,7 @@ class ExampleFolder:
             manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
         except OSError:
             raise UserError(f"{path}: not a folder of examples; {hint}") from None
-        return cls(path, asdict(manifest))
+        return cls(path, manifest)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -215,7 +209,8 @@ class ExamplePacking:
         self._sequence_length = sequence_length
         self._with_mismatched = with_mismatched
         if pack:
-            sizes = examples.packed_lengths
+            # Of each sequence, the last token is only a label.
+            sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.sequences_per_example).sum(1)
             # In a sequence, prompts with their own completions and with each other's take the same number of tokens.
             self._packing_order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
         else:
@@ -244,7 +239,7 @@ class ExamplePacking:
         for number, example in enumerate(members):
             sequences = list(self._examples.sequences(example))
             if self._with_mismatched and len(members) > 1:
-                (other,) = self._examples.sequences(members[(number + 1) % len(members)])
+                [other] = self._examples.sequences(members[(number + 1) % len(members)])
                 sequences.append(_with_completion_of(sequences[0], other))
             elif self._with_mismatched:
                 sequences.append(TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1]))
@@ -257,15 +252,14 @@ class ExamplePacking:
                 for name, values in self._examples.scalars.items():
                     packed.extras[name][at:end] = values[example]
                 at, document = end, document + 1
-        assert document or (packed.document_ids == PADDING_DOCUMENT_ID).all()
         return packed
 
 
-def _with_completion_of(prompt_example: TokenizedExample, completion_example: TokenizedExample) -> TokenizedExample:
+def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
     """The prompt of one with the completion of the other; a completion begins with the first scored token."""
-    first, second = int(prompt_example.loss_mask.argmax()), int(completion_example.loss_mask.argmax())
-    tokens = np.concatenate([prompt_example.tokens[:first], completion_example.tokens[second:]])
-    return TokenizedExample(tokens, np.concatenate([prompt_example.loss_mask[:first], completion_example.loss_mask[second:]]))
+    prompt, completion = slice(int(one.loss_mask.argmax())), slice(int(other.loss_mask.argmax()), None)
+    tokens = np.concatenate([one.tokens[prompt], other.tokens[completion]])
+    return TokenizedExample(tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]]))
 
 
 def example_dataset(

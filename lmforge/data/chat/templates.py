@@ -8,9 +8,8 @@ are read in `conversations.py`.
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, JinjaTemplate
 from lmforge.data.chat.layout import Layout, encode_layouts
@@ -54,8 +53,7 @@ FIRST_PRIVATE_USE_CODEPOINT = 0xF0000
 PROBE_CONVERSATION: list[Message] = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
 
 
-@dataclass(frozen=True)
-class SpecialToken:
+class SpecialToken(NamedTuple):
     """A special token, and whether it absorbs the blanks on its left and right."""
 
     id: int
@@ -68,7 +66,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, source: str, location: str = "the chat template"):
         """`source` is Jinja; `location` names it in messages. What only training needs of it is checked by `build_layout`."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.jinja_source = tokenizer, source
         self._location = location
         self._template = JinjaTemplate(source, _template_variables(tokenizer), location)
         self._special_tokens = _special_tokens_by_text(tokenizer)
@@ -77,10 +75,10 @@ class ChatTemplate:
         self._escaped_pattern = re.compile(f"{self._special_pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
         # After plain text the end-of-turn token comes first; after a tool call another one may come before it.
         self._probe_text, _ = self._render_text(PROBE_CONVERSATION, None)
-        self._end_of_turn = next(iter(self._special_pattern.findall(self._probe_text, self._probe_answer_start)), None)
-        self.stop_ids = frozenset(
-            {tokenizer.eos_token_id} | ({self._special_tokens[self._end_of_turn].id} if self._end_of_turn else set())
-        )
+        self._probe_answer = max(0, self._probe_text.rfind(PROBE_CONVERSATION[-1]["content"]))
+        ends = self._special_pattern.findall(self._probe_text, self._probe_answer)
+        self._end_of_turn = ends[0] if ends else None
+        self.stop_ids = frozenset([tokenizer.eos_token_id, *(self._special_tokens[end].id for end in ends[:1])])
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
@@ -94,10 +92,6 @@ class ChatTemplate:
             )
         return cls(tokenizer, *source)
 
-    @property
-    def jinja_source(self) -> str:
-        return self._template.source
-
     def encode_prompt(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
         """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer."""
         typed = validate_messages(messages)
@@ -110,11 +104,7 @@ class ChatTemplate:
 
     def check_stop_token(self) -> None:
         """Raises UserError unless a plain answer ends with a special token: else generation could not tell that it is over."""
-        self._turn_end(self._probe_text, self._probe_answer_start, len(self._probe_text))
-
-    @property
-    def _probe_answer_start(self) -> int:
-        return max(0, self._probe_text.rfind(PROBE_CONVERSATION[-1]["content"]))
+        self._turn_end(self._probe_text, self._probe_answer, len(self._probe_text))
 
     def build_layout(
         self,
@@ -145,24 +135,20 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The template's text, and the spans of it that its generation tags surround."""
         rendered = check_encodable(self._template.render(messages, tools, add_generation_prompt))
-        *pieces, rest = re.split(f"([{GENERATION_START}{GENERATION_END}])", rendered)
-        text, bounds = "", []
-        for piece, _ in zip(pieces[::2], pieces[1::2], strict=True):
-            text += piece
-            bounds.append(len(text))
-        return text + rest, list(zip(bounds[::2], bounds[1::2], strict=True))
+        pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", rendered)
+        *bounds, _ = accumulate(map(len, pieces))
+        return "".join(pieces), list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _answer_spans(
         self, text: str, tagged: list[Span], messages: list[Message], tools: list[Any] | None, first: int
     ) -> list[Span]:
         """What is scored in the text: of each answer from message `first` on, the content and the end-of-turn token."""
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        skipped = answers.index(first)
         if self.jinja_source == LMFORGE_TEMPLATE:
-            return [span for at, span in zip(answers, tagged, strict=True) if at >= first]
+            return tagged[skipped:]
         spans = []
-        for at in answers:
-            if at < first:
-                continue
+        for at in answers[skipped:]:
             start, stop = self._answer_span(text, messages, tools, at)
             # Tags may begin before the answer, with its header, and there may be several.
             pieces = tagged if self._template.has_generation_tags else [(start, stop)]
