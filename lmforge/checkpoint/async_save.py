@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,38 +39,35 @@ StateDict = dict[str, dict[str, Any]]
 DRAIN_SECONDS = 60.0
 
 
+@dataclass(eq=False)
 class AsyncCheckpointer:
     """Writes the checkpoints of a run. Every rank has one, and calls each method at the same step.
 
     `metadata` has the fields of the manifest that are the same in every checkpoint of this run. `log` gets lines for people,
-    on rank 0. `expected_bytes` estimates the size of a checkpoint before the first.
+    on rank 0. `expected_bytes` is the size of the last checkpoint; before the first an estimate.
 
     blocking_seconds      how long callers have waited, in total
     consecutive_failures  saves that have failed in a row; the last at `failed_at` (time.monotonic) with `last_error`
     """
 
-    def __init__(
-        self,
-        run: Run,
-        dist_ctx: DistributedContext,
-        retention: RetentionPolicy,
-        *,
-        metadata: dict[str, Any],
-        tokenizer: Tokenizer,
-        log: Callable[[str], None],
-        async_save: bool = True,
-        expected_bytes: int = 0,
-    ) -> None:
+    run: Run
+    dist_ctx: DistributedContext
+    retention: RetentionPolicy
+    _: KW_ONLY
+    metadata: dict[str, Any]
+    tokenizer: Tokenizer
+    log: Callable[[str], None]
+    async_save: bool = True
+    expected_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self.blocking_seconds = 0.0
         self.consecutive_failures = 0
         self.failed_at: float | None = None
         self.last_error = ""
-        self._run, self._retention, self._metadata, self._tokenizer, self._log = run, retention, metadata, tokenizer, log
-        self._save_ctx = replace(dist_ctx, control_group=dist_ctx.checkpoint_group)
-        self._async_save = async_save
-        self._checkpoint_bytes = expected_bytes
+        self._save_ctx = replace(self.dist_ctx, control_group=self.dist_ctx.checkpoint_group)
         self._planners: dict[tuple[str, ...], _SavePlanner] = {}
-        self._staging = _HostStaging(dist_ctx.device)
+        self._staging = _HostStaging(self.dist_ctx.device)
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
 
@@ -83,8 +80,8 @@ class AsyncCheckpointer:
         self.wait()
         began = time.perf_counter()
         planner = self._plan_save(state)
-        metadata = {**self._metadata, **metadata, "step": step, "contents": sorted(state)}
-        if self._async_save:
+        metadata = {**self.metadata, **metadata, "step": step, "contents": sorted(state)}
+        if self.async_save:
             planner.staged = self._staging.start_copy(planner.local_tensors())
             arguments = step, planner, metadata
             # A daemon: a process that must end does not wait for a lost peer.
@@ -128,15 +125,15 @@ class AsyncCheckpointer:
             plans = self._save_ctx.gather(planner.create_local_plan())
             if plans is not None:
                 plans, _ = planner.create_global_plan(plans)
-                plans = dcp.FileSystemWriter(self._run.path).prepare_global_plan(plans)
+                plans = dcp.FileSystemWriter(self.run.path).prepare_global_plan(plans)
             planner.finish_plan(self._save_ctx.scatter(plans))
             self._planners[names] = planner
         nbytes = sum(tensor.nbytes for tensor in planner.local_tensors().values())
-        self._checkpoint_bytes = sum(self._save_ctx.all_gather(nbytes))
+        self.expected_bytes = sum(self._save_ctx.all_gather(nbytes))
         return planner
 
     def _run_save(self, step: int, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
-        final = self._run.checkpoint_path(step)
+        final = self.run.checkpoint_path(step)
         # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
@@ -148,21 +145,21 @@ class AsyncCheckpointer:
             self.failed_at = time.monotonic()
             self.last_error = str(problem)
             if self._save_ctx.is_rank0:
-                self._log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
+                self.log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
                 with suppress(Exception):  # the next save deletes it
                     remove_checkpoint(folder)
         except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
             self._thread_error = problem
 
     def _write_files(self, step: int, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
-        save_ctx, where = self._save_ctx, f"{self._run.checkpoints_folder}: the checkpoint {final.name}"
+        save_ctx, where = self._save_ctx, f"{self.run.checkpoints_folder}: the checkpoint {final.name}"
         files = HashingFileSystem()
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if save_ctx.is_rank0:
                 remove_checkpoint(folder)
                 self.check_free_space()
                 make_folder(folder)
-                for name, text in self._tokenizer.files.items():
+                for name, text in self.tokenizer.files.items():
                     (folder / name).write_text(text, encoding="utf-8")
         writer = CheckpointWriter(folder, files)
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
@@ -175,13 +172,13 @@ class AsyncCheckpointer:
                 self._commit(folder, final, metadata, digests | files.files)
         if save_ctx.is_rank0:
             try:
-                delete_old_checkpoints(self._run, self._retention, newest_step=step)
+                delete_old_checkpoints(self.run, self.retention, newest_step=step)
             except Exception as problem:  # the new checkpoint exists anyway; the next save tries again
-                self._log(f"{self._run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
+                self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
         """Raise RunFailed where the disk has no space for one more checkpoint, or the store cannot be written to."""
-        folder = self._run.checkpoints_folder
+        folder = self.run.checkpoints_folder
         if not is_local(folder):
             with translate_storage_errors(f"{folder}: checkpoints", HashingFileSystem()):
                 make_folder(folder)
@@ -192,13 +189,13 @@ class AsyncCheckpointer:
             make_folder(folder)
         except OSError:
             return  # the save itself will say why
-        needed, free = self._checkpoint_bytes, shutil.disk_usage(folder).free
+        needed, free = self.expected_bytes, shutil.disk_usage(folder).free
         if free < needed:
             needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
             raise RunFailed(f"{folder}: no room for a checkpoint: {needs}")
 
     def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
-        for name in self._tokenizer.files:
+        for name in self.tokenizer.files:
             files[name] = digest_file(folder / name, sync=True)
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
         if is_local(folder):

@@ -20,17 +20,14 @@ class RetentionPolicy:
     metric: str = "val/loss"
     maximize: bool = False
 
-    def rank_by_metric(self, manifests: dict[int, Manifest]) -> list[int]:
-        """Steps with a finite value of the metric, the best first; of equal ones the older first."""
+    def steps_to_delete(self, manifests: dict[int, Manifest]) -> list[int]:
+        """The steps to delete, of those in `manifests`."""
         values = {step: manifest.metrics.get(self.metric) for step, manifest in manifests.items()}
         finite = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
         sign = -1 if self.maximize else 1
-        return sorted(finite, key=lambda step: (sign * finite[step], step))
-
-    def steps_to_delete(self, manifests: dict[int, Manifest]) -> list[int]:
-        """The steps to delete, of those in `manifests`."""
+        best = sorted(finite, key=lambda step: (sign * finite[step], step))  # of equal ones the older first
         temporary = [step for step in sorted(manifests) if not manifests[step].kept]
-        staying = {*temporary[-self.keep_last :], *self.rank_by_metric(manifests)[: self.keep_best]}
+        staying = {*temporary[-self.keep_last :], *best[: self.keep_best]}
         return [step for step in temporary if step not in staying]
 
 

@@ -81,6 +81,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 class Tokenizer:
     """An opened tokenizer. Ids are ints below `vocab_size`; `eos_token_id` ends a document; `bos_token_id` may be None.
 
+    named_ids     the ids of the tokens that end and begin a text
     configs       the contents of CONFIG_FILES by name, empty for a file that is not there
     added_tokens  the tokens that tokenizer.json adds to its vocabulary, special ones among them, as it lists them
     """
@@ -108,9 +109,9 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._vocab.values())
         self.eos_token_id = self._find_eos_token_id()
         self.bos_token_id = self._named_token_id("bos_token")
+        self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
         # Some files do not mark these as special: text that spells them would be encoded as them.
-        named = [self._backend.id_to_token(id) for id in (self.eos_token_id, self.bos_token_id) if id is not None]
-        self._backend.add_special_tokens(named)
+        self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -242,8 +243,7 @@ class Tokenizer:
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
         """The ids that are no text: tokens that the file marks as special, and those that begin and end a text."""
-        named = {id for id in (self.eos_token_id, self.bos_token_id) if id is not None}
-        return frozenset(named | {token["id"] for token in self.added_tokens if token["special"]})
+        return frozenset([*self.named_ids, *(token["id"] for token in self.added_tokens if token["special"])])
 
     @cached_property
     def _continuation_tokenizer(self) -> tuple[tokenizers.Tokenizer, str]:
@@ -316,14 +316,8 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte.
-
-    Bytes that print as themselves stay; the others, in order, take the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(b): b for b in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+# The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte: bytes that print as
+# themselves stay; the others, in order, take the characters from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}

@@ -291,9 +291,8 @@ def _template_variables(tokenizer: Tokenizer) -> dict[str, str]:
 
 def _special_tokens_by_text(tokenizer: Tokenizer) -> dict[str, SpecialToken]:
     """The special tokens by their spelling."""
-    named = [id for id in (tokenizer.eos_token_id, tokenizer.bos_token_id) if id is not None]
-    tokens = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in named}
+    tokens = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in tokenizer.named_ids}
     for token in tokenizer.added_tokens:
-        if token["special"] or token["id"] in named:
+        if token["special"] or token["id"] in tokenizer.named_ids:
             tokens[token["content"]] = SpecialToken(token["id"], token["lstrip"], token["rstrip"])
     return tokens
