@@ -18,7 +18,7 @@ train/checkpoint_schedule.py. The names below are for other packages.
 """
 
 # ruff: noqa: F401 - nothing here is used in this file
-from lmforge.checkpoint.async_save import AsyncCheckpointer
+from lmforge.checkpoint.async_save import AsyncCheckpointer, RetentionPolicy
 from lmforge.checkpoint.load import StoredModel, load, load_weights, stored_lora_config
 from lmforge.checkpoint.manifest import (
     Manifest,
@@ -29,5 +29,4 @@ from lmforge.checkpoint.manifest import (
     set_rng_state,
     verify,
 )
-from lmforge.checkpoint.retention import RetentionPolicy
 from lmforge.checkpoint.storage import CorruptCheckpoint

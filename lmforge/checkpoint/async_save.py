@@ -4,6 +4,7 @@ The threads of all ranks communicate over a process group of their own, so that 
 training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
 """
 
+import math
 import os
 import shutil
 import threading
@@ -19,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text, fsync_folder
-from lmforge.checkpoint.manifest import Manifest
-from lmforge.checkpoint.retention import RetentionPolicy, delete_old_checkpoints
+from lmforge.atomic_files import DELETED_SUFFIX, PARTIAL_SUFFIX, atomic_write_text, fsync_folder
+from lmforge.checkpoint.manifest import Manifest, read_manifest
 from lmforge.checkpoint.storage import (
     CheckpointWriter,
+    CorruptCheckpoint,
     FileDigests,
     HashingFileSystem,
     digest_file,
@@ -33,10 +34,30 @@ from lmforge.checkpoint.storage import (
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.runs import MANIFEST, Run, format_bytes, is_local, remove_checkpoint
+from lmforge.runs import MANIFEST, STEP_PREFIX, Run, format_bytes, is_local, remove_checkpoint
 
 StateDict = dict[str, dict[str, Any]]
 DRAIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """What stays: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as kept."""
+
+    keep_last: int
+    keep_best: int = 0
+    metric: str = "val/loss"
+    maximize: bool = False
+
+    def steps_to_delete(self, manifests: dict[int, Manifest]) -> list[int]:
+        """The steps to delete, of those in `manifests`."""
+        values = {step: manifest.metrics.get(self.metric) for step, manifest in manifests.items()}
+        finite = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+        sign = -1 if self.maximize else 1
+        best = sorted(finite, key=lambda step: (sign * finite[step], step))  # of equal ones the older first
+        temporary = [step for step in sorted(manifests) if not manifests[step].kept]
+        staying = {*temporary[-self.keep_last :], *best[: self.keep_best]}
+        return [step for step in temporary if step not in staying]
 
 
 @dataclass(eq=False)
@@ -259,3 +280,22 @@ class _HostStaging:
         if self._copy_done is not None:
             self._copy_done.synchronize()
             self._copy_sources = {}
+
+
+def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: int) -> None:
+    """Delete checkpoints that the policy does not keep, and leftovers of interrupted saves. Corrupt and later ones stay."""
+    if is_local(run.checkpoints_folder):
+        for pattern in (f"*{PARTIAL_SUFFIX}", f".*{DELETED_SUFFIX}"):
+            for leftover in run.checkpoints_folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+    elif run.checkpoints_folder.is_dir():
+        for folder in run.checkpoints_folder.iterdir():
+            if folder.name.startswith(STEP_PREFIX) and not (folder / MANIFEST).exists():
+                remove_checkpoint(folder)
+    manifests = {}
+    for step in run.checkpoint_steps():
+        with suppress(CorruptCheckpoint):
+            if step <= newest_step:
+                manifests[step] = read_manifest(run.checkpoint_path(step))
+    for step in retention.steps_to_delete(manifests):
+        remove_checkpoint(run.checkpoint_path(step))

@@ -48,9 +48,6 @@ class _HashingFile(io.RawIOBase):
         self._written = 0
         self._digests: list[str] = []
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         hashed = sent = 0
@@ -69,9 +66,6 @@ class _HashingFile(io.RawIOBase):
 
     def tell(self) -> int:
         return self._written
-
-    def flush(self) -> None:
-        self._raw.flush()
 
     def fileno(self) -> int:
         return int(self._raw.fileno())
@@ -96,9 +90,6 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:

@@ -14,8 +14,7 @@ import pytest
 import xxhash
 
 from lmforge.data.batch import Batch
-from lmforge.data.best_fit import best_fit
-from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
+from lmforge.data.chat.examples import ExampleFolder, best_fit, example_dataset, write_examples
 from lmforge.data.chat.spill_buffer import ExampleGroup
 from lmforge.data.packing import IGNORE_INDEX, TokenizedExample
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer

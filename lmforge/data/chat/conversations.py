@@ -28,21 +28,16 @@ FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
     "prompt-completion": ("prompt", "completion"),
     "text": ("text",),
 }
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+SHAREGPT_SPEAKERS = {
+    "system": ("system",),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "model", "function_call"),
+    "tool": ("tool", "observation", "function_response"),
 }
+SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() for speaker in speakers}
 ENCODE_BATCH_SIZE = 1000
 
-PayloadT = TypeVar("PayloadT")
+ExampleT = TypeVar("ExampleT")
 
 
 @dataclass
@@ -77,14 +72,14 @@ class RecordEncoder:
         return self.chat_template.build_layout(messages, mask, record_tools(record), len(before))
 
     def encode_file(
-        self, path: str | Path, lay_out: Callable[[Record], tuple[PayloadT, list[Layout]]]
-    ) -> Iterator[tuple[PayloadT, list[TokenizedExample]]]:
-        """What `lay_out` makes of each record of a file or folder, with the layouts encoded, many at a time.
+        self, path: str | Path, lay_out: Callable[[Record], tuple[Callable[..., ExampleT], list[Layout]]]
+    ) -> Iterator[ExampleT]:
+        """The examples of a file or folder. `lay_out` returns a record's layouts, and what makes an example of them encoded.
 
-        A UserError of `lay_out` is raised again with the place of the record.
+        Many layouts are encoded at a time. A UserError of `lay_out` is raised again with the place of the record.
         """
 
-        def laid_out() -> Iterator[tuple[PayloadT, list[Layout]]]:
+        def laid_out() -> Iterator[tuple[Callable[..., ExampleT], list[Layout]]]:
             for place, record in read_renamed_records(path, self.field_names):
                 with prefix_errors(place):
                     item = lay_out(record)
@@ -93,8 +88,8 @@ class RecordEncoder:
         remaining = laid_out()
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
             examples = iter(encode_layouts(self.tokenizer, [layout for _, layouts in batch for layout in layouts]))
-            for payload, layouts in batch:
-                yield payload, list(islice(examples, len(layouts)))
+            for make, layouts in batch:
+                yield make(*islice(examples, len(layouts)))
 
 
 def read_renamed_records(path: str | Path, fields: Mapping[str, str] | None) -> Iterator[tuple[str, Record]]:
@@ -124,13 +119,12 @@ def read_conversations(
     """
     encoder = RecordEncoder(tokenizer, fields)
 
-    def lay_out(record: Record) -> tuple[None, list[Layout]]:
+    def lay_out(record: Record) -> tuple[Callable[..., TokenizedExample], list[Layout]]:
         nonlocal format
         format = detect_format(record) if format == "auto" else format
-        return None, [_record_layout(record, format, mask, encoder)]
+        return lambda example: example, [_record_layout(record, format, mask, encoder)]
 
-    for _, [example] in encoder.encode_file(path, lay_out):
-        yield example
+    return encoder.encode_file(path, lay_out)
 
 
 def detect_format(record: Record) -> Format:

@@ -16,7 +16,6 @@ import xxhash
 from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
-from lmforge.data.best_fit import best_fit
 from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
@@ -194,6 +193,35 @@ class ExampleFolder:
         scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
         digest = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
         return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the fullest bin with enough space.
+
+    The longest first (Ding et al., "Fewer Truncations", arXiv 2404.10830). No item is cut; the rest of a bin stays empty.
+    Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
+    """
+    bins: list[list[int]] = []
+    with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit s is set if a bin has space s: the lowest set bit at or above a size is the best fit.
+    spaces = 0
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1
+            number = with_space[space].pop()
+            if not with_space[space]:
+                spaces ^= 1 << space
+            bins[number].append(item)
+        else:
+            space, number = capacity, len(bins)
+            bins.append([item])
+        left = space - size
+        with_space[left].append(number)
+        spaces |= 1 << left
+    starts = np.concatenate(([0], np.cumsum([len(each) for each in bins]))).astype(np.int64)
+    return np.array([item for each in bins for item in each], np.int64), starts
 
 
 class ExamplePacking:

@@ -4,8 +4,9 @@ What an objective makes of them is in `objectives/`. A completion is everything 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
@@ -80,12 +81,11 @@ def read_preference_pairs(
     """
     encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
 
-    def lay_out(record: Record) -> tuple[float, list[Layout]]:
+    def lay_out(record: Record) -> tuple[Callable[..., PreferencePair], list[Layout]]:
         margin = _parse_margin(record) if with_margins else 0.0
-        return margin, _pair_layouts(record, encoder)
+        return partial(PreferencePair, margin=margin), _pair_layouts(record, encoder)
 
-    for margin, [chosen, rejected] in encoder.encode_file(path, lay_out):
-        yield PreferencePair(chosen, rejected, margin)
+    return encoder.encode_file(path, lay_out)
 
 
 def read_unpaired_preferences(
@@ -98,14 +98,14 @@ def read_unpaired_preferences(
     """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
     encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
 
-    def lay_out(record: Record) -> tuple[bool, list[Layout]]:
+    def lay_out(record: Record) -> tuple[Callable[..., UnpairedPreference], list[Layout]]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
         if record["label"] not in (True, False):
             raise UserError(f"the label is {record['label']!r}: expected true or false")
-        return bool(record["label"]), [_completion_layout(record["prompt"], record["completion"], record, encoder)]
+        layout = _completion_layout(record["prompt"], record["completion"], record, encoder)
+        return partial(UnpairedPreference, desirable=bool(record["label"])), [layout]
 
-    for desirable, [example] in encoder.encode_file(path, lay_out):
-        yield UnpairedPreference(example, desirable)
+    return encoder.encode_file(path, lay_out)
 
 
 def read_prompts(

@@ -273,15 +273,14 @@ def _tokenizer_sample(readers: list[UnitReader], validation_ratio: float, seed: 
     left = TOKENIZER_SAMPLE_CHARACTERS
     per_unit = TOKENIZER_SAMPLE_CHARACTERS // min(TOKENIZER_SAMPLE_UNITS, len(readers))
     for number in permutation(len(readers), derive_key(seed, "sample"))(np.arange(len(readers))):
-        of_unit = min(per_unit, left)
-        left -= of_unit
+        left_after = max(0, left - per_unit)
         for text, digest in readers[number].hashed_texts():
             if digest >= _hash_threshold(validation_ratio):
-                yield text[:of_unit]
-                of_unit -= len(text[:of_unit])
-            if not of_unit:
+                sample = text[: left - left_after]
+                left -= len(sample)
+                yield sample
+            if left == left_after:
                 break
-        left += of_unit
         if not left:
             break
     if left == TOKENIZER_SAMPLE_CHARACTERS and validation_ratio:
