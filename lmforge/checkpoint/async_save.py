@@ -27,7 +27,6 @@ from lmforge.checkpoint.storage import (
     CorruptCheckpoint,
     FileDigests,
     HashingFileSystem,
-    digest_file,
     make_folder,
     translate_storage_errors,
 )
@@ -181,7 +180,10 @@ class AsyncCheckpointer:
                 self.check_free_space()
                 make_folder(folder)
                 for name, text in self.tokenizer.files.items():
-                    (folder / name).write_text(text, encoding="utf-8")
+                    with files.create_stream(folder / name, "wb") as file:
+                        file.write(text.encode())
+                        if is_local(folder):
+                            os.fsync(file.fileno())
         writer = CheckpointWriter(folder, files)
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             results = writer.write_data(planner.plan, planner).value()
@@ -216,8 +218,6 @@ class AsyncCheckpointer:
             raise RunFailed(f"{folder}: no room for a checkpoint: {needs}")
 
     def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
-        for name in self.tokenizer.files:
-            files[name] = digest_file(folder / name, sync=True)
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
         if is_local(folder):
             atomic_write_text(folder / MANIFEST, text)

@@ -178,14 +178,12 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def digest_file(path: Path, sync: bool = False) -> FileDigests:
-    """Size and block digests of a file as it is now; with `sync` it is fsynced too."""
+def digest_file(path: Path) -> FileDigests:
+    """Size and block digests of a file as it is now."""
     digests = []
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             digests.append(xxhash.xxh3_64_hexdigest(block))
-        if sync and is_local(path):
-            os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "xxh3": digests}
 
 

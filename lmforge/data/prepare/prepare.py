@@ -240,42 +240,40 @@ def _is_one_document(source: str, units: list[SourceUnit]) -> bool:
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
-def _hash_threshold(validation_ratio: float) -> np.uint64:
-    return np.uint64(int(validation_ratio * 2**64))
+def _hash_threshold(ratio: float) -> np.uint64:
+    return np.uint64(int(ratio * 2**64))
 
 
-def _split_documents(
-    hashes: np.ndarray, text_bytes: np.ndarray, validation_ratio: float, one_document: bool
-) -> dict[str, np.ndarray]:
+def _split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool) -> dict[str, np.ndarray]:
     """The documents of each split, by the hashes and sizes of all.
 
     Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
     less was requested, it is the document of the least hash among those that leave half of the text to train on. Of a single
     document the tail is for validation, whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
     """
-    validation = hashes < _hash_threshold(validation_ratio)
-    too_much = not one_document and validation_ratio < 0.5 and text_bytes[validation].sum() > text_bytes.sum() / 2
-    if validation_ratio and (not validation.any() or too_much):
+    validation = hashes < _hash_threshold(ratio)
+    too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2
+    if ratio and (not validation.any() or too_much):
         _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
-        small = np.bincount(texts, weights=text_bytes)[texts] <= text_bytes.sum() / 2
+        small = np.bincount(texts, weights=sizes)[texts] <= sizes.sum() / 2
         validation = hashes == (hashes[small] if small.any() else hashes).min()
     if validation.all():
         validation = hashes != hashes.max()
-    if not validation_ratio:
+    if not ratio:
         return {TRAIN_SPLIT: np.flatnonzero(~validation)}
     if not validation.any():
         raise UserError("too few different texts to set any aside for validation: give validation_ratio = 0, or more text")
     return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}
 
 
-def _tokenizer_sample(readers: list[UnitReader], validation_ratio: float, seed: int) -> Iterator[str]:
+def _tokenizer_sample(readers: list[UnitReader], ratio: float, seed: int) -> Iterator[str]:
     """Texts to learn merges from, without those for validation unless there are no others. The seed orders the units."""
     left = TOKENIZER_SAMPLE_CHARACTERS
     per_unit = TOKENIZER_SAMPLE_CHARACTERS // min(TOKENIZER_SAMPLE_UNITS, len(readers))
     for number in permutation(len(readers), derive_key(seed, "sample"))(np.arange(len(readers))):
         left_after = max(0, left - per_unit)
         for text, digest in readers[number].hashed_texts():
-            if digest >= _hash_threshold(validation_ratio):
+            if digest >= _hash_threshold(ratio):
                 sample = text[: left - left_after]
                 left -= len(sample)
                 yield sample
@@ -283,7 +281,7 @@ def _tokenizer_sample(readers: list[UnitReader], validation_ratio: float, seed: 
                 break
         if not left:
             break
-    if left == TOKENIZER_SAMPLE_CHARACTERS and validation_ratio:
+    if left == TOKENIZER_SAMPLE_CHARACTERS and ratio:
         yield from _tokenizer_sample(readers, 0, seed)
 
 
