@@ -103,12 +103,12 @@ class AsyncCheckpointer:
         metadata = {**self.metadata, **metadata, "step": step, "contents": sorted(state)}
         if self.async_save:
             planner.staged = self._staging.start_copy(planner.local_tensors())
-            arguments = step, planner, metadata
+            arguments = planner, metadata
             # A daemon: a process that must end does not wait for a lost peer.
             self._thread = threading.Thread(target=self._run_save, args=arguments, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._run_save(step, planner, metadata)
+            self._run_save(planner, metadata)
         self.blocking_seconds += time.perf_counter() - began
         self._raise_thread_error()
 
@@ -152,13 +152,13 @@ class AsyncCheckpointer:
         self.expected_bytes = sum(self._save_ctx.all_gather(nbytes))
         return planner
 
-    def _run_save(self, step: int, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
-        final = self.run.checkpoint_path(step)
+    def _run_save(self, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
+        final = self.run.checkpoint_path(metadata["step"])
         # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
             self._staging.wait()
-            self._write_files(step, folder, final, planner, metadata)
+            self._write_files(folder, final, planner, metadata)
             self.consecutive_failures, self.failed_at = 0, None
         except (RunFailed, UserError) as problem:
             self.consecutive_failures += 1
@@ -171,7 +171,7 @@ class AsyncCheckpointer:
         except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
             self._thread_error = problem
 
-    def _write_files(self, step: int, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
+    def _write_files(self, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
         save_ctx, where = self._save_ctx, f"{self.run.checkpoints_folder}: the checkpoint {final.name}"
         files = HashingFileSystem()
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
@@ -195,7 +195,7 @@ class AsyncCheckpointer:
                 self._commit(folder, final, metadata, digests | files.files)
         if save_ctx.is_rank0:
             try:
-                delete_old_checkpoints(self.run, self.retention, newest_step=step)
+                delete_old_checkpoints(self.run, self.retention, newest_step=metadata["step"])
             except Exception as problem:  # the new checkpoint exists anyway; the next save tries again
                 self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 

@@ -57,8 +57,8 @@ class Batch:
     def from_sequences(cls, sequences: Sequence[PackedSequence]) -> Self:
         """Stack packed sequences of one length."""
         names = [field.name for field in fields(PackedSequence) if field.name != "extras"]
-        tensors = {name: _stack([getattr(sequence, name) for sequence in sequences]) for name in names}
-        extras = {name: _stack([sequence.extras[name] for sequence in sequences]) for name in sequences[0].extras}
+        tensors = {name: _stack([getattr(each, name) for each in sequences]) for name in names}
+        extras = {name: _stack([each.extras[name] for each in sequences]) for name in sequences[0].extras}
         return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     @classmethod
@@ -76,9 +76,9 @@ class Batch:
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
         """The sequences of several batches of one length, in order."""
-        tensors: dict[str, Any] = {name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors}
+        tensors: dict[str, Any] = {name: torch.cat([each.tensors[name] for each in batches]) for name in batches[0].tensors}
         names = batches[0].extras.tensors if batches[0].extras else ()
-        extras = {name: torch.cat([batch.extra(name) for batch in batches]) for name in names}
+        extras = {name: torch.cat([each.extra(name) for each in batches]) for name in names}
         return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":

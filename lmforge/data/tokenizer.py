@@ -162,10 +162,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, is_continuation: bool = False) -> list[list[int]]:
         """`encode` of each. `is_continuation`: as after other tokens, where some tokenizers put no blank before a word."""
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         tokens, before = self._continuation_tokenizer
         after = [before + text for text in texts]
-        return [encoding.ids[1:] for encoding in tokens.encode_batch_fast(after, add_special_tokens=False)]
+        return [each.ids[1:] for each in tokens.encode_batch_fast(after, add_special_tokens=False)]
 
     def split_long_text(self, text: str, piece_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
         """A long text in pieces of about `piece_characters` whose ids, joined, are those of the whole text.

@@ -155,7 +155,7 @@ def to_messages(value: Any, role: str) -> list[Any]:
 def _message_list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise UserError(f"expected text or a list of messages, not {json.dumps(value, default=str)[:40]}")
-    return [_sharegpt_message(entry) if isinstance(entry, dict) and "from" in entry else entry for entry in value]
+    return [_sharegpt_message(each) if isinstance(each, dict) and "from" in each else each for each in value]
 
 
 def record_tools(record: Record) -> list[Any] | None:

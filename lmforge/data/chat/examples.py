@@ -137,21 +137,21 @@ def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenizedExamples:
-    """The examples of one split, as memory-mapped arrays."""
+    """The examples of one split, as memory-mapped arrays: `group` sequences an example."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     starts: np.ndarray
     scalars: dict[str, np.ndarray]
-    sequences_per_example: int
+    group: int
     digest: str
 
     def __len__(self) -> int:
-        return (len(self.starts) - 1) // self.sequences_per_example
+        return (len(self.starts) - 1) // self.group
 
     def sequences(self, example: int) -> Iterator[TokenizedExample]:
-        first = example * self.sequences_per_example
-        for start, end in pairwise(self.starts[first : first + self.sequences_per_example + 1].tolist()):
+        first = example * self.group
+        for start, end in pairwise(self.starts[first : first + self.group + 1].tolist()):
             yield TokenizedExample(self.tokens[start:end], self.loss_mask[start:end])
 
 
@@ -238,11 +238,11 @@ class ExamplePacking:
         self._with_mismatched = with_mismatched
         if pack:
             # Of each sequence, the last token is only a label.
-            sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.sequences_per_example).sum(1)
+            sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
             # In a sequence, prompts with their own completions and with each other's take the same number of tokens.
-            self._packing_order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
+            self._order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
         else:
-            self._packing_order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
+            self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
 
     @property
     def num_sequences(self) -> int:
@@ -256,8 +256,8 @@ class ExamplePacking:
     def example_indices(self, index: int) -> np.ndarray:
         """The examples in sequence `index`, int64; none at or beyond `num_sequences`."""
         if index >= self.num_sequences:
-            return self._packing_order[:0]
-        return self._packing_order[self._starts[index] : self._starts[index + 1]]
+            return self._order[:0]
+        return self._order[self._starts[index] : self._starts[index + 1]]
 
     def sequence(self, index: int) -> PackedSequence:
         """Sequence `index`; all padding at or beyond `num_sequences`."""

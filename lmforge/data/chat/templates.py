@@ -111,15 +111,15 @@ class ChatTemplate:
         messages: Sequence[Any],
         mask: LossMaskMode = "assistant",
         tools: list[Any] | None = None,
-        first_scored_message: int = 0,
+        first_scored: int = 0,
     ) -> Layout:
-        """A conversation for `encode_layouts`, which takes many at once. No answer before `first_scored_message` is scored.
+        """A conversation for `encode_layouts`, which takes many at once. No answer before `first_scored` is scored.
 
         Raises UserError unless it can be trained on: what comes before a scored answer must be what the template prompts with,
         and stay the same when more turns follow; and an answer must end with a special token, or a model never learns to stop.
         """
         typed = validate_messages(messages)
-        answers = [at for at, message in enumerate(typed) if message["role"] == "assistant" and at >= first_scored_message]
+        answers = [at for at, message in enumerate(typed) if message["role"] == "assistant" and at >= first_scored]
         if not answers and mask != "all":
             raise UserError("no assistant turn: there is nothing to learn from")
         escaper = _TextEscaper(self._escaped_pattern)
