@@ -38,6 +38,8 @@ SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() 
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
+# What makes an example of the layouts of a record once they are encoded, and the layouts.
+LaidOut = tuple[Callable[..., ExampleT], list[Layout]]
 
 
 @dataclass
@@ -71,15 +73,13 @@ class RecordEncoder:
         messages = [*before, *to_messages(completion, "assistant")]
         return self.chat_template.build_layout(messages, mask, record_tools(record), len(before))
 
-    def encode_file(
-        self, path: str | Path, lay_out: Callable[[Record], tuple[Callable[..., ExampleT], list[Layout]]]
-    ) -> Iterator[ExampleT]:
-        """The examples of a file or folder. `lay_out` returns a record's layouts, and what makes an example of them encoded.
+    def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
+        """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
 
-        Many layouts are encoded at a time. A UserError of `lay_out` is raised again with the place of the record.
+        A UserError of `lay_out` is raised again with the place of the record.
         """
 
-        def laid_out() -> Iterator[tuple[Callable[..., ExampleT], list[Layout]]]:
+        def laid_out() -> Iterator[LaidOut[ExampleT]]:
             for place, record in read_renamed_records(path, self.field_names):
                 with prefix_errors(place):
                     item = lay_out(record)
@@ -94,12 +94,12 @@ class RecordEncoder:
 
 def read_renamed_records(path: str | Path, fields: Mapping[str, str] | None) -> Iterator[tuple[str, Record]]:
     """`read_records`, with {our name: theirs} fields under our names. Raises UserError naming the record that lacks one."""
-    renamed = {theirs: ours for ours, theirs in (fields or {}).items()}
-    replaced = {*renamed.keys(), *renamed.values()}
+    fields = fields or {}
+    renamed = {theirs: ours for ours, theirs in fields.items()}
     for place, record in read_records(path):
         with prefix_errors(place):
             require_fields(record, *renamed)
-        others = {name: value for name, value in record.items() if name not in replaced}
+        others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
         yield place, others | {ours: record[theirs] for theirs, ours in renamed.items()}
 
 
@@ -119,7 +119,7 @@ def read_conversations(
     """
     encoder = RecordEncoder(tokenizer, fields)
 
-    def lay_out(record: Record) -> tuple[Callable[..., TokenizedExample], list[Layout]]:
+    def lay_out(record: Record) -> LaidOut[TokenizedExample]:
         nonlocal format
         format = detect_format(record) if format == "auto" else format
         return lambda example: example, [_record_layout(record, format, mask, encoder)]

@@ -4,7 +4,7 @@ What an objective makes of them is in `objectives/`. A completion is everything 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmforge.data.chat.conversations import RecordEncoder, read_renamed_records, record_tools, to_messages
+from lmforge.data.chat.conversations import LaidOut, RecordEncoder, read_renamed_records, record_tools, to_messages
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
 from lmforge.data.packing import TokenizedExample
@@ -81,7 +81,7 @@ def read_preference_pairs(
     """
     encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
 
-    def lay_out(record: Record) -> tuple[Callable[..., PreferencePair], list[Layout]]:
+    def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
         return partial(PreferencePair, margin=margin), _pair_layouts(record, encoder)
 
@@ -98,7 +98,7 @@ def read_unpaired_preferences(
     """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
     encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
 
-    def lay_out(record: Record) -> tuple[Callable[..., UnpairedPreference], list[Layout]]:
+    def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
         if record["label"] not in (True, False):
             raise UserError(f"the label is {record['label']!r}: expected true or false")

@@ -83,14 +83,7 @@ class ChatTemplate:
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
         """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise."""
-        source = _find_template_source(tokenizer)
-        if source is None:
-            names = ", ".join(CHAT_SPECIAL_TOKENS)
-            raise UserError(
-                "the tokenizer has no chat template: put a chat_template.jinja beside its tokenizer.json, or start from a "
-                f"model whose tokenizer has one, or lmforge's tokens {names}"
-            )
-        return cls(tokenizer, *source)
+        return cls(tokenizer, *_find_template_source(tokenizer))
 
     def encode_prompt(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
         """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer."""
@@ -263,7 +256,7 @@ def _first_difference(one: str, other: str) -> str:
 # --- what comes with a tokenizer -----------------------------------------------------------------------------------------
 
 
-def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str] | None:
+def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
     """A tokenizer's template, and what holds it."""
     if "chat_template.jinja" in tokenizer.files:
         return tokenizer.files["chat_template.jinja"], "chat_template.jinja"
@@ -275,7 +268,10 @@ def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str] | None:
         return source, "the chat_template of tokenizer_config.json"
     if all(tokenizer.token_to_id(token) is not None for token in CHAT_SPECIAL_TOKENS):
         return LMFORGE_TEMPLATE, "lmforge's own chat template"
-    return None
+    raise UserError(
+        "the tokenizer has no chat template: put a chat_template.jinja beside its tokenizer.json, or start from a "
+        f"model whose tokenizer has one, or lmforge's tokens {', '.join(CHAT_SPECIAL_TOKENS)}"
+    )
 
 
 def _template_variables(tokenizer: Tokenizer) -> dict[str, str]:
