@@ -183,9 +183,8 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id)
-    control, saving = (
-        dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc=purpose) for purpose in ("control", "saving")
-    )
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
+    saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
     return DistributedContext(info, chosen, control, saving)
 
 

@@ -267,7 +267,7 @@ def stopped_after_parts(source: Path, out: Path) -> int:
     """Prepare, and die once the documents are tokenised; the process's status."""
     program = (
         "import os, signal, sys; from lmforge.data.prepare import prepare\n"
-        "prepare._write_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare._Preparation._write_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare.prepare(sys.argv[1], sys.argv[2], vocab_size=300, workers=1)"
     )
     return subprocess.run([sys.executable, "-c", program, str(source), str(out)], timeout=120).returncode
