@@ -220,8 +220,7 @@ class TokenSplit:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop − 1, uint16 or uint32. Raises UserError naming shard and offset if a checksum does not match."""
-        pieces = [self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate([self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)])
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin strictly between `start` and `stop`, int64, in tokens of the split."""
@@ -230,7 +229,7 @@ class TokenSplit:
             pieces.append(self._shard(i).document_ends(a, b) + base)
             if base + b < stop:  # the span continues in the next shard, which begins with a document
                 pieces.append(np.array([base + b]))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(pieces)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(shard, start in it, stop in it, the split's token at which it begins) for each shard of a span."""

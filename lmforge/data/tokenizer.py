@@ -135,9 +135,8 @@ class Tokenizer:
         """The texts of the files that it is saved as, by name; tokenizer.json last."""
         return {**self._companions, "tokenizer.json": self._text}
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write tokenizer.json and its companions, unchanged, into a folder; tokenizer.json last."""
-        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             atomic_write_text(folder / name, text)
