@@ -21,7 +21,7 @@ import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.untrusted import parse_json
 
 EOS_TOKEN = "<|endoftext|>"
@@ -90,7 +90,6 @@ class Tokenizer:
         """`text` is the tokenizer.json, `companions` the files beside it by name. Raises UserError if one is invalid."""
         self._text = text
         self._companions = companions
-        self._location = location
         hint = "not a tokenizer.json this can open"
         self._json = parse_json(text.encode(), dict[str, Any], location, max_bytes=MAX_TOKENIZER_BYTES, hint=hint)
         self.configs = {
@@ -107,8 +106,9 @@ class Tokenizer:
         self.added_tokens: list[dict[str, Any]] = self._json.get("added_tokens") or []
         self._vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(self._vocab.values())
-        self.eos_token_id = self._find_eos_token_id()
-        self.bos_token_id = self._named_token_id("bos_token")
+        with prefix_errors(location):
+            self.eos_token_id = self._find_eos_token_id()
+            self.bos_token_id = self._named_token_id("bos_token")
         self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
         # Some files do not mark these as special: text that spells them would be encoded as them.
         self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
@@ -219,10 +219,8 @@ class Tokenizer:
         known = [token for token in (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>") if token in specials]
         if len(known) == 1:
             return self._vocab[known[0]]
-        raise UserError(
-            f"{self._location}: cannot tell which token ends a document: "
-            'put a tokenizer_config.json beside it that says "eos_token"'
-        )
+        hint = 'put a tokenizer_config.json beside it that says "eos_token"'
+        raise UserError(f"cannot tell which token ends a document: {hint}")
 
     def _named_token_id(self, role: str) -> int | None:
         for name, config in self.configs.items():
@@ -231,7 +229,7 @@ class Tokenizer:
                 token = token.get("content")
             if token is not None:
                 if not isinstance(token, str) or token not in self._vocab:
-                    raise UserError(f"{self._location}: has no token {token!r}, which {name} says is its {role}")
+                    raise UserError(f"has no token {token!r}, which {name} says is its {role}")
                 return self._vocab[token]
         return None
 
