@@ -192,7 +192,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, files: HashingFileSystem) -> None:
         super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
-        self.fs, self.path = files, folder  # type: ignore[assignment]
+        self.fs, self.path = files, folder
 
     @property
     def checkpoint_id(self) -> str:

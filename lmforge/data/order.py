@@ -40,13 +40,16 @@ def splitmix64(x: UInt64Array) -> UInt64Array:
 
 def _random_uint64(key: int, start: int, stop: int) -> UInt64Array:
     """Values `start` … `stop` − 1 of a key. It is hashed first, or neighbouring keys would have the same values, shifted."""
-    return splitmix64(splitmix64(np.full(1, key, np.uint64)) + np.arange(start, stop, dtype=np.uint64))
+    first: UInt64Array = np.full(1, key, np.uint64)
+    numbers: UInt64Array = np.arange(start, stop, dtype=np.uint64)
+    return splitmix64(splitmix64(first) + numbers)
 
 
 def token_rng_keys(seed: int, start: int, stop: int, sequence_length: int) -> np.ndarray:
     """Keys of the tokens of samples `start` … `stop` − 1: int64 [samples, sequence_length], all bits random."""
     samples = _random_uint64(derive_key(seed, "noise"), start, stop)
-    return splitmix64(samples[:, None] + np.arange(sequence_length, dtype=np.uint64)).view(np.int64)
+    columns: UInt64Array = np.arange(sequence_length, dtype=np.uint64)
+    return splitmix64(samples[:, None] + columns).view(np.int64)
 
 
 def permutation(n: int, key: int) -> Permutation:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -74,7 +74,7 @@ def write_part(job: tuple[int, UnitReader], *, out: Path, tokenizer_hash: str) -
     number, reader = job
     tokenizer = _open_tokenizer_cached(out / "tokenizer", tokenizer_hash)
     dtype = token_dtype(tokenizer.vocab_size)
-    documents = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
+    documents: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
     empty = tokens = 0
     with atomic_write(part_path(out, number, ".tokens")) as file:
         for batch in _batch_pieces(reader.hashed_texts(), tokenizer):
