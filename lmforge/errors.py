@@ -1,5 +1,8 @@
 """The errors that a command ends with. Any other exception that escapes is a defect of ours (see `cli.run`)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 # EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
 EXIT_PEER_LOST = 75
 
@@ -20,3 +23,12 @@ class PeerLost(RunFailed):
     """A run failed because another rank or its host was lost; a restart may help."""
 
     exit_status = EXIT_PEER_LOST
+
+
+@contextmanager
+def prefix_errors(prefix: str) -> Iterator[None]:
+    """Puts `prefix`, such as the place of a record, before the message of a UserError that the block raises."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{prefix}: {error}") from None

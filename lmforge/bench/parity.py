@@ -18,7 +18,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
-from lmforge.data.token_rng import token_rng_keys
+from lmforge.data.order import token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights

@@ -9,7 +9,7 @@ What keeps a half-written checkpoint from being loaded:
 1. A save writes to a folder with another name, `step-00000100.partial`. Every file is fsynced. The manifest is written last,
    and then the folder is renamed to `step-00000100`. A crash before the rename leaves only a `.partial` folder, which is never
    opened and which the next save deletes. (An object store cannot rename: there a folder without manifest is not a checkpoint.)
-2. Before a checkpoint is opened, `check_files` compares the existence and size of every file with the manifest, and the
+2. Before a checkpoint is opened, `verify` compares the existence and size of every file with the manifest, and the
    manifest with its own checksum. Where that fails, the next older checkpoint is used, and a line says so.
 3. Every block of 4 MiB is verified against its checksum as it is read (storage.py), so a damaged tensor is never used.
 
@@ -17,8 +17,9 @@ Begin with manifest.py, then async_save.py (save) and load.py; which checkpoints
 train/checkpoint_schedule.py. The names below are for other packages.
 """
 
-from lmforge.checkpoint.async_save import AsyncCheckpointer
-from lmforge.checkpoint.load import load
+# ruff: noqa: F401 - nothing here is used in this file
+from lmforge.checkpoint.async_save import AsyncCheckpointer, RetentionPolicy
+from lmforge.checkpoint.load import StoredModel, load, load_weights, stored_lora_config
 from lmforge.checkpoint.manifest import (
     Manifest,
     candidates,
@@ -28,23 +29,4 @@ from lmforge.checkpoint.manifest import (
     set_rng_state,
     verify,
 )
-from lmforge.checkpoint.pretrained_weights import StoredModel, load_weights, stored_lora_config
-from lmforge.checkpoint.retention import RetentionPolicy
 from lmforge.checkpoint.storage import CorruptCheckpoint
-
-__all__ = [
-    "AsyncCheckpointer",
-    "CorruptCheckpoint",
-    "Manifest",
-    "RetentionPolicy",
-    "StoredModel",
-    "candidates",
-    "get_rng_state",
-    "load",
-    "load_weights",
-    "open_checkpoint",
-    "read_manifest",
-    "set_rng_state",
-    "stored_lora_config",
-    "verify",
-]

@@ -4,74 +4,90 @@ The threads of all ranks communicate over a process group of their own, so that 
 training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
 """
 
+import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text, fsync_path
-from lmforge.checkpoint.manifest import Manifest
-from lmforge.checkpoint.retention import RetentionPolicy, delete_old_checkpoints
+from lmforge.atomic_files import DELETED_SUFFIX, PARTIAL_SUFFIX, atomic_write_text, fsync_path
+from lmforge.checkpoint.manifest import Manifest, read_manifest
 from lmforge.checkpoint.storage import (
     CheckpointWriter,
+    CorruptCheckpoint,
     FileDigests,
     HashingFileSystem,
-    digest_file,
     make_folder,
     translate_storage_errors,
 )
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.runs import MANIFEST, Run, format_bytes, is_local, remove_checkpoint
+from lmforge.runs import MANIFEST, STEP_PREFIX, Run, format_bytes, is_local, remove_checkpoint
 
 StateDict = dict[str, dict[str, Any]]
 DRAIN_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """What stays: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as kept."""
+
+    keep_last: int
+    keep_best: int = 0
+    metric: str = "val/loss"
+    maximize: bool = False
+
+    def steps_to_delete(self, manifests: dict[int, Manifest]) -> list[int]:
+        """The steps to delete, of those in `manifests`."""
+        values = {step: manifest.metrics.get(self.metric) for step, manifest in manifests.items()}
+        finite = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+        sign = -1 if self.maximize else 1
+        best = sorted(finite, key=lambda step: (sign * finite[step], step))  # of equal ones the older first
+        temporary = [step for step in sorted(manifests) if not manifests[step].kept]
+        staying = {*temporary[-self.keep_last :], *best[: self.keep_best]}
+        return [step for step in temporary if step not in staying]
+
+
+@dataclass(eq=False)
 class AsyncCheckpointer:
     """Writes the checkpoints of a run. Every rank has one, and calls each method at the same step.
 
     `metadata` has the fields of the manifest that are the same in every checkpoint of this run. `log` gets lines for people,
-    on rank 0. `expected_bytes` estimates the size of a checkpoint before the first.
+    on rank 0. `expected_bytes` is the size of the last checkpoint; before the first an estimate.
 
     blocking_seconds      how long callers have waited, in total
     consecutive_failures  saves that have failed in a row; the last at `failed_at` (time.monotonic) with `last_error`
     """
 
-    def __init__(
-        self,
-        run: Run,
-        dist_ctx: DistributedContext,
-        retention: RetentionPolicy,
-        *,
-        metadata: dict[str, Any],
-        tokenizer: Tokenizer,
-        log: Callable[[str], None],
-        async_save: bool = True,
-        expected_bytes: int = 0,
-    ) -> None:
+    run: Run
+    dist_ctx: DistributedContext
+    retention: RetentionPolicy
+    _: KW_ONLY
+    metadata: dict[str, Any]
+    tokenizer: Tokenizer
+    log: Callable[[str], None]
+    async_save: bool = True
+    expected_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self.blocking_seconds = 0.0
         self.consecutive_failures = 0
         self.failed_at: float | None = None
         self.last_error = ""
-        self._run, self._retention, self._metadata, self._tokenizer, self._log = run, retention, metadata, tokenizer, log
-        self._dist_ctx, self._save_ctx = dist_ctx, replace(dist_ctx, control_group=dist_ctx.checkpoint_group)
-        self._async_save = async_save
-        self._checkpoint_bytes = expected_bytes
-        self._plans: dict[tuple[str, ...], _RankSavePlan] = {}
-        self._staging = _HostStaging(dist_ctx.device)
+        self._save_ctx = replace(self.dist_ctx, control_group=self.dist_ctx.checkpoint_group)
+        self._planners: dict[tuple[str, ...], _SavePlanner] = {}
+        self._staging = _HostStaging(self.dist_ctx.device)
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
 
@@ -83,17 +99,16 @@ class AsyncCheckpointer:
         """
         self.wait()
         began = time.perf_counter()
-        plan = self._plan_save(state)
-        tensors = self._staging.start_copy(plan.local_tensors()) if self._async_save else None
-        metadata = {**self._metadata, **metadata, "step": step, "contents": sorted(state)}
-        if self._async_save:
+        planner = self._plan_save(state)
+        metadata = {**self.metadata, **metadata, "step": step, "contents": sorted(state)}
+        if self.async_save:
+            planner.staged = self._staging.start_copy(planner.local_tensors())
+            arguments = planner, metadata
             # A daemon: a process that must end does not wait for a lost peer.
-            self._thread = threading.Thread(
-                target=self._run_save, args=(step, plan, tensors, metadata), name="checkpoint", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run_save, args=arguments, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._run_save(step, plan, tensors, metadata)
+            self._run_save(planner, metadata)
         self.blocking_seconds += time.perf_counter() - began
         self._raise_thread_error()
 
@@ -121,75 +136,72 @@ class AsyncCheckpointer:
             error, self._thread_error = self._thread_error, None
             raise error
 
-    def _plan_save(self, state: StateDict) -> "_RankSavePlan":
-        """What this rank writes of `state`. Ranks agree on it once for each set of tensors."""
+    def _plan_save(self, state: StateDict) -> "_SavePlanner":
+        """The planner of what this rank writes of `state`. Ranks agree on it once for each set of tensors."""
         names = tuple(sorted(name for part in state.values() for name in part)) + tuple(sorted(state))
-        if names not in self._plans:
-            planner = _StagedSavePlanner()
-            planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
+        planner = self._planners.get(names) or _SavePlanner()
+        planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
+        if names not in self._planners:
             plans = self._save_ctx.gather(planner.create_local_plan())
-            metadata, global_plans = None, None
             if plans is not None:
-                global_plans, metadata = planner.create_global_plan(plans)
-                global_plans = dcp.FileSystemWriter(self._run.path).prepare_global_plan(global_plans)
-            local_plan = planner.finish_plan(self._save_ctx.scatter(global_plans))
-            self._plans[names] = _RankSavePlan(planner, local_plan, metadata)
-        plan = self._plans[names]
-        plan.planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
-        self._checkpoint_bytes = sum(self._save_ctx.all_gather(plan.nbytes))
-        return plan
+                plans, _ = planner.create_global_plan(plans)
+                plans = dcp.FileSystemWriter(self.run.path).prepare_global_plan(plans)
+            planner.finish_plan(self._save_ctx.scatter(plans))
+            self._planners[names] = planner
+        nbytes = sum(tensor.nbytes for tensor in planner.local_tensors().values())
+        self.expected_bytes = sum(self._save_ctx.all_gather(nbytes))
+        return planner
 
-    def _run_save(self, step: int, plan: "_RankSavePlan", tensors: dict[str, Tensor] | None, metadata: dict[str, Any]) -> None:
-        final = self._run.checkpoint_path(step)
+    def _run_save(self, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
+        final = self.run.checkpoint_path(metadata["step"])
         # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
-            if tensors is not None:
-                self._staging.wait()
-            plan.planner.staged = tensors
-            self._write_files(step, folder, final, plan, metadata)
+            self._staging.wait()
+            self._write_files(folder, final, planner, metadata)
             self.consecutive_failures, self.failed_at = 0, None
         except (RunFailed, UserError) as problem:
             self.consecutive_failures += 1
             self.failed_at = time.monotonic()
             self.last_error = str(problem)
             if self._save_ctx.is_rank0:
-                self._log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
-                _remove_quietly(folder)
+                self.log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
+                with suppress(Exception):  # the next save deletes it
+                    remove_checkpoint(folder)
         except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
             self._thread_error = problem
-        finally:
-            plan.planner.staged = None
 
-    def _write_files(self, step: int, folder: Path, final: Path, plan: "_RankSavePlan", metadata: dict[str, Any]) -> None:
-        save_ctx, where = self._save_ctx, f"{self._run.checkpoints_folder}: the checkpoint {final.name}"
+    def _write_files(self, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
+        save_ctx, where = self._save_ctx, f"{self.run.checkpoints_folder}: the checkpoint {final.name}"
         files = HashingFileSystem()
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if save_ctx.is_rank0:
                 remove_checkpoint(folder)
                 self.check_free_space()
                 make_folder(folder)
-                for name, text in self._tokenizer.files.items():
-                    (folder / name).write_text(text, encoding="utf-8")
+                for name, text in self.tokenizer.files.items():
+                    with files.create_stream(folder / name, "wb") as file:
+                        file.write(text.encode())
+                        if is_local(folder):
+                            os.fsync(file.fileno())
         writer = CheckpointWriter(folder, files)
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
-            results = writer.write_data(plan.local_plan, plan.planner).value()
+            results = writer.write_data(planner.plan, planner).value()
         gathered = save_ctx.gather((results, files.files))
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if gathered is not None:
-                assert plan.metadata is not None
-                writer.finish(plan.metadata, [results for results, _ in gathered])
+                writer.finish(planner.metadata, [results for results, _ in gathered])
                 digests = {name: each for _, of_rank in gathered for name, each in of_rank.items()}
                 self._commit(folder, final, metadata, digests | files.files)
         if save_ctx.is_rank0:
             try:
-                delete_old_checkpoints(self._run, self._retention, newest_step=step)
+                delete_old_checkpoints(self.run, self.retention, newest_step=metadata["step"])
             except Exception as problem:  # the new checkpoint exists anyway; the next save tries again
-                self._log(f"{self._run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
+                self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
         """Raise RunFailed where the disk has no space for one more checkpoint, or the store cannot be written to."""
-        folder = self._run.checkpoints_folder
+        folder = self.run.checkpoints_folder
         if not is_local(folder):
             with translate_storage_errors(f"{folder}: checkpoints", HashingFileSystem()):
                 make_folder(folder)
@@ -200,15 +212,12 @@ class AsyncCheckpointer:
             make_folder(folder)
         except OSError:
             return  # the save itself will say why
-        disk, needed = os.statvfs(folder), self._checkpoint_bytes
-        free = disk.f_bavail * disk.f_frsize
+        needed, free = self.expected_bytes, shutil.disk_usage(folder).free
         if free < needed:
             needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
             raise RunFailed(f"{folder}: no room for a checkpoint: {needs}")
 
     def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
-        for name in self._tokenizer.files:
-            files[name] = digest_file(folder / name, sync=True)
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
         if is_local(folder):
             atomic_write_text(folder / MANIFEST, text)
@@ -220,26 +229,17 @@ class AsyncCheckpointer:
             (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-class _StagedSavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner, which may write copies, by name, of the tensors that were planned."""
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """PyTorch's planner of what this rank writes: copies, by name, of the tensors that were planned, where there are any."""
 
     staged: dict[str, Tensor] | None = None
 
     def lookup_object(self, index: Any) -> Any:
         return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
 
-
-class _RankSavePlan:
-    """What this rank writes, and on rank 0 the metadata of the checkpoint."""
-
-    def __init__(self, planner: _StagedSavePlanner, local_plan: SavePlan, metadata: Metadata | None) -> None:
-        self.planner, self.local_plan, self.metadata = planner, local_plan, metadata
-        self.nbytes = sum(tensor.nbytes for tensor in self.local_tensors().values())
-
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's parts of what it writes, by name."""
-        state = self.planner.state_dict
-        written = {item.index.fqn: state[item.index.fqn] for item in self.local_plan.items}
+        written = {item.index.fqn: self.state_dict[item.index.fqn] for item in self.plan.items}
         return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in written.items()}
 
 
@@ -282,6 +282,20 @@ class _HostStaging:
             self._copy_sources = {}
 
 
-def _remove_quietly(folder: Path) -> None:
-    with suppress(Exception):  # the next save deletes it
-        remove_checkpoint(folder)
+def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: int) -> None:
+    """Delete checkpoints that the policy does not keep, and leftovers of interrupted saves. Corrupt and later ones stay."""
+    if is_local(run.checkpoints_folder):
+        for pattern in (f"*{PARTIAL_SUFFIX}", f".*{DELETED_SUFFIX}"):
+            for leftover in run.checkpoints_folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+    elif run.checkpoints_folder.is_dir():
+        for folder in run.checkpoints_folder.iterdir():
+            if folder.name.startswith(STEP_PREFIX) and not (folder / MANIFEST).exists():
+                remove_checkpoint(folder)
+    manifests = {}
+    for step in run.checkpoint_steps():
+        with suppress(CorruptCheckpoint):
+            if step <= newest_step:
+                manifests[step] = read_manifest(run.checkpoint_path(step))
+    for step in retention.steps_to_delete(manifests):
+        remove_checkpoint(run.checkpoint_path(step))

@@ -101,46 +101,29 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint("it has no manifest, so it was never finished") from None
 
 
-def check_files(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files all exist and have their size. Raises CorruptCheckpoint otherwise.
+def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
+    """The manifest of a checkpoint whose files are as it says. Raises CorruptCheckpoint otherwise.
 
-    Files of tensors are not read; the small ones are read and verified.
+    Every file is read and verified; without `with_tensors`, of the files of tensors only the size is checked.
     """
     manifest = read_manifest(folder)
     for name, written in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
+            if size != written["bytes"]:
+                raise CorruptCheckpoint(f"{name} has {size:,} bytes instead of {written['bytes']:,}")
+            is_read = with_tensors or not name.endswith(TENSOR_SUFFIX)
+            if is_read and digest_file(folder / name) != written:
+                raise CorruptCheckpoint(f"{name} does not hold what was written (its checksum differs)")
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{name} is missing") from None
         except OSError as problem:
             raise CorruptCheckpoint(f"{name} cannot be read ({problem.strerror or problem})") from None
-        if size != written["bytes"]:
-            raise CorruptCheckpoint(f"{name} has {size:,} bytes instead of {written['bytes']:,}")
-        if not name.endswith(TENSOR_SUFFIX):
-            _check_digest(folder, name, written)
     return manifest
-
-
-def verify(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, after every file was read and verified. Raises CorruptCheckpoint otherwise."""
-    manifest = check_files(folder)
-    for name, written in manifest.files.items():
-        if name.endswith(TENSOR_SUFFIX):
-            _check_digest(folder, name, written)
-    return manifest
-
-
-def _check_digest(folder: Path, name: str, expected: FileDigests) -> None:
-    try:
-        digests = digest_file(folder / name)
-    except OSError as problem:
-        raise CorruptCheckpoint(f"{name} cannot be read ({problem.strerror or problem})") from None
-    if digests != expected:
-        raise CorruptCheckpoint(f"{name} does not hold what was written (its checksum differs)")
 
 
 def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoints of a run, before `before_step` if given, newest first, whose files pass `check_files`.
+    """The checkpoints of a run, before `before_step` if given, newest first, whose files have their sizes.
 
     A line for each other one is added to `skipped`.
     """
@@ -151,7 +134,7 @@ def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> 
     for step in reversed(steps):
         folder = run.checkpoint_path(step)
         try:
-            yield folder, check_files(folder)
+            yield folder, verify(folder, with_tensors=False)
         except CorruptCheckpoint as reason:
             skipped.append(f"{folder}: {reason}; skipped")
 
@@ -164,7 +147,7 @@ def open_checkpoint(path: Path, open_with: Callable[[Path, Manifest], T]) -> tup
     """
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
         try:
-            return open_with(path, check_files(path)), []
+            return open_with(path, verify(path, with_tensors=False)), []
         except CorruptCheckpoint as reason:
             raise UserError(f"{path}: {reason}") from None
     if not path.exists():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import TypedDict
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS
@@ -41,48 +41,37 @@ class CorruptCheckpoint(UserError):
 class _HashingFile(io.RawIOBase):
     """A file being written, and the digests of its blocks so far."""
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, file_system: "HashingFileSystem") -> None:
         self._raw = raw
+        self._file_system = file_system
         self._hash = xxhash.xxh3_64()
-        self._block_filled = 0
         self._written = 0
         self._digests: list[str] = []
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for begin in range(0, len(view), BLOCK_BYTES):
-            self._update_hash(view[begin : begin + BLOCK_BYTES])
-        self._written += len(view)
-        sent = 0
-        while sent < len(view):
-            sent += self._raw.write(view[sent:])
+        hashed = sent = 0
+        while hashed < len(view):
+            part = view[hashed : hashed + BLOCK_BYTES - self._written % BLOCK_BYTES]
+            self._hash.update(part)
+            hashed += len(part)
+            self._written += len(part)
+            if self._written % BLOCK_BYTES == 0:
+                self._digests.append(self._hash.hexdigest())
+                self._hash.reset()
+        with self._file_system.record_error():
+            while sent < len(view):
+                sent += self._raw.write(view[sent:])
         return len(view)
-
-    def _update_hash(self, data: memoryview) -> None:
-        first = data[: BLOCK_BYTES - self._block_filled]
-        self._hash.update(first)
-        self._block_filled += len(first)
-        if self._block_filled == BLOCK_BYTES:
-            self._digests.append(self._hash.hexdigest())
-            self._hash.reset()
-            self._block_filled = 0
-            if rest := data[len(first) :]:
-                self._update_hash(rest)
 
     def tell(self) -> int:
         return self._written
-
-    def flush(self) -> None:
-        self._raw.flush()
 
     def fileno(self) -> int:
         return int(self._raw.fileno())
 
     def file_digests(self) -> FileDigests:
-        rest = [self._hash.hexdigest()] if self._block_filled else []
+        rest = [self._hash.hexdigest()] if self._written % BLOCK_BYTES else []
         return {"bytes": self._written, "xxh3": [*self._digests, *rest]}
 
 
@@ -103,12 +92,8 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
-        out = memoryview(buffer).cast("B")
-        out = out[: max(0, self._size - self._position)]
+        out = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         try:
             self._read_verified(out, self._position)
         except DamagedFile as problem:
@@ -126,27 +111,17 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
         return int(self._raw.seek(0, os.SEEK_END))
 
 
-class _PathFileSystem(FileSystemBase):
-    """The operations of a DCP file system on paths."""
+class _PathFileSystem(FileSystem):
+    """What PyTorch's file system does on local paths, on anything that behaves like one."""
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
-
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    def mkdir(self, path: Any) -> None:
-        make_folder(path)
 
     def exists(self, path: Any) -> bool:
         return bool(path.exists())
 
     def rm_file(self, path: Any) -> None:
         path.unlink()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, Path)
 
 
 class HashingFileSystem(_PathFileSystem):
@@ -161,12 +136,16 @@ class HashingFileSystem(_PathFileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        # Unbuffered on a disk: writes are large.
+        with self.record_error(), path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
+            file = _HashingFile(raw, self)
+            yield file
+            self.files[path.name] = file.file_digests()
+
+    @contextmanager
+    def record_error(self) -> Iterator[None]:
         try:
-            # Unbuffered on a disk: writes are large.
-            with path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
-                file = _HashingFile(_ErrorRecordingFile(raw, self))
-                yield file
-                self.files[path.name] = file.file_digests()
+            yield
         except OSError as problem:
             self.first_error = self.first_error or problem
             raise
@@ -174,23 +153,6 @@ class HashingFileSystem(_PathFileSystem):
     def rename(self, path: Any, new_path: Any) -> None:
         path.rename(new_path)
         self.files[new_path.name] = self.files.pop(path.name)
-
-
-class _ErrorRecordingFile:
-    """A raw file whose write errors are recorded before PyTorch hides them."""
-
-    def __init__(self, raw: Any, system: HashingFileSystem) -> None:
-        self._raw, self._file_system = raw, system
-
-    def write(self, data: memoryview) -> int:
-        try:
-            return int(self._raw.write(data))
-        except OSError as problem:
-            self._file_system.first_error = self._file_system.first_error or problem
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
 
 
 class VerifyingFileSystem(_PathFileSystem):
@@ -209,9 +171,6 @@ class VerifyingFileSystem(_PathFileSystem):
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path.name} is missing") from None
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        raise io.UnsupportedOperation("reading")
-
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents. Object stores have no folders, and would make a bucket instead."""
@@ -219,14 +178,12 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def digest_file(path: Path, sync: bool = False) -> FileDigests:
-    """Size and block digests of a file as it is now; with `sync` it is fsynced too."""
+def digest_file(path: Path) -> FileDigests:
+    """Size and block digests of a file as it is now."""
     digests = []
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             digests.append(xxhash.xxh3_64_hexdigest(block))
-        if sync and is_local(path):
-            os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "xxh3": digests}
 
 
@@ -235,7 +192,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, files: HashingFileSystem) -> None:
         super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
-        self.fs, self.path = files, folder  # type: ignore[assignment]
+        self.fs, self.path = files, folder
 
     @property
     def checkpoint_id(self) -> str:

@@ -7,8 +7,11 @@ they never pair with a gradient's collective; checkpoints have a third group.
 import ctypes
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, RankInfo, read_rank_info, threads_per_rank
-from lmforge.cluster.rendezvous import report_missing_ranks
 from lmforge.errors import RunFailed, UserError
 
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
+REPORT_MISSING_AFTER_SECONDS = 30.0
 T = TypeVar("T")
 
 
@@ -71,43 +74,32 @@ class DistributedContext:
 
     def all_gather(self, value: T) -> list[T]:
         """`value` of every rank, in rank order, on every rank."""
-        if self.control_group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with self._while_waiting():
-            dist.all_gather_object(values, value, group=self.control_group)
+        values = [value] * self.world_size
+        self._communicate(dist.all_gather_object, values, value)
         return values
 
     def gather(self, value: T) -> list[T] | None:
         """`value` of every rank, in rank order, on rank 0; None on the others."""
-        if self.control_group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_rank0 else None
-        with self._while_waiting():
-            dist.gather_object(value, values, dst=0, group=self.control_group)
+        values = [value] * self.world_size if self.is_rank0 else None
+        self._communicate(dist.gather_object, value, values, dst=0)
         return values
 
     def scatter(self, values: list[T] | None) -> T:
         """This rank's element of rank 0's `values`, which are in rank order."""
-        if self.control_group is None:
-            assert values is not None
-            return values[0]
-        received: list[Any] = [None]
-        with self._while_waiting():
-            dist.scatter_object_list(received, values, src=0, group=self.control_group)
+        received: list[Any] = values[:1] if values else [None]
+        self._communicate(dist.scatter_object_list, received, values, src=0)
         return received[0]
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`, on every rank."""
-        if self.control_group is None:
-            return value
-        box = [value]
-        with self._while_waiting():
-            dist.broadcast_object_list(box, src=0, group=self.control_group)
-        return box[0]
+        received = [value]
+        self._communicate(dist.broadcast_object_list, received, src=0)
+        return received[0]
 
-    def _while_waiting(self) -> AbstractContextManager[None]:
-        return self.wait_context() if self.wait_context is not None else nullcontext()
+    def _communicate(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        if self.control_group is not None:
+            with self.wait_context() if self.wait_context is not None else nullcontext():
+                collective(*arguments, **options, group=self.control_group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks in place, on the device; the host does not wait."""
@@ -142,26 +134,22 @@ class DistributedContext:
         They wait in many short collectives instead of one long one, which would time out. What `fn` raises on any host is
         raised on every rank.
         """
-        problems: list[BaseException] = []
-        ended = threading.Event()
+        result: Future[object] = Future()
 
         def call() -> None:
             try:
-                fn()
+                result.set_result(fn())
             except BaseException as problem:
-                problems.append(problem)
-            finally:
-                ended.set()
+                result.set_exception(problem)
 
         if self.rank_info.local_rank == 0:
             threading.Thread(target=call, daemon=True).start()
         else:
-            ended.set()
-        while not all(self.all_gather(ended.wait(RANK_POLL_SECONDS))):
+            result.set_result(None)
+        while not all(self.all_gather(bool(wait([result], RANK_POLL_SECONDS).done))):
             pass
         with self.raise_on_all():
-            if problems:
-                raise problems[0]
+            result.result()
 
     def decide_on_rank0(self, fn: Callable[[], T]) -> T:
         """What `fn` returns on rank 0, on every rank; what it raises there is raised on every rank."""
@@ -203,10 +191,51 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id)
-    control, saving = (
-        dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc=purpose) for purpose in ("control", "saving")
-    )
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
+    saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
     return DistributedContext(info, chosen, control, saving)
+
+
+@contextmanager
+def report_missing_ranks(
+    rank: int, world_size: int, init_number: int, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
+) -> Iterator[None]:
+    """Around code that waits for all ranks. `init_number` tells several initializations of the same processes apart.
+
+    torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank writes a key to
+    the store over a connection of its own (the other one is busy waiting), and the lowest rank that joined prints who has not.
+    Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
+    """
+    joined = threading.Event()
+
+    def report() -> None:
+        began, pause = time.monotonic(), patience_seconds
+        keys = [f"lmforge/joining-{init_number}/{each}" for each in range(world_size)]
+        try:
+            # The rank that keeps the store may itself be late.
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+            store.set(keys[rank], "here")
+            while not joined.wait(pause):
+                missing = [each for each in range(world_size) if not store.check([keys[each]])]
+                pause = time.monotonic() - began
+                if missing and rank == min(set(range(world_size)) - set(missing)):
+                    message = _missing_message(missing, world_size)
+                    print(f"lmforge: {message} after {pause:.0f} s", file=sys.stderr, flush=True)
+        except (RuntimeError, KeyError, ValueError):
+            return  # no store answers: the rank that waits for it reports that
+
+    threading.Thread(target=report, name="joining", daemon=True).start()
+    try:
+        yield
+    finally:
+        joined.set()
+
+
+def _missing_message(missing: list[int], world_size: int) -> str:
+    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    have = "has" if len(missing) == 1 else "have"
+    return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"
 
 
 def _terminate_with_launcher() -> None:

@@ -61,20 +61,19 @@ def _launch_once(num_processes: int, arguments: list[str]) -> int:
         with _launcher_environment():
             elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:
-        statuses = [failure.exitcode for failure in failed.failures.values()]
-        if 2 in statuses:
+        statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        if 2 in statuses.values():
             return 2
-        interrupted = [status for status in statuses if status in INTERRUPTED_STATUSES]
-        if interrupted:
-            return interrupted[0]
+        for status in statuses.values():
+            if status in INTERRUPTED_STATUSES:
+                return status
         # The launcher ends ranks with SIGTERM when another has failed.
         by_launcher = -signal.SIGTERM
-        codes = {rank: each.exitcode for rank, each in failed.failures.items()}
-        killed = [(rank, -code) for rank, code in codes.items() if code < 0 and code != by_launcher]
-        if killed:  # the ranks that are left only know that a peer is gone
-            rank, number = killed[0]
-            print(f"lmforge: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        return EXIT_PEER_LOST if killed or {EXIT_PEER_LOST} <= set(statuses) <= {EXIT_PEER_LOST, by_launcher} else 1
+        for rank, status in statuses.items():
+            if status < 0 and status != by_launcher:  # the ranks that are left only know that a peer is gone
+                print(f"lmforge: rank {rank} was killed by {signal.Signals(-status).name}", file=sys.stderr, flush=True)
+                return EXIT_PEER_LOST
+        return EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
@@ -84,7 +83,7 @@ def _launch_once(num_processes: int, arguments: list[str]) -> int:
 def _launcher_environment() -> Iterator[None]:
     """Signal handlers, environment variables and logging of this process while it launches; restored afterwards."""
     handlers = {number: signal.getsignal(number) for number in (*LAUNCHER_SIGNALS, signal.SIGUSR1)}
-    variables = {name: os.environ.get(name) for name in (LAUNCHER_PID_VARIABLE, "OMP_NUM_THREADS")}
+    environment = dict(os.environ)
     # Schedulers send SIGUSR1 when the time is nearly up; torch's launcher handles only signals that end the job at once.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
@@ -98,8 +97,6 @@ def _launcher_environment() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in (LAUNCHER_PID_VARIABLE, "OMP_NUM_THREADS"):
+            os.environ.pop(name)
+        os.environ.update(environment)

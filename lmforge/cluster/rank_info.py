@@ -31,12 +31,11 @@ class RankInfo:
 def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read the variables of torchrun. Raises UserError where only some are set, or they contradict each other."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in environ]
+    missing = ", ".join(name for name in names if name not in environ)
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankInfo()
     if missing:
-        absent = ", ".join(missing)
-        raise UserError(f"environment: RANK or WORLD_SIZE is set but {absent} is not; start with torchrun, or unset them")
+        raise UserError(f"environment: RANK or WORLD_SIZE is set but {missing} is not; start with torchrun, or unset them")
     try:
         rank, world_size, local_rank = (int(environ[name]) for name in names[:3])
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -43,7 +43,7 @@ class Batch:
     labels        int64, the next token of the same document (already shifted by one), −100 where not scored
     positions     int64, from 0 at the start of each document, and at the start of a sequence that continues one
     document_ids  int32, equal within a document, numbered from 0 in each sequence, −1 on padding
-    rng_keys      int64, keys for randomness per token (`token_rng.py`); None if nothing is random, as in evaluation
+    rng_keys      int64, keys for randomness per token (`order.py`); None if nothing is random, as in evaluation
     extras        what else an objective needs, or None
     """
 
@@ -58,8 +58,8 @@ class Batch:
     def from_sequences(cls, sequences: Sequence[PackedSequence]) -> Self:
         """Stack packed sequences of one length."""
         names = [field.name for field in fields(PackedSequence) if field.name != "extras"]
-        tensors = {name: _stack([getattr(sequence, name) for sequence in sequences]) for name in names}
-        extras = {name: _stack([sequence.extras[name] for sequence in sequences]) for name in sequences[0].extras}
+        tensors = {name: _stack([getattr(each, name) for each in sequences]) for name in names}
+        extras = {name: _stack([each.extras[name] for each in sequences]) for name in sequences[0].extras}
         return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     @classmethod
@@ -71,9 +71,9 @@ class Batch:
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
         """The sequences of several batches of one length, in order."""
-        tensors: dict[str, Any] = {name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors}
+        tensors: dict[str, Any] = {name: torch.cat([each.tensors[name] for each in batches]) for name in batches[0].tensors}
         names = batches[0].extras.tensors if batches[0].extras else ()
-        extras = {name: torch.cat([batch.extra(name) for batch in batches]) for name in names}
+        extras = {name: torch.cat([each.extra(name) for each in batches]) for name in names}
         return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":

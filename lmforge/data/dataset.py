@@ -6,6 +6,7 @@ its sequence. Ranks, batches and threads are not known here.
 
 import json
 import warnings
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import xxhash
 from lmforge.data.order import Permutation, derive_key, permutation
 from lmforge.data.packing import ConcatPacking, PackedSequence
 from lmforge.data.shards import TokenFolder
-from lmforge.errors import UserError
+from lmforge.errors import prefix_errors
 
 # Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.
 PACKING_VERSION = 1
@@ -31,35 +32,29 @@ class Packing(Protocol):
         """Sequence `index`; all padding at or beyond `num_sequences`."""
 
 
+@dataclass(eq=False)
 class PackedDataset:
     """The sequences of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
 
     Without shuffling, sequences beyond the last are all padding, so an evaluation can read full batches and still count every
-    sequence once.
+    sequence once. `plan` lists all that sequences depend on, except the seed; `name` keys the order.
     """
 
-    def __init__(
-        self,
-        packing: Packing,
-        *,
-        name: str,
-        location: str,
-        plan: list[Any],
-        sequence_length: int,
-        seed: int = 0,
-        shuffle: bool = True,
-    ):
-        """`plan` lists all that sequences depend on, except the seed; `name` keys the order."""
-        if sequence_length < 1:
-            raise ValueError(f"sequences of {sequence_length} tokens")
-        self.sequence_length = sequence_length
-        self.location = location
-        self._name = name
-        self._seed = seed
-        self._shuffle = shuffle
-        self.packing = packing
+    packing: Packing
+    _: KW_ONLY
+    name: str
+    location: str
+    plan: list[Any]
+    sequence_length: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise ValueError(f"sequences of {self.sequence_length} tokens")
         self._permutation = lru_cache(maxsize=2)(self._permutation_of_epoch)
-        self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps([*plan, seed if shuffle else None]).encode())
+        plan = [*self.plan, self.seed if self.shuffle else None]
+        self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -73,10 +68,8 @@ class PackedDataset:
         """Samples start … stop − 1. Raises UserError naming shard, offset and sample if one cannot be read."""
         sequences = []
         for n, index in zip(range(start, stop), self.indices(start, stop), strict=True):
-            try:
+            with prefix_errors(f"sample {n}"):
                 sequences.append(self.packing.sequence(int(index)))
-            except UserError as error:
-                raise UserError(f"sample {n}: {error}") from error
         return sequences
 
     def indices(self, start: int, stop: int) -> np.ndarray:
@@ -84,7 +77,7 @@ class PackedDataset:
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
         samples = np.arange(start, stop)
-        if not self._shuffle:
+        if not self.shuffle:
             return samples
         epochs, offsets = np.divmod(samples, self.sequences_per_epoch)
         for epoch in np.unique(epochs):
@@ -93,7 +86,7 @@ class PackedDataset:
         return samples
 
     def _permutation_of_epoch(self, epoch: int) -> Permutation:
-        return permutation(self.sequences_per_epoch, derive_key(self._seed, "source", self._name, epoch))
+        return permutation(self.sequences_per_epoch, derive_key(self.seed, "source", self.name, epoch))
 
 
 class TokenDataset(PackedDataset):

@@ -1,7 +1,10 @@
-"""The keyed permutation: the order of samples, computed from integers, without state.
+"""The order of samples, a keyed permutation, and the keys of random draws within a batch: computed from integers, no state.
 
 A permutation of N items needs no memory that grows with N and can be evaluated at any position, so a resumed run has nothing to
 restore. Numpy's generators are not used: their streams may change between versions, and then a run could not be resumed.
+
+What is drawn for a token is a function of (seed, sample number, column). It does not depend on ranks, micro-batches, activation
+checkpointing or restarts. A sequence that comes again in another epoch is another sample, with other draws.
 """
 
 import json
@@ -35,11 +38,18 @@ def splitmix64(x: UInt64Array) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-def _random_uint64(key: int, count: int) -> UInt64Array:
-    """`count` values of a key. It is hashed first, or neighbouring keys would have the same values, shifted."""
+def _random_uint64(key: int, start: int, stop: int) -> UInt64Array:
+    """Values `start` … `stop` − 1 of a key. It is hashed first, or neighbouring keys would have the same values, shifted."""
     first: UInt64Array = np.full(1, key, np.uint64)
-    numbers: UInt64Array = np.arange(count, dtype=np.uint64)
+    numbers: UInt64Array = np.arange(start, stop, dtype=np.uint64)
     return splitmix64(splitmix64(first) + numbers)
+
+
+def token_rng_keys(seed: int, start: int, stop: int, sequence_length: int) -> np.ndarray:
+    """Keys of the tokens of samples `start` … `stop` − 1: int64 [samples, sequence_length], all bits random."""
+    samples = _random_uint64(derive_key(seed, "noise"), start, stop)
+    columns: UInt64Array = np.arange(sequence_length, dtype=np.uint64)
+    return splitmix64(samples[:, None] + columns).view(np.int64)
 
 
 def permutation(n: int, key: int) -> Permutation:
@@ -54,7 +64,7 @@ def permutation(n: int, key: int) -> Permutation:
 
 def _table_permutation(n: int, key: int) -> Permutation:
     """The order of hashed positions, as a table."""
-    table = np.argsort(_random_uint64(key, n), kind="stable").astype(np.uint16)
+    table = np.argsort(_random_uint64(key, 0, n), kind="stable").astype(np.uint16)
     return lambda positions: table[positions].astype(np.int64)
 
 
@@ -67,7 +77,7 @@ def _feistel_permutation(n: int, key: int) -> Permutation:
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     radix_a, radix_b = np.uint64(a), np.uint64(b)
-    round_keys = _random_uint64(key, 2 * FEISTEL_ROUNDS)
+    round_keys = _random_uint64(key, 0, 2 * FEISTEL_ROUNDS)
 
     def encipher(x: UInt64Array) -> UInt64Array:
         left, right = x // radix_b, x % radix_b

@@ -14,13 +14,11 @@ process under mmap; under pread it is an exception, and the read is repeated.
 import io
 import json
 import os
-import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -152,7 +150,8 @@ class _ShardFile(ChecksummedFile):
     def read(self, offset: int, size: int) -> bytearray:
         """`size` bytes from `offset`. Retries a fault a few times, then UserError naming file and offset."""
         data = bytearray(size)
-        for pause in (*RETRY_DELAYS_SECONDS, None):
+        delays = iter(RETRY_DELAYS_SECONDS)
+        while True:
             try:
                 self._read_verified(memoryview(data), offset)
                 return data
@@ -160,15 +159,13 @@ class _ShardFile(ChecksummedFile):
                 # Reopened each time, since a stale network handle stays stale. Not closed, since another thread may be
                 # reading from it.
                 self._file = None
-                if pause is None:
+                delay = next(delays, None)
+                if delay is None:
                     raise UserError(f"{self.path}: {error.strerror or error}: {RESTORE_HINT}") from error
-                time.sleep(pause)
-        raise AssertionError("unreachable")
+                time.sleep(delay)
 
     def _pread(self, out: memoryview, offset: int) -> int:
-        file = self._file
-        if file is None:
-            file = self._file = io.FileIO(self.path)
+        file = self._file = self._file or io.FileIO(self.path)
         try:
             return os.preadv(file.fileno(), [out], offset)
         except OSError as error:
@@ -181,18 +178,17 @@ class _ShardFile(ChecksummedFile):
 class _ShardReader:
     """An open shard."""
 
-    def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype, tokenizer_hash: str):
-        path = folder / (entry.name + ".json")
+    def __init__(self, folder: "TokenFolder", entry: ShardEntry):
+        path = folder.path / (entry.name + ".json")
         try:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}: {RESTORE_HINT}") from None
         if xxhash.xxh3_128_hexdigest(content) != entry.xxh3:
-            raise UserError(f"{path}: is not the one written for {folder}: changed or swapped; {RESTORE_HINT}")
+            raise UserError(f"{path}: is not the one written for {folder.path}: changed or swapped; {RESTORE_HINT}")
         manifest = _parse_shard_manifest(content, path)
-        assert manifest.dtype == dtype.name
-        assert manifest.tokenizer == tokenizer_hash
-        self._dtype = dtype
+        assert (manifest.dtype, manifest.tokenizer) == (folder.manifest.dtype, folder.manifest.tokenizer)
+        self._dtype = folder.dtype
         self._block_first_ends = manifest.document_block_firsts
         self._documents_bytes = 8 * entry.documents
         self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest.bytes, manifest.token_blocks)
@@ -215,22 +211,16 @@ class _ShardReader:
 class TokenSplit:
     """The shards of one split as one sequence of tokens. Safe to read from several threads."""
 
-    def __init__(self, folder: Path, shard_entries: list[ShardEntry], dtype: np.dtype, tokenizer_hash: str):
-        self._folder = folder
-        self._shard_entries = shard_entries
-        self._dtype = dtype
-        self._tokenizer_hash = tokenizer_hash
-        self._shard_stops = np.cumsum([entry.tokens for entry in shard_entries])
-        self.num_tokens = int(self._shard_stops[-1])
-        self.num_documents = sum(entry.documents for entry in shard_entries)
-        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([entry.xxh3 for entry in shard_entries]).encode())
-        self._open_shards: OrderedDict[int, _ShardReader] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, folder: "TokenFolder", shards: list[ShardEntry]):
+        self._shard_bounds = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self.num_tokens = int(self._shard_bounds[-1])
+        self.num_documents = sum(shard.documents for shard in shards)
+        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([shard.xxh3 for shard in shards]).encode())
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda i: _ShardReader(folder, shards[i]))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop − 1, uint16 or uint32. Raises UserError naming shard and offset if a checksum does not match."""
-        pieces = [self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate([self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)])
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin strictly between `start` and `stop`, int64, in tokens of the split."""
@@ -239,27 +229,18 @@ class TokenSplit:
             pieces.append(self._shard(i).document_ends(a, b) + base)
             if base + b < stop:  # the span continues in the next shard, which begins with a document
                 pieces.append(np.array([base + b]))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(pieces)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(shard, start in it, stop in it, the split's token at which it begins) for each shard of a span."""
         if not 0 <= start < stop <= self.num_tokens:
             raise ValueError(f"tokens {start} to {stop} of {self.num_tokens}")
-        i = int(np.searchsorted(self._shard_stops, start, "right"))
+        i = int(np.searchsorted(self._shard_bounds, start, "right")) - 1
         while start < stop:
-            base = int(self._shard_stops[i]) - self._shard_entries[i].tokens
-            end = min(stop, int(self._shard_stops[i]))
+            base, end = self._shard_bounds[i : i + 2].tolist()
+            end = min(stop, end)
             yield i, start - base, end - base, base
             start, i = end, i + 1
-
-    def _shard(self, i: int) -> _ShardReader:
-        with self._lock:
-            if i not in self._open_shards:
-                self._open_shards[i] = _ShardReader(self._folder, self._shard_entries[i], self._dtype, self._tokenizer_hash)
-                if len(self._open_shards) > MAX_OPEN_SHARDS:
-                    self._open_shards.popitem(last=False)
-            self._open_shards.move_to_end(i)
-            return self._open_shards[i]
 
 
 @dataclass(frozen=True)
@@ -323,7 +304,7 @@ class TokenFolder:
         """One split by name. Raises UserError naming those there are."""
         if name not in self.splits:
             raise UserError(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
-        return TokenSplit(self.path, self.manifest.splits[name], self.dtype, self.manifest.tokenizer)
+        return TokenSplit(self, self.manifest.splits[name])
 
 
 def read_token_folder_manifest(folder: Path) -> TokenFolderManifest:

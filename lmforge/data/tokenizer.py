@@ -21,7 +21,7 @@ import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.untrusted import parse_json
 
 EOS_TOKEN = "<|endoftext|>"
@@ -63,12 +63,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"vocab_size {vocab_size}: the bytes and the special tokens alone are {MIN_VOCAB_SIZE}")
     bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZE_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZE_PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -84,6 +81,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 class Tokenizer:
     """An opened tokenizer. Ids are ints below `vocab_size`; `eos_token_id` ends a document; `bos_token_id` may be None.
 
+    named_ids     the ids of the tokens that end and begin a text
     configs       the contents of CONFIG_FILES by name, empty for a file that is not there
     added_tokens  the tokens that tokenizer.json adds to its vocabulary, special ones among them, as it lists them
     """
@@ -92,7 +90,6 @@ class Tokenizer:
         """`text` is the tokenizer.json, `companions` the files beside it by name. Raises UserError if one is invalid."""
         self._text = text
         self._companions = companions
-        self._location = location
         hint = "not a tokenizer.json this can open"
         self._json = parse_json(text.encode(), dict[str, Any], location, max_bytes=MAX_TOKENIZER_BYTES, hint=hint)
         self.configs = {
@@ -109,11 +106,12 @@ class Tokenizer:
         self.added_tokens: list[dict[str, Any]] = self._json.get("added_tokens") or []
         self._vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(self._vocab.values())
-        self.eos_token_id = self._find_eos_token_id()
-        self.bos_token_id = self._named_token_id("bos_token")
+        with prefix_errors(location):
+            self.eos_token_id = self._find_eos_token_id()
+            self.bos_token_id = self._named_token_id("bos_token")
+        self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
         # Some files do not mark these as special: text that spells them would be encoded as them.
-        named = [self._backend.id_to_token(id) for id in (self.eos_token_id, self.bos_token_id) if id is not None]
-        self._backend.add_special_tokens(named)
+        self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -137,9 +135,8 @@ class Tokenizer:
         """The texts of the files that it is saved as, by name; tokenizer.json last."""
         return {**self._companions, "tokenizer.json": self._text}
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write tokenizer.json and its companions, unchanged, into a folder; tokenizer.json last."""
-        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             atomic_write_text(folder / name, text)
@@ -164,10 +161,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, is_continuation: bool = False) -> list[list[int]]:
         """`encode` of each. `is_continuation`: as after other tokens, where some tokenizers put no blank before a word."""
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         tokens, before = self._continuation_tokenizer
         after = [before + text for text in texts]
-        return [encoding.ids[1:] for encoding in tokens.encode_batch_fast(after, add_special_tokens=False)]
+        return [each.ids[1:] for each in tokens.encode_batch_fast(after, add_special_tokens=False)]
 
     def split_long_text(self, text: str, piece_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
         """A long text in pieces of about `piece_characters` whose ids, joined, are those of the whole text.
@@ -197,7 +194,7 @@ class Tokenizer:
 
     def stream_decoder(self) -> "StreamDecoder":
         """A decoder that takes one id at a time."""
-        return StreamDecoder(self._bytes_of_id, self.all_special_ids, self._drops_leading_space)
+        return StreamDecoder(self)
 
     def token_byte_lengths(self) -> np.ndarray:
         """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
@@ -222,10 +219,8 @@ class Tokenizer:
         known = [token for token in (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>") if token in specials]
         if len(known) == 1:
             return self._vocab[known[0]]
-        raise UserError(
-            f"{self._location}: cannot tell which token ends a document: "
-            'put a tokenizer_config.json beside it that says "eos_token"'
-        )
+        hint = 'put a tokenizer_config.json beside it that says "eos_token"'
+        raise UserError(f"cannot tell which token ends a document: {hint}")
 
     def _named_token_id(self, role: str) -> int | None:
         for name, config in self.configs.items():
@@ -234,7 +229,7 @@ class Tokenizer:
                 token = token.get("content")
             if token is not None:
                 if not isinstance(token, str) or token not in self._vocab:
-                    raise UserError(f"{self._location}: has no token {token!r}, which {name} says is its {role}")
+                    raise UserError(f"has no token {token!r}, which {name} says is its {role}")
                 return self._vocab[token]
         return None
 
@@ -245,8 +240,7 @@ class Tokenizer:
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
         """The ids that are no text: tokens that the file marks as special, and those that begin and end a text."""
-        named = {id for id in (self.eos_token_id, self.bos_token_id) if id is not None}
-        return frozenset(named | {token["id"] for token in self.added_tokens if token["special"]})
+        return frozenset([*self.named_ids, *(token["id"] for token in self.added_tokens if token["special"])])
 
     @cached_property
     def _continuation_tokenizer(self) -> tuple[tokenizers.Tokenizer, str]:
@@ -262,7 +256,8 @@ class Tokenizer:
         return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
 
     @cached_property
-    def _drops_leading_space(self) -> bool:
+    def drops_leading_space(self) -> bool:
+        """Whether a decoded text begins without the blank of its first token."""
         # Without a decoder the library puts a blank between tokens, and for WordPiece before words.
         return any(
             step.get("type") in ("WordPiece", None)
@@ -298,20 +293,19 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes one id at a time, and keeps back the bytes of a character that is not complete yet."""
 
-    def __init__(self, bytes_of_id: list[bytes], special_ids: frozenset[int], drops_leading_space: bool):
-        self._bytes_of_id = bytes_of_id
-        self._special_ids = special_ids
-        self._at_start = drops_leading_space
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._drop_space = tokenizer.drops_leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
         """The text that is complete with `token_id`; special tokens have none."""
-        if token_id in self._special_ids:
+        if token_id in self._tokenizer.all_special_ids:
             return ""
-        piece = self._bytes_of_id[token_id]
-        if self._at_start:
+        piece = self._tokenizer.id_to_bytes(token_id)
+        if self._drop_space:
             piece = piece.removeprefix(b" ")
-        self._at_start = False
+        self._drop_space = False
         return self._utf8.decode(piece)
 
     def finish(self) -> str:
@@ -319,14 +313,8 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte.
-
-    Bytes that print as themselves stay; the others, in order, take the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(b): b for b in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+# The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte: bytes that print as
+# themselves stay; the others, in order, take the characters from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}

@@ -1,7 +1,7 @@
 """Dropout and NEFTune whose random numbers are a function of the tokens' rng keys: the same bits on every device.
 
 torch's own dropout draws from a generator in the order in which operators run, so its masks change with the number of ranks,
-the micro-batches and what is recomputed. Here there is no generator and no state: a token's key (data/token_rng.py) and the
+the micro-batches and what is recomputed. Here there is no generator and no state: a token's key (data/order.py) and the
 site in the network seed a stream of random numbers, one for each feature.
 """
 

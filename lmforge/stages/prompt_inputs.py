@@ -1,8 +1,7 @@
 """The inputs of policy optimization: prompts with the columns that reward functions are given."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from pathlib import Path
@@ -20,7 +19,7 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import PackedSequence
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
@@ -53,32 +52,20 @@ def check_prompts_and_rewards(config: AlignConfig) -> None:
         raise UserError(
             "rollout.reward_functions: name a reward function, such as --rollout.reward_functions rewards.py:reward"
         )
-    functions = []
-    for spec in config.rollout.reward_functions:
-        if not is_model_folder(spec):
-            functions.append(spec)
-            continue
-        with _prefix_errors("rollout.reward_functions"):
-            model_config = find_pretrained(Path(spec)).resolve_model_config(ModelOptions())
-            check_reward_head(model_config, Path(spec), reward_model=True)
-    with load_reward_functions(functions) as rewards:
+    models = [spec for spec in config.rollout.reward_functions if is_model_folder(spec)]
+    for spec in models:
+        with prefix_errors("rollout.reward_functions"):
+            check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
+    with load_reward_functions([spec for spec in config.rollout.reward_functions if spec not in models]) as rewards:
         for files in filter(None, (config.data.files, config.data.validation_files)):
             names: set[str] = set()
             records = chain.from_iterable(read_prompt_columns(path, config.data.renamed) for path in files)
             for location, columns in records:
                 names.update(columns)
-                with _prefix_errors(str(location)):
+                with prefix_errors(location):
                     rewards.check_serializable(columns)
-            with _prefix_errors(", ".join(map(str, files))):
+            with prefix_errors(", ".join(map(str, files))):
                 rewards.check_columns(sorted(names))
-
-
-@contextmanager
-def _prefix_errors(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{prefix}: {error}") from None
 
 
 def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) -> tuple[list[TokenizedPrompt], PromptCounts]:
@@ -124,7 +111,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
     for spec in filter(is_model_folder, config.rollout.reward_functions):
         # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
-        with _prefix_errors(f"rollout.reward_functions: {spec}"):
+        with prefix_errors(f"rollout.reward_functions: {spec}"):
             encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."])
     dataset = _prompt_dataset(config, prompts, validation_prompts)
     return RunInputs(

@@ -11,7 +11,7 @@ PROGRAM = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from lmforge.cluster.rendezvous import report_missing_ranks
+from lmforge.cluster.distributed import report_missing_ranks
 rank = int(sys.argv[1])
 with report_missing_ranks(rank, 3, 1, patience_seconds=0.5):
     if rank != 1:

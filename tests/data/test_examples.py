@@ -1,4 +1,4 @@
-"""Examples in a folder, and the rows that are made of them."""
+"""Examples in a folder, and the sequences that are made of them."""
 
 import io
 import json
@@ -14,8 +14,7 @@ import pytest
 import xxhash
 
 from lmforge.data.batch import Batch
-from lmforge.data.best_fit import best_fit
-from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
+from lmforge.data.chat.examples import ExampleFolder, best_fit, example_dataset, write_examples
 from lmforge.data.chat.spill_buffer import ExampleGroup
 from lmforge.data.packing import IGNORE_INDEX, TokenizedExample
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
@@ -31,20 +30,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def chance() -> random.Random:
+def rng() -> random.Random:
     return fresh_random()
 
 
-def drawn(chance: random.Random, longest: int) -> TokenizedExample:
+def drawn(rng: random.Random, longest: int) -> TokenizedExample:
     """A prompt that is not scored, and an answer that is."""
-    prompt, answer = chance.randint(1, longest - 1), chance.randint(1, longest // 2)
-    tokens = np.array([chance.randrange(300) for _ in range(prompt + answer)], np.int32)
+    prompt, answer = rng.randint(1, longest - 1), rng.randint(1, longest // 2)
+    tokens = np.array([rng.randrange(300) for _ in range(prompt + answer)], np.int32)
     return TokenizedExample(tokens, np.arange(prompt + answer) >= prompt)
 
 
 @pytest.fixture
 def make(tmp_path: Path, tokenizer: Tokenizer) -> Make:
-    def written(items: list[ExampleGroup], length: int, *, overlong: str = "drop", share: float | None = 0.0) -> ExampleFolder:
+    def written(items: list[ExampleGroup], length: int, *, overlong: str = "drop", ratio: float | None = 0.0) -> ExampleFolder:
         folder = tmp_path / f"examples-{len(list(tmp_path.iterdir()))}"
         read = {"train": items, "validation": []}
         write_examples(
@@ -55,17 +54,17 @@ def make(tmp_path: Path, tokenizer: Tokenizer) -> Make:
             sequence_length=length,
             limit_description=f"data.sequence_length = {length}",
             overlong=overlong,
-            validation_ratio=share,
+            validation_ratio=ratio,
         )
         return ExampleFolder.open(folder)
 
     return written
 
 
-def test_best_fit_places_everything_once_and_no_bin_is_too_full(chance: random.Random) -> None:
+def test_best_fit_places_everything_once_and_no_bin_is_too_full(rng: random.Random) -> None:
     for _ in range(200):
-        capacity = chance.randint(1, 300)
-        sizes = np.array([chance.randint(1, capacity) for _ in range(chance.randint(1, 80))])
+        capacity = rng.randint(1, 300)
+        sizes = np.array([rng.randint(1, capacity) for _ in range(rng.randint(1, 80))])
         things, starts = best_fit(sizes, capacity)
         assert sorted(things) == list(range(len(sizes)))
         loads = [int(sizes[things[a:b]].sum()) for a, b in pairwise(starts)]
@@ -74,50 +73,54 @@ def test_best_fit_places_everything_once_and_no_bin_is_too_full(chance: random.R
         assert sum(2 * load <= capacity for load in loads) <= 1
 
 
-def test_a_row_holds_its_examples_whole_and_apart(chance: random.Random, make: Make) -> None:
-    items = [ExampleGroup((drawn(chance, 20),)) for _ in range(60)]
-    rows = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
+def test_a_sequence_holds_its_examples_whole_and_apart(rng: random.Random, make: Make) -> None:
+    items = [ExampleGroup((drawn(rng, 20),)) for _ in range(60)]
+    dataset = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
     found = []
-    for index in range(rows.sequences_per_epoch):
-        row = rows.sequence(index)
-        for document in range(row.document_ids.max() + 1):
-            here = row.document_ids == document
-            assert list(row.positions[here]) == list(range(here.sum()))
-            scored = row.labels[here] != IGNORE_INDEX
-            assert list(row.labels[here][:-1][scored[:-1]]) == list(row.tokens[here][1:][scored[:-1]])
-            found.append((*row.tokens[here], int(row.labels[here][-1])))
-        assert (row.labels[row.document_ids < 0] == IGNORE_INDEX).all()
+    for index in range(dataset.sequences_per_epoch):
+        sequence = dataset.sequence(index)
+        for document in range(sequence.document_ids.max() + 1):
+            here = sequence.document_ids == document
+            assert list(sequence.positions[here]) == list(range(here.sum()))
+            scored = sequence.labels[here] != IGNORE_INDEX
+            assert list(sequence.labels[here][:-1][scored[:-1]]) == list(sequence.tokens[here][1:][scored[:-1]])
+            found.append((*sequence.tokens[here], int(sequence.labels[here][-1])))
+        assert (sequence.labels[sequence.document_ids < 0] == IGNORE_INDEX).all()
     assert sorted(found) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
-    assert rows.sequences_per_epoch < len(items) / 2
+    assert dataset.sequences_per_epoch < len(items) / 2
 
 
-def test_pairs_lie_in_documents_two_by_two(chance: random.Random, make: Make) -> None:
-    items = [ExampleGroup((drawn(chance, 12), drawn(chance, 12))) for _ in range(20)]
-    rows = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
+def test_pairs_lie_in_documents_two_by_two(rng: random.Random, make: Make) -> None:
+    items = [ExampleGroup((drawn(rng, 12), drawn(rng, 12))) for _ in range(20)]
+    dataset = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
     sides = [tuple(part.tokens[:-1].tolist() for part in item.sequences) for item in items]
-    for index in range(rows.sequences_per_epoch):
-        row = rows.sequence(index)
-        parts = [row.tokens[row.document_ids == document].tolist() for document in range(row.document_ids.max() + 1)]
+    for index in range(dataset.sequences_per_epoch):
+        sequence = dataset.sequence(index)
+        parts = [
+            sequence.tokens[sequence.document_ids == document].tolist() for document in range(sequence.document_ids.max() + 1)
+        ]
         assert len(parts) % 2 == 0
         assert all(pair in sides for pair in zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_judged_answers_are_followed_by_the_next_ones_answer_to_the_same_prompt(chance: random.Random, make: Make) -> None:
-    items = [ExampleGroup((drawn(chance, 10),), {"kto_labels": float(n % 2)}) for n in range(30)]
-    rows = example_dataset(make(items, 32), "train", sequence_length=64, pack=True, shuffle=False)
+def test_unpaired_completions_are_followed_by_the_next_ones_completion_to_the_same_prompt(
+    rng: random.Random, make: Make
+) -> None:
+    items = [ExampleGroup((drawn(rng, 10),), {"kto_labels": float(n % 2)}) for n in range(30)]
+    dataset = example_dataset(make(items, 32), "train", sequence_length=64, pack=True, shuffle=False)
     several = 0
-    for index in range(rows.sequences_per_epoch):
-        row = rows.sequence(index)
-        members = [items[n].sequences[0] for n in rows.packing.example_indices(index)]  # type: ignore[attr-defined]
+    for index in range(dataset.sequences_per_epoch):
+        sequence = dataset.sequence(index)
+        members = [items[n].sequences[0] for n in dataset.packing.example_indices(index)]  # type: ignore[attr-defined]
         several += len(members) > 1
         for place, member in enumerate(members):
             other = members[(place + 1) % len(members)]
-            own, mismatched = (row.tokens[row.document_ids == 2 * place + side] for side in (0, 1))
+            own, mismatched = (sequence.tokens[sequence.document_ids == 2 * place + side] for side in (0, 1))
             assert own.tolist() == member.tokens[:-1].tolist()
             expected = [*member.tokens[~member.loss_mask], *other.tokens[other.loss_mask]][:-1] if len(members) > 1 else []
             assert mismatched.tolist() == expected
     assert several
-    batch = Batch.from_sequences(rows.sequences(0, rows.sequences_per_epoch))
+    batch = Batch.from_sequences(dataset.sequences(0, dataset.sequences_per_epoch))
     assert set(batch.extra("kto_labels").flatten().tolist()) <= {0.0, 1.0}
 
 
@@ -137,9 +140,9 @@ def test_what_is_too_long_or_teaches_nothing_is_counted(make: Make) -> None:
         make([items[0], items[2]], 20)
 
 
-def test_held_out_examples_are_apart_even_where_they_are_there_twice(chance: random.Random, make: Make) -> None:
-    different = [ExampleGroup((drawn(chance, 20),)) for _ in range(20)]
-    folder = make([chance.choice(different) for _ in range(100)], 64, share=0.1)
+def test_validation_examples_are_apart_even_where_they_are_there_twice(rng: random.Random, make: Make) -> None:
+    different = [ExampleGroup((drawn(rng, 20),)) for _ in range(20)]
+    folder = make([rng.choice(different) for _ in range(100)], 64, ratio=0.1)
     sides = [
         {tuple(next(examples.sequences(n)).tokens.tolist()) for n in range(len(examples))}
         for examples in (folder.split("train"), folder.split("validation"))
@@ -149,11 +152,11 @@ def test_held_out_examples_are_apart_even_where_they_are_there_twice(chance: ran
 
 
 @pytest.mark.parametrize("file", ["train-tokens.npy", "train-starts.npy", "train-scored.npy"])
-def test_a_flipped_bit_in_a_folder_is_found(file: str, chance: random.Random, make: Make) -> None:
-    folder = make([ExampleGroup((drawn(chance, 20),)) for _ in range(20)], 64)
+def test_a_flipped_bit_in_a_folder_is_found(file: str, rng: random.Random, make: Make) -> None:
+    folder = make([ExampleGroup((drawn(rng, 20),)) for _ in range(20)], 64)
     path = folder.path / file
     content = bytearray(path.read_bytes())
-    content[chance.randrange(128, len(content))] ^= 1 << chance.randrange(8)
+    content[rng.randrange(128, len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
     with pytest.raises(UserError, match="does not match its checksum; delete"):
         folder.split("train")
@@ -163,24 +166,24 @@ def test_a_folder_that_was_not_finished_is_made_anew(tmp_path: Path, tokenizer: 
     def broken(split: str) -> list[ExampleGroup]:
         raise UserError("a.jsonl, record 3: no answer")
 
-    about = {"plan": {}, "sequence_length": 8, "limit_description": "8", "overlong": "drop", "validation_ratio": 0.0}
+    options = {"plan": {}, "sequence_length": 8, "limit_description": "8", "overlong": "drop", "validation_ratio": 0.0}
     with pytest.raises(UserError, match="record 3"):
-        write_examples(tmp_path / "a", broken, tokenizer, **about)  # type: ignore[arg-type]
+        write_examples(tmp_path / "a", broken, tokenizer, **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
     item = ExampleGroup((TokenizedExample(np.arange(5, dtype=np.int32), np.ones(5, bool)),))
     for _ in range(2):
-        write_examples(tmp_path / "a", {"train": [item], "validation": []}.__getitem__, tokenizer, **about)  # type: ignore[arg-type]
+        write_examples(tmp_path / "a", {"train": [item], "validation": []}.__getitem__, tokenizer, **options)  # type: ignore[arg-type]
     assert json.loads((tmp_path / "a" / "examples.json").read_text())["splits"]["train"]["examples"] == 1
 
 
-def plainly(items: list[ExampleGroup], share: float) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
+def plainly(items: list[ExampleGroup], ratio: float) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
     """The arrays of both splits, and how the manifest describes them, with everything in memory."""
     hashes = [xxhash.xxh3_64_intdigest(b"".join(one.tokens.tobytes() for one in item.sequences)) for item in items]
-    held = set(sorted(hashes)[: max(1, round(share * len(items)))] if share else ()) - {max(hashes)}
+    validation = set(sorted(hashes)[: max(1, round(ratio * len(items)))] if ratio else ()) - {max(hashes)}
     arrays: dict[str, dict[str, np.ndarray]] = {}
     described: dict[str, dict[str, object]] = {}
     for split in ("train", "validation"):
-        chosen = [item for item, hash in zip(items, hashes, strict=True) if (hash in held) == (split == "validation")]
+        chosen = [item for item, hash in zip(items, hashes, strict=True) if (hash in validation) == (split == "validation")]
         sequences = [sequence for item in chosen for sequence in item.sequences]
         nothing = TokenizedExample(np.zeros(0, np.int32), np.zeros(0, bool))
         arrays[split] = {
@@ -200,21 +203,20 @@ def plainly(items: list[ExampleGroup], share: float) -> tuple[dict[str, dict[str
     return arrays, described
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.99])
+@pytest.mark.parametrize("ratio", [0.0, 0.02, 0.5, 0.99])
 @pytest.mark.parametrize("sides", [1, 2])
 def test_a_folder_is_to_the_byte_what_it_would_be_of_all_examples_in_memory(
-    sides: int, share: float, chance: random.Random, make: Make
+    sides: int, ratio: float, rng: random.Random, make: Make
 ) -> None:
     different = [
         ExampleGroup(
-            tuple(drawn(chance, 20) for _ in range(sides)),
-            {"margins": chance.random(), "kto_labels": float(chance.random() < 0.5)},
+            tuple(drawn(rng, 20) for _ in range(sides)), {"margins": rng.random(), "kto_labels": float(rng.random() < 0.5)}
         )
-        for _ in range(chance.randint(1, 60))
+        for _ in range(rng.randint(1, 60))
     ]
-    items = [chance.choice(different) for _ in range(chance.randint(1, 100))]
-    folder = make(items, 1000, share=share)
-    arrays, described = plainly(items, share)
+    items = [rng.choice(different) for _ in range(rng.randint(1, 100))]
+    folder = make(items, 1000, ratio=ratio)
+    arrays, described = plainly(items, ratio)
     assert folder.manifest["splits"] == described
     files = {f"{split}-{name}.npy": array for split, named in arrays.items() for name, array in named.items()}
     for name, array in files.items():
@@ -243,8 +245,8 @@ def read(split):
 
 tokenizer = Tokenizer.open(sys.argv[1])
 before = peak()
-about = {"plan": {}, "sequence_length": 1000, "limit_description": "1000", "overlong": "drop", "validation_ratio": 0.02}
-write_examples(Path(sys.argv[2]), read, tokenizer, **about)
+options = {"plan": {}, "sequence_length": 1000, "limit_description": "1000", "overlong": "drop", "validation_ratio": 0.02}
+write_examples(Path(sys.argv[2]), read, tokenizer, **options)
 print((peak() - before) // (1 << 20 if sys.platform == "darwin" else 1 << 10))
 """
 

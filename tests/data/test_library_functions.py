@@ -40,10 +40,10 @@ def answer(line: dict[str, Any]) -> ast.FunctionDef:
 
 
 def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_docstring(written: Path) -> None:
-    train, held_out = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
+    train, validation = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
     assert len(train) > 2000
-    assert len(held_out) > 100
-    for line in train + held_out:
+    assert len(validation) > 100
+    for line in train + validation:
         request, reply = line["messages"]
         assert (request["role"], reply["role"]) == ("user", "assistant")
         function = answer(line)
@@ -52,10 +52,10 @@ def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_do
 
 
 def test_no_function_is_twice_and_no_package_is_in_both_splits(written: Path) -> None:
-    train, held_out = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
-    bodies = ["\n".join(map(ast.dump, answer(line).body)) for line in train + held_out]
+    train, validation = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
+    bodies = ["\n".join(map(ast.dump, answer(line).body)) for line in train + validation]
     assert len(set(bodies)) == len(bodies)
-    packages = [{line["module"].split(".")[0] for line in split} for split in (train, held_out)]
+    packages = [{line["module"].split(".")[0] for line in split} for split in (train, validation)]
     assert not packages[0] & packages[1]
 
 

@@ -146,14 +146,14 @@ def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus: Path) -> None:
     summary = prepare(str(corpus), tmp_path / "out", vocab_size=600, shard_tokens=10_000)
-    train, held_out = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
-    assert sorted(train + held_out) == sorted(some_texts(2000))
-    assert 10 < len(held_out) < 90  # 2 % of 2,000, give or take
+    train, validation = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
+    assert sorted(train + validation) == sorted(some_texts(2000))
+    assert 10 < len(validation) < 90  # 2 % of 2,000, give or take
     assert train[:50] != some_texts(2000)[:50]
     folder = TokenFolder.open(tmp_path / "out")
-    assert summary.documents == {TRAIN_SPLIT: len(train), VALIDATION_SPLIT: len(held_out)}
+    assert summary.documents == {TRAIN_SPLIT: len(train), VALIDATION_SPLIT: len(validation)}
     assert summary.tokens == {split: folder.split(split).num_tokens for split in (TRAIN_SPLIT, VALIDATION_SPLIT)}
-    assert summary.text_bytes == {TRAIN_SPLIT: sum(map(len, train)), VALIDATION_SPLIT: sum(map(len, held_out))}
+    assert summary.text_bytes == {TRAIN_SPLIT: sum(map(len, train)), VALIDATION_SPLIT: sum(map(len, validation))}
     shards = folder.manifest.splits[TRAIN_SPLIT]
     assert len(shards) > 3
     assert all(10_000 <= shard.tokens < 10_200 for shard in shards[:-1])
@@ -215,19 +215,19 @@ def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_pat
     for seed in (0, 1):
         out = tmp_path / f"out{seed}"
         prepare(str(source), out, vocab_size=300, validation_ratio=0.3, seed=seed)
-        train, held_out = stored_texts(out, TRAIN_SPLIT), stored_texts(out, VALIDATION_SPLIT)
-        assert not set(train) & set(held_out)
-        assert sorted(train + held_out) == sorted(texts)
-        sides.append((train, held_out))
+        train, validation = stored_texts(out, TRAIN_SPLIT), stored_texts(out, VALIDATION_SPLIT)
+        assert not set(train) & set(validation)
+        assert sorted(train + validation) == sorted(texts)
+        sides.append((train, validation))
     assert set(sides[0][1]) == set(sides[1][1])
     assert sides[0][0] != sides[1][0]
 
 
-@pytest.mark.parametrize("held_out", [1e-9, 0.5, 0.999999])
+@pytest.mark.parametrize("ratio", [1e-9, 0.5, 0.999999])
 @pytest.mark.parametrize("count", [2, 3])
-def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, held_out: float) -> None:
+def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, ratio: float) -> None:
     source = write_lines(tmp_path / "a.jsonl", some_texts(count))
-    summary = prepare(str(source), tmp_path / "out", vocab_size=300, validation_ratio=held_out)
+    summary = prepare(str(source), tmp_path / "out", vocab_size=300, validation_ratio=ratio)
     assert min(summary.documents.values()) >= 1
     assert sum(summary.documents.values()) == count
 
@@ -267,7 +267,7 @@ def stopped_after_parts(source: Path, out: Path) -> int:
     """Prepare, and die once the documents are tokenised; the process's status."""
     program = (
         "import os, signal, sys; from lmforge.data.prepare import prepare\n"
-        "prepare._write_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare._Preparation._write_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare.prepare(sys.argv[1], sys.argv[2], vocab_size=300, workers=1)"
     )
     return subprocess.run([sys.executable, "-c", program, str(source), str(out)], timeout=120).returncode
@@ -279,7 +279,7 @@ def test_json_nested_without_end_is_named(tmp_path: Path) -> None:
         prepare(str(tmp_path / "deep.jsonl"), tmp_path / "out", vocab_size=300, workers=1)
 
 
-def test_an_only_document_has_its_tail_held_out(tmp_path: Path) -> None:
+def test_an_only_document_has_its_tail_for_validation(tmp_path: Path) -> None:
     prose = Path(argparse.__file__)
     summary = prepare(str(prose), tmp_path / "out", vocab_size=300)
     assert summary.documents == {TRAIN_SPLIT: 1, VALIDATION_SPLIT: 1}
@@ -290,17 +290,17 @@ def test_an_only_document_has_its_tail_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["ab", "  a\n\n b  \n\n\n", "x" * 100, "hello world\n", "\n\na longer text\n\n\n\n\n"])
-@pytest.mark.parametrize("held_out", [0.02, 0.98])
-def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path, text: str, held_out: float) -> None:
+@pytest.mark.parametrize("ratio", [0.02, 0.98])
+def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path, text: str, ratio: float) -> None:
     (tmp_path / "a.txt").write_text(text)
-    prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=held_out)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=ratio)
     (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
     assert head + tail == text
     assert head.strip()
     assert tail.strip()
 
 
-def test_nothing_is_held_out_when_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_no_validation_split_is_made_when_none_is_requested(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     summary = prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=0)
     assert summary.documents == {TRAIN_SPLIT: 1}

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmforge.bench.parity import ParityData
-from lmforge.data.order import splitmix64
-from lmforge.data.token_rng import token_rng_keys
+from lmforge.data.order import splitmix64, token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights

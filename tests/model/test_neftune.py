@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch
-from lmforge.data.token_rng import token_rng_keys
+from lmforge.data.order import token_rng_keys
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights

@@ -5,7 +5,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from lmforge.data.chat.templates import ChatTemplate, LossMaskMode
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 
 # The fields of a record of each format, in the order in which they are looked for.
 FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
@@ -28,29 +28,30 @@ FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
     "prompt-completion": ("prompt", "completion"),
     "text": ("text",),
 }
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+SHAREGPT_SPEAKERS = {
+    "system": ("system",),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "model", "function_call"),
+    "tool": ("tool", "observation", "function_response"),
 }
+SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() for speaker in speakers}
 ENCODE_BATCH_SIZE = 1000
 
-PayloadT = TypeVar("PayloadT")
+ExampleT = TypeVar("ExampleT")
+# What makes an example of the layouts of a record once they are encoded, and the layouts.
+LaidOut = tuple[Callable[..., ExampleT], list[Layout]]
 
 
 @dataclass
 class RecordEncoder:
-    """How records become examples, the same for every type of file. `field_names` gives the file's name of a format's field."""
+    """How records become examples, the same for every type of file. `field_names` gives the file's name of a format's field.
+
+    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template` makes messages of them.
+    """
 
     tokenizer: Tokenizer
-    field_names: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] | None = None
+    apply_chat_template: bool = False
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -58,43 +59,48 @@ class RecordEncoder:
 
     def plain_text_layout(self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True) -> Layout:
         """Texts as they are, one after another, begun and ended as the tokenizer begins and ends a text."""
-        opening: Layout = [(id, False) for id in self.tokenizer.prefix_ids]
+        layout: Layout = [(id, False) for id in self.tokenizer.prefix_ids]
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
-        return [*opening, *([texts] if texts else []), *([(self.tokenizer.eos_token_id, True)] if add_eos else [])]
+        layout += [texts] if texts else []
+        layout += [(self.tokenizer.eos_token_id, True)] if add_eos else []
+        return layout
 
-    def encode_file(
-        self, path: str | Path, lay_out: Callable[[Record], tuple[PayloadT, list[Layout]]]
-    ) -> Iterator[tuple[PayloadT, list[TokenizedExample]]]:
-        """What `lay_out` makes of each record of a file or folder, with the layouts encoded, many at a time.
+    def completion_layout(self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant") -> Layout:
+        """A prompt and its completion, each a text or messages. With `mask` "all" the prompt is scored too."""
+        if isinstance(prompt, str) and isinstance(completion, str) and not self.apply_chat_template:
+            return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
+        before = to_messages(prompt, "user")
+        messages = [*before, *to_messages(completion, "assistant")]
+        return self.chat_template.build_layout(messages, mask, record_tools(record), len(before))
+
+    def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
+        """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
 
         A UserError of `lay_out` is raised again with the place of the record.
         """
 
-        def laid_out() -> Iterator[tuple[PayloadT, list[Layout]]]:
+        def laid_out() -> Iterator[LaidOut[ExampleT]]:
             for place, record in read_renamed_records(path, self.field_names):
-                try:
+                with prefix_errors(place):
                     item = lay_out(record)
-                except UserError as error:
-                    raise UserError(f"{place}: {error}") from None
                 yield item
 
         remaining = laid_out()
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
             examples = iter(encode_layouts(self.tokenizer, [layout for _, layouts in batch for layout in layouts]))
-            for payload, layouts in batch:
-                yield payload, list(islice(examples, len(layouts)))
+            for make, layouts in batch:
+                yield make(*islice(examples, len(layouts)))
 
 
-def read_renamed_records(path: str | Path, fields: Mapping[str, str]) -> Iterator[tuple[str, Record]]:
+def read_renamed_records(path: str | Path, fields: Mapping[str, str] | None) -> Iterator[tuple[str, Record]]:
     """`read_records`, with {our name: theirs} fields under our names. Raises UserError naming the record that lacks one."""
+    fields = fields or {}
     renamed = {theirs: ours for ours, theirs in fields.items()}
     for place, record in read_records(path):
-        try:
+        with prefix_errors(place):
             require_fields(record, *renamed)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
         others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
-        yield place, {**others, **{ours: record[theirs] for theirs, ours in renamed.items()}}
+        yield place, others | {ours: record[theirs] for theirs, ours in renamed.items()}
 
 
 def read_conversations(
@@ -111,15 +117,14 @@ def read_conversations(
     {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a template,
     and end with the end-of-text token. Raises UserError naming a record that is not of the format.
     """
-    encoder = RecordEncoder(tokenizer, fields or {})
+    encoder = RecordEncoder(tokenizer, fields)
 
-    def lay_out(record: Record) -> tuple[None, list[Layout]]:
+    def lay_out(record: Record) -> LaidOut[TokenizedExample]:
         nonlocal format
         format = detect_format(record) if format == "auto" else format
-        return None, [_record_layout(record, format, mask, encoder)]
+        return lambda example: example, [_record_layout(record, format, mask, encoder)]
 
-    for _, [example] in encoder.encode_file(path, lay_out):
-        yield example
+    return encoder.encode_file(path, lay_out)
 
 
 def detect_format(record: Record) -> Format:
@@ -138,14 +143,8 @@ def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: 
     if format == "text":
         return encoder.plain_text_layout([(record_text(record, "text"), True)])
     if format == "prompt-completion":
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return encoder.plain_text_layout([(prompt, mask == "all"), (completion, True)])
-        before, after = to_messages(prompt, "user"), to_messages(completion, "assistant")
-        messages, first_scored = [*before, *after], len(before)
-    else:
-        messages, first_scored = MESSAGES_OF[format](record), 0
-    return encoder.chat_template.build_layout(messages, mask, record_tools(record), first_scored)
+        return encoder.completion_layout(record["prompt"], record["completion"], record, mask)
+    return encoder.chat_template.build_layout(MESSAGES_OF[format](record), mask, record_tools(record))
 
 
 def to_messages(value: Any, role: str) -> list[Any]:
@@ -156,7 +155,7 @@ def to_messages(value: Any, role: str) -> list[Any]:
 def _message_list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise UserError(f"expected text or a list of messages, not {json.dumps(value, default=str)[:40]}")
-    return [_sharegpt_message(entry) if isinstance(entry, dict) and "from" in entry else entry for entry in value]
+    return [_sharegpt_message(each) if isinstance(each, dict) and "from" in each else each for each in value]
 
 
 def record_tools(record: Record) -> list[Any] | None:

@@ -36,10 +36,6 @@ def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: boo
 
 
 def _escape_control_characters(text: str) -> str:
-    return "".join(_escape_character(character) for character in text)
-
-
-def _escape_character(character: str) -> str:
-    if character == "\n":
-        return "↵\n"
-    return character.encode("unicode_escape").decode() if unicodedata.category(character) in ("Cc", "Cf") else character
+    control = {each for each in text if unicodedata.category(each) in ("Cc", "Cf")}
+    escapes = {ord(each): each.encode("unicode_escape").decode() for each in control}
+    return text.translate(escapes | {ord("\n"): "↵\n"})

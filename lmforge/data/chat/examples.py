@@ -6,20 +6,20 @@ written once for each set of files and options, and verified when it is opened. 
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import xxhash
+from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
-from lmforge.data.best_fit import best_fit
 from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.packing import PADDING_DOCUMENT_ID, PackedSequence, TokenizedExample
+from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
@@ -32,8 +32,7 @@ EXAMPLES_VERSION = 1
 READ_BLOCK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class ExampleSplit:
+class ExampleSplit(TypedDict):
     """The manifest of a split: `group` sequences an example, and the xxh3 of each array by name."""
 
     examples: int
@@ -43,8 +42,7 @@ class ExampleSplit:
     xxh3: dict[str, str]
 
 
-@dataclass(frozen=True)
-class ExampleManifest:
+class ExampleManifest(TypedDict):
     """EXAMPLES_MANIFEST: what was requested, and what became of the examples."""
 
     plan: dict[str, Any]
@@ -98,15 +96,15 @@ def write_examples(
                 validation = np.arange(len(buffer)) >= num_train
             else:
                 validation = select_validation(buffer.hashes, validation_ratio)
-            members = {"train": ~validation, "validation": validation}
-            for split, selected in members.items():
+            splits = {}
+            for split, selected in zip(SPLITS, (~validation, validation), strict=True):
                 if not selected.any() and (split == "train" or validation_ratio is None):
                     raise UserError(
                         f"no example is left of the {split} files: {counts['overlong']} are longer than {limit_description},"
                         f" {counts['nothing_to_learn']} have nothing to learn"
                     )
+                splits[split] = buffer.write(partial, split, selected)
             tokenizer.save(partial / "tokenizer")
-            splits = {split: buffer.write(partial, split, selected) for split, selected in members.items()}
         manifest = {"plan": plan, "sequence_length": sequence_length, "counts": counts, "splits": splits}
         atomic_write_json(partial / EXAMPLES_MANIFEST, manifest)
 
@@ -121,7 +119,7 @@ def _drop_or_truncate(
                 continue
             counts["truncated"] += 1
             [full], size = group.sequences, sequence_length + 1
-            group = ExampleGroup((TokenizedExample(full.tokens[:size], full.loss_mask[:size]),), group.scalars)
+            group = replace(group, sequences=(TokenizedExample(full.tokens[:size], full.loss_mask[:size]),))
         if all(sequence.loss_mask[1:].any() for sequence in group.sequences):
             yield group
         else:
@@ -139,35 +137,30 @@ def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenizedExamples:
-    """The examples of one split, as memory-mapped arrays."""
+    """The examples of one split, as memory-mapped arrays: `group` sequences an example."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     starts: np.ndarray
     scalars: dict[str, np.ndarray]
-    sequences_per_example: int
+    group: int
     digest: str
 
     def __len__(self) -> int:
-        return (len(self.starts) - 1) // self.sequences_per_example
-
-    @cached_property
-    def packed_lengths(self) -> np.ndarray:
-        """Tokens that each takes in a packed sequence, int64 [examples]."""
-        return (np.diff(self.starts) - 1).reshape(-1, self.sequences_per_example).sum(1)
+        return (len(self.starts) - 1) // self.group
 
     def sequences(self, example: int) -> Iterator[TokenizedExample]:
-        for number in range(example * self.sequences_per_example, (example + 1) * self.sequences_per_example):
-            span = slice(int(self.starts[number]), int(self.starts[number + 1]))
-            yield TokenizedExample(self.tokens[span], self.loss_mask[span])
+        first = example * self.group
+        for start, end in pairwise(self.starts[first : first + self.group + 1].tolist()):
+            yield TokenizedExample(self.tokens[start:end], self.loss_mask[start:end])
 
 
+@dataclass(frozen=True)
 class ExampleFolder:
-    """A complete folder of examples. `manifest` has the fields of ExampleManifest."""
+    """A complete folder of examples."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.path = path
-        self.manifest = manifest
+    path: Path
+    manifest: ExampleManifest
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -177,7 +170,7 @@ class ExampleFolder:
             manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
         except OSError:
             raise UserError(f"{path}: not a folder of examples; {hint}") from None
-        return cls(path, asdict(manifest))
+        return cls(path, manifest)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -202,6 +195,35 @@ class ExampleFolder:
         return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
 
 
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the fullest bin with enough space.
+
+    The longest first (Ding et al., "Fewer Truncations", arXiv 2404.10830). No item is cut; the rest of a bin stays empty.
+    Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
+    """
+    bins: list[list[int]] = []
+    with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit s is set if a bin has space s: the lowest set bit at or above a size is the best fit.
+    spaces = 0
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1
+            number = with_space[space].pop()
+            if not with_space[space]:
+                spaces ^= 1 << space
+            bins[number].append(item)
+        else:
+            space, number = capacity, len(bins)
+            bins.append([item])
+        left = space - size
+        with_space[left].append(number)
+        spaces |= 1 << left
+    starts = np.concatenate(([0], np.cumsum([len(each) for each in bins]))).astype(np.int64)
+    return np.array([item for each in bins for item in each], np.int64), starts
+
+
 class ExamplePacking:
     """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each other.
 
@@ -215,11 +237,12 @@ class ExamplePacking:
         self._sequence_length = sequence_length
         self._with_mismatched = with_mismatched
         if pack:
-            sizes = examples.packed_lengths
+            # Of each sequence, the last token is only a label.
+            sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
             # In a sequence, prompts with their own completions and with each other's take the same number of tokens.
-            self._packing_order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
+            self._order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
         else:
-            self._packing_order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
+            self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
 
     @property
     def num_sequences(self) -> int:
@@ -233,8 +256,8 @@ class ExamplePacking:
     def example_indices(self, index: int) -> np.ndarray:
         """The examples in sequence `index`, int64; none at or beyond `num_sequences`."""
         if index >= self.num_sequences:
-            return self._packing_order[:0]
-        return self._packing_order[self._starts[index] : self._starts[index + 1]]
+            return self._order[:0]
+        return self._order[self._starts[index] : self._starts[index + 1]]
 
     def sequence(self, index: int) -> PackedSequence:
         """Sequence `index`; all padding at or beyond `num_sequences`."""
@@ -244,7 +267,7 @@ class ExamplePacking:
         for number, example in enumerate(members):
             sequences = list(self._examples.sequences(example))
             if self._with_mismatched and len(members) > 1:
-                (other,) = self._examples.sequences(members[(number + 1) % len(members)])
+                [other] = self._examples.sequences(members[(number + 1) % len(members)])
                 sequences.append(_with_completion_of(sequences[0], other))
             elif self._with_mismatched:
                 sequences.append(TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1]))
@@ -257,15 +280,14 @@ class ExamplePacking:
                 for name, values in self._examples.scalars.items():
                     packed.extras[name][at:end] = values[example]
                 at, document = end, document + 1
-        assert document or (packed.document_ids == PADDING_DOCUMENT_ID).all()
         return packed
 
 
-def _with_completion_of(prompt_example: TokenizedExample, completion_example: TokenizedExample) -> TokenizedExample:
+def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
     """The prompt of one with the completion of the other; a completion begins with the first scored token."""
-    first, second = int(prompt_example.loss_mask.argmax()), int(completion_example.loss_mask.argmax())
-    tokens = np.concatenate([prompt_example.tokens[:first], completion_example.tokens[second:]])
-    return TokenizedExample(tokens, np.concatenate([prompt_example.loss_mask[:first], completion_example.loss_mask[second:]]))
+    prompt, completion = slice(int(one.loss_mask.argmax())), slice(int(other.loss_mask.argmax()), None)
+    tokens = np.concatenate([one.tokens[prompt], other.tokens[completion]])
+    return TokenizedExample(tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]]))
 
 
 def example_dataset(

@@ -82,7 +82,6 @@ class JinjaTemplate:
         """The template sees `variables`, such as bos_token; messages name its `location`. Raises UserError if not Jinja."""
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise UserError(f"{location}: {len(source):,} characters of chat template: more than {MAX_TEMPLATE_CHARACTERS:,}")
-        self.source = source
         self._location = location
         self._sandbox = _BoundedSandbox()
         # The same function for all calls: a conversation and its beginning are rendered alike.

@@ -11,7 +11,6 @@ import textwrap
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,6 @@ MIN_DOCSTRING_WORDS = 4
 VALIDATION_RATIO = 0.1
 
 
-@dataclass(frozen=True)
-class LibraryFunction:
-    """A function of the library: `source` has no docstring and no indentation, `documentation` is the docstring alone."""
-
-    module: str
-    name: str
-    class_name: str  # the class of a method, or ""
-    signature: str
-    parameters: tuple[str, ...]
-    docstring: str
-    source: str
-    body_dump: str  # equal for functions with the same body, whatever their names and formatting
-
-    @property
-    def in_validation(self) -> bool:
-        """By a hash of the package's name: the same for all its modules, and in every version of Python."""
-        package = self.module.partition(".")[0]
-        return xxhash.xxh3_64_intdigest(package.encode()) / 2**64 < VALIDATION_RATIO
-
-
 def write_function_conversations(out: Path) -> dict[str, int]:
     """Write `out`/train.jsonl and `out`/validation.jsonl; returns how many functions each has, {"train": …, "validation": …}.
 
@@ -62,33 +41,20 @@ def write_function_conversations(out: Path) -> dict[str, int]:
     counts = {"train": 0, "validation": 0}
     # The training file is renamed last: where it exists, both do.
     with atomic_write(out / TRAIN_FILE) as train, atomic_write(out / VALIDATION_FILE) as validation:
-        for function in library_functions():
-            file, split = (validation, "validation") if function.in_validation else (train, "train")
-            file.write((json.dumps(function_conversation(function), ensure_ascii=False) + "\n").encode())
+        for conversation in _function_conversations():
+            file, split = (validation, "validation") if _is_for_validation(conversation["module"]) else (train, "train")
+            file.write((json.dumps(conversation, ensure_ascii=False) + "\n").encode())
             counts[split] += 1
     return counts
 
 
-def function_conversation(function: LibraryFunction) -> dict[str, Any]:
-    """A function as a line of JSON: see `write_function_conversations`."""
-    what = f"the function `{function.name}`"
-    if function.class_name:
-        what = f"the method `{function.name}` of a class `{function.class_name}`"
-    request = f"Write {what} in Python.\n\n```python\n{function.signature}\n```\n\n{function.docstring}"
-    answer = f"```python\n{function.source}\n```"
-    messages = [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
-    return {"messages": messages, "checks": signature_checks(function), "module": function.module, "name": function.name}
+def _is_for_validation(module: str) -> bool:
+    """By a hash of the package's name: the same for all its modules, and in every version of Python."""
+    package = module.partition(".")[0]
+    return xxhash.xxh3_64_intdigest(package.encode()) / 2**64 < VALIDATION_RATIO
 
 
-def signature_checks(function: LibraryFunction) -> list[str]:
-    """Statements for a reward function: the name is that of a function, and its parameters are the requested ones."""
-    return [
-        f"assert callable({function.name})",
-        f"import inspect; assert list(inspect.signature({function.name}).parameters) == {list(function.parameters)!r}",
-    ]
-
-
-def library_functions() -> Iterator[LibraryFunction]:
+def _function_conversations() -> Iterator[dict[str, Any]]:
     """The functions and methods of the standard library that are documented, short and self-contained, each once.
 
     In the order of their files. Of functions with the same body only the first is given, so none is in both splits.
@@ -96,16 +62,16 @@ def library_functions() -> Iterator[LibraryFunction]:
     seen: set[str] = set()
     for file in open_text_source("stdlib").files:
         module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in old strings
-            functions = list(_functions_in_file(Path(file.path), module))
-        for function in functions:
-            if function.body_dump not in seen:
-                seen.add(function.body_dump)
-                yield function
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in old strings
+            conversations = list(_conversations_of_file(Path(file.path), module))
+        for body, conversation in conversations:
+            if body not in seen:
+                seen.add(body)
+                yield conversation
 
 
-def _functions_in_file(path: Path, module: str) -> Iterator[LibraryFunction]:
+def _conversations_of_file(path: Path, module: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(body, conversation) of each suitable function. Bodies are equal where only names and formatting differ."""
     try:
         with tokenize.open(path) as file:
             text = file.read()
@@ -114,53 +80,61 @@ def _functions_in_file(path: Path, module: str) -> Iterator[LibraryFunction]:
         return  # one of Python's own tests
     lines = text.splitlines()
     for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef):
-            yield from _extract_function(statement, lines, module, "")
-        elif isinstance(statement, ast.ClassDef):
-            for inner in statement.body:
-                if isinstance(inner, ast.FunctionDef):
-                    yield from _extract_function(inner, lines, module, statement.name)
+        owner = statement if isinstance(statement, ast.ClassDef) else None
+        for node in owner.body if owner else [statement]:
+            if isinstance(node, ast.FunctionDef) and (parts := _split_function(node, lines)):
+                body = "\n".join(ast.dump(statement) for statement in node.body[1:])
+                what = f"method `{node.name}` of a class `{owner.name}`" if owner else f"function `{node.name}`"
+                yield body, _function_conversation(node, what, module, *parts)
 
 
-def _extract_function(node: ast.FunctionDef, lines: list[str], module: str, class_name: str) -> Iterator[LibraryFunction]:
-    """The function, if it is suitable for training."""
+def _function_conversation(
+    node: ast.FunctionDef, what: str, module: str, signature: str, docstring: str, source: str
+) -> dict[str, Any]:
+    request = f"Write the {what} in Python.\n\n```python\n{signature}\n```\n\n{docstring}"
+    answer = f"```python\n{source}\n```"
+    parameters = [each.arg for each in ast.iter_child_nodes(node.args) if isinstance(each, ast.arg)]
+    return {
+        "messages": [{"role": "user", "content": request}, {"role": "assistant", "content": answer}],
+        "checks": [
+            f"assert callable({node.name})",
+            f"import inspect; assert list(inspect.signature({node.name}).parameters) == {parameters!r}",
+        ],
+        "module": module,
+        "name": node.name,
+    }
+
+
+def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, str] | None:
+    """Signature, docstring, and source without docstring and indentation of a function; None if it is unsuitable."""
     documentation = ast.get_docstring(node)
     # A decorator or a default may need names of its module, which a sandbox does not have.
     if documentation is None or len(node.body) < 2 or node.decorator_list or not _has_literal_defaults(node):
-        return
+        return None
     first, docstring = node.body[1], node.body[0]
     assert docstring.end_lineno is not None
     if docstring.lineno == node.lineno or first.lineno <= docstring.end_lineno:
-        return  # on one line: the parts cannot be separated by lines
+        return None  # on one line: the parts cannot be separated by lines
     documentation = inspect.cleandoc(documentation)
-    header = textwrap.dedent("\n".join(lines[node.lineno - 1 : docstring.lineno - 1])).strip()
+    header = "\n".join(lines[node.lineno - 1 : docstring.lineno - 1])
     rest = "\n".join(lines[docstring.end_lineno : node.end_lineno]).lstrip("\n")
-    source = textwrap.dedent("\n".join([*lines[node.lineno - 1 : docstring.lineno - 1], rest]))
-    if not (
-        len(documentation.split()) >= MIN_DOCSTRING_WORDS
-        and len(documentation) <= MAX_DOCSTRING_CHARACTERS
-        and len(source) <= MAX_SOURCE_CHARACTERS
-        and not all(isinstance(statement, ast.Raise | ast.Pass) for statement in node.body[1:])  # abstract
-        and not any(mark in rest for mark in ('"""', "'''", "\\\n"))  # multi-line strings, which dedenting would change
-        and _compiles(source)
+    source = textwrap.dedent(f"{header}\n{rest}")
+    if (
+        len(documentation.split()) < MIN_DOCSTRING_WORDS
+        or len(documentation) > MAX_DOCSTRING_CHARACTERS
+        or len(source) > MAX_SOURCE_CHARACTERS
+        or all(isinstance(statement, ast.Raise | ast.Pass) for statement in node.body[1:])  # abstract
+        or any(mark in rest for mark in ('"""', "'''", "\\\n"))  # multi-line strings, which dedenting would change
+        or not _compiles(source)
     ):
-        return
-    taken = node.args
-    parameters = [argument.arg for argument in (*taken.posonlyargs, *taken.args)]
-    parameters += [taken.vararg.arg] if taken.vararg else []
-    parameters += [argument.arg for argument in taken.kwonlyargs]
-    parameters += [taken.kwarg.arg] if taken.kwarg else []
-    body = "\n".join(ast.dump(statement) for statement in node.body[1:])
-    yield LibraryFunction(module, node.name, class_name, header, tuple(parameters), documentation, source, body)
+        return None
+    return textwrap.dedent(header).strip(), documentation, source
 
 
 def _has_literal_defaults(node: ast.FunctionDef) -> bool:
     """Whether defaults and annotations are literals, without names of the module."""
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-    annotations = [argument.annotation for argument in arguments if argument and argument.annotation]
-    defaults = [default for default in (*node.args.defaults, *node.args.kw_defaults) if default]
-    outside = [*annotations, *defaults, *([node.returns] if node.returns else [])]
-    return not any(isinstance(part, ast.Name) for expression in outside for part in ast.walk(expression))
+    parts = [*ast.walk(node.args), *(ast.walk(node.returns) if node.returns else ())]
+    return not any(isinstance(part, ast.Name) for part in parts)
 
 
 def _compiles(source: str) -> bool:

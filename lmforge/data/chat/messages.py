@@ -6,7 +6,7 @@ Reading them from files is in `conversations.py`, making tokens of them in `temp
 from collections.abc import Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.untrusted import parse_json
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -27,7 +27,11 @@ def validate_messages(messages: Sequence[Any]) -> list[Message]:
     """The messages with a known role, text as content and objects as arguments of calls. Raises UserError for others."""
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("expected a list of messages, each with role and content")
-    return [_validate_message(message, number) for number, message in enumerate(messages, start=1)]
+    typed = []
+    for number, message in enumerate(messages, start=1):
+        with prefix_errors(f"message {number}"):
+            typed.append(_validate_message(message))
+    return typed
 
 
 def check_encodable(text: str) -> str:
@@ -46,34 +50,32 @@ def parse_embedded_json(text: Any, source: str) -> Any:
     return parse_json(check_encodable(text).encode(), object, source)
 
 
-def _validate_message(message: Any, number: int) -> Message:
+def _validate_message(message: Any) -> Message:
     if not isinstance(message, dict) or "role" not in message:
-        raise UserError(f"message {number}: expected an object with role and content")
+        raise UserError("expected an object with role and content")
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if role not in get_args(Role):
-        raise UserError(f"message {number}: role {role!r}: expected one of {', '.join(get_args(Role))}")
+        raise UserError(f"role {role!r}: expected one of {', '.join(get_args(Role))}")
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise UserError(f"message {number}: the content is not text but {type(content).__name__}")
+        raise UserError(f"the content is not text but {type(content).__name__}")
     if calls and not isinstance(calls, list | tuple):
-        raise UserError(f"message {number}: tool_calls are not a list but {type(calls).__name__}")
+        raise UserError(f"tool_calls are not a list but {type(calls).__name__}")
     typed = {key: value for key, value in message.items() if value is not None} | {"content": content}
     if calls:
-        typed["tool_calls"] = [_validate_tool_call(call, number) for call in calls]
+        typed["tool_calls"] = [_validate_tool_call(call) for call in calls]
     return typed  # type: ignore[return-value]
 
 
-def _validate_tool_call(call: Any, number: int) -> dict[str, Any]:
+def _validate_tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError(
-            f'message {number}: a tool call is an object such as {{"function": {{"name": "...", "arguments": {{}}}}}}'
-        )
+        raise UserError('a tool call is an object such as {"function": {"name": "...", "arguments": {}}}')
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parse_embedded_json(arguments, f"message {number}: the arguments of the call of {function['name']}")
+        arguments = parse_embedded_json(arguments, f"the arguments of the call of {function['name']}")
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {**function, "arguments": arguments}}

@@ -6,19 +6,21 @@ What an objective makes of them is in `objectives/`. A completion is everything 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
+from operator import eq
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmforge.data.chat.conversations import RecordEncoder, read_renamed_records, record_tools, to_messages
+from lmforge.data.chat.conversations import LaidOut, RecordEncoder, read_renamed_records, record_tools, to_messages
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, require_fields
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 
 # What the last answer follows in a conversation that is written as one text (Anthropic's hh-rlhf).
 HH_RLHF_ANSWER_MARKER = "\n\nAssistant:"
@@ -27,8 +29,7 @@ PROMPT_FIELDS = ("prompt", "messages")
 RENAMING_HINT = ": name it with fields"
 
 
-@dataclass(frozen=True)
-class PreferencePair:
+class PreferencePair(NamedTuple):
     """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen one is better, or 0."""
 
     chosen: TokenizedExample
@@ -36,16 +37,14 @@ class PreferencePair:
     margin: float = 0.0
 
 
-@dataclass(frozen=True)
-class UnpairedPreference:
+class UnpairedPreference(NamedTuple):
     """A completion with its prompt, and whether it is desirable."""
 
     example: TokenizedExample
     desirable: bool
 
 
-@dataclass(frozen=True)
-class TokenizedPrompt:
+class TokenizedPrompt(NamedTuple):
     """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or messages, and its columns."""
 
     tokens: np.ndarray
@@ -80,14 +79,13 @@ def read_preference_pairs(
     `with_margins` keeps the number in a record's `margin`. Raises UserError naming the record without a prompt, an answer or a
     difference. The rest as in `read_conversations`.
     """
-    encoder = RecordEncoder(tokenizer, fields or {})
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
 
-    def lay_out(record: Record) -> tuple[float, list[Layout]]:
+    def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
-        return margin, _pair_layouts(record, encoder, apply_chat_template)
+        return partial(PreferencePair, margin=margin), _pair_layouts(record, encoder)
 
-    for margin, [chosen, rejected] in encoder.encode_file(path, lay_out):
-        yield PreferencePair(chosen, rejected, margin)
+    return encoder.encode_file(path, lay_out)
 
 
 def read_unpaired_preferences(
@@ -98,17 +96,16 @@ def read_unpaired_preferences(
     fields: Mapping[str, str] | None = None,
 ) -> Iterator[UnpairedPreference]:
     """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
-    encoder = RecordEncoder(tokenizer, fields or {})
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
 
-    def lay_out(record: Record) -> tuple[bool, list[Layout]]:
+    def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
         if record["label"] not in (True, False):
             raise UserError(f"the label is {record['label']!r}: expected true or false")
-        layout = _completion_layout(record["prompt"], record["completion"], record, encoder, apply_chat_template)
-        return bool(record["label"]), [layout]
+        layout = _completion_layout(record["prompt"], record["completion"], record, encoder)
+        return partial(UnpairedPreference, desirable=bool(record["label"])), [layout]
 
-    for desirable, [example] in encoder.encode_file(path, lay_out):
-        yield UnpairedPreference(example, desirable)
+    return encoder.encode_file(path, lay_out)
 
 
 def read_prompts(
@@ -125,18 +122,16 @@ def read_prompts(
 
     Raises UserError naming the record without a prompt.
     """
-    encoder, counts = RecordEncoder(tokenizer, fields or {}), counts or PromptCounts()
-    for place, record in read_renamed_records(path, encoder.field_names):
+    encoder, counts = RecordEncoder(tokenizer), counts or PromptCounts()
+    for place, record in read_renamed_records(path, fields):
         counts.records += 1
-        try:
+        with prefix_errors(place):
             prompt = _parse_prompt(record, apply_chat_template)
             if isinstance(prompt, str):
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
                 tokens = example.tokens
             else:
                 tokens = np.array(encoder.chat_template.encode_prompt(prompt, record_tools(record)), np.int32)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
             counts.overlong += 1
             continue
@@ -151,10 +146,7 @@ def encode_completions(
     each prompt offered. Raises UserError."""
     encoder = RecordEncoder(tokenizer)
     records = [{"tools": each} if each else {} for each in tools or [None] * len(prompts)]
-    layouts = [
-        _completion_layout(prompt, completion, record, encoder, apply_chat_template=False)
-        for prompt, completion, record in zip(prompts, completions, records, strict=True)
-    ]
+    layouts = [_completion_layout(*each, encoder) for each in zip(prompts, completions, records, strict=True)]
     return [example.tokens.tolist() for example in encode_layouts(tokenizer, layouts)]
 
 
@@ -180,7 +172,7 @@ def _parse_prompt(record: Record, apply_chat_template: bool) -> str | list[Messa
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-def _pair_layouts(record: Record, encoder: RecordEncoder, apply_chat_template: bool) -> list[Layout]:
+def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout]:
     require_fields(record, "chosen", "rejected", hint=RENAMING_HINT)
     sides = [record["chosen"], record["rejected"]]
     if sides[0] == sides[1]:
@@ -190,7 +182,7 @@ def _pair_layouts(record: Record, encoder: RecordEncoder, apply_chat_template: b
         sides = [to_messages(side, "assistant") for side in sides]
         if any(validate_messages(side)[0]["role"] != "assistant" for side in sides):
             # Both sides are whole conversations, whether or not the prompt has a field of its own.
-            shared = _num_common_messages(*sides)
+            shared = sum(takewhile(bool, map(eq, *sides)))
             prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
             if not shared or any(not side or validate_messages(side)[0]["role"] != "assistant" for side in sides):
                 raise UserError("chosen and rejected differ before the answer: expected the same turns, then other answers")
@@ -201,7 +193,7 @@ def _pair_layouts(record: Record, encoder: RecordEncoder, apply_chat_template: b
             raise UserError(f"no prompt: expected a field 'prompt', or texts that are alike up to the last {marker!r}")
         [prompt] = starts
         sides = [side[len(prompt) :] for side in sides]
-    return [_completion_layout(prompt, side, record, encoder, apply_chat_template) for side in sides]
+    return [_completion_layout(prompt, side, record, encoder) for side in sides]
 
 
 def _parse_margin(record: Record) -> float:
@@ -213,22 +205,10 @@ def _parse_margin(record: Record) -> float:
     return float(margin)
 
 
-def _completion_layout(
-    prompt: Any, completion: Any, record: Record, encoder: RecordEncoder, apply_chat_template: bool
-) -> Layout:
-    """A prompt and its completion, which is scored."""
-    if isinstance(prompt, str | None) and isinstance(completion, str) and not apply_chat_template:
-        if not prompt:
-            raise UserError("the prompt is empty")
-        return encoder.plain_text_layout([(prompt, False), (completion, True)])
+def _completion_layout(prompt: Any, completion: Any, record: Record, encoder: RecordEncoder) -> Layout:
+    """A prompt, which must be given, and its completion, which is scored."""
+    if prompt in ("", None) and isinstance(completion, str) and not encoder.apply_chat_template:
+        raise UserError("the prompt is empty")
     if prompt is None:
         raise UserError("no field 'prompt', and no conversation that both sides share")
-    before = to_messages(prompt, "user")
-    messages = [*before, *to_messages(completion, "assistant")]
-    return encoder.chat_template.build_layout(messages, "assistant", record_tools(record), len(before))
-
-
-def _num_common_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """How many messages at their beginning two conversations have in common."""
-    equal = (a == b for a, b in zip(chosen, rejected, strict=False))
-    return sum(takewhile(bool, equal))
+    return encoder.completion_layout(prompt, completion, record)

@@ -5,11 +5,12 @@ Memory holds a few numbers for each example, so files of any size can be read. W
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -33,11 +34,12 @@ class ExampleGroup:
         return sum(len(sequence.tokens) - 1 for sequence in self.sequences)
 
 
-class SpillBuffer:
+class SpillBuffer(ExitStack):
     """Examples in unnamed files, all with as many sequences and the same names of scalars. Use it in a `with`."""
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, BinaryIO] = {name: TemporaryFile(dir=folder) for name in ARRAY_DTYPES}  # noqa: SIM115 - see __exit__
+        super().__init__()
+        self._files = {name: self.enter_context(TemporaryFile(dir=folder)) for name in ARRAY_DTYPES}  # noqa: SIM115
         self._hashes = array("Q")
         self._num_scored_tokens = array("q")
         self._lengths = array("q")
@@ -68,23 +70,25 @@ class SpillBuffer:
         """Write the `selected` examples, bool [examples], in order, as arrays named after the split, and describe them."""
         group = len(self._lengths) // max(1, len(self))
         lengths = np.array(self._lengths, np.int64)
-        selected_sequences = np.repeat(selected, group)
-        starts = np.concatenate(([0], np.cumsum(lengths[selected_sequences]))).astype(np.int64)
-        spans = _selected_spans(selected_sequences, np.concatenate(([0], np.cumsum(lengths))))
-        checksums = {
-            name: _write_array(folder / f"{split}-{name}.npy", dtype, int(starts[-1]), self._blocks(name, spans))
-            for name, dtype in ARRAY_DTYPES.items()
-        }
+        is_selected = np.repeat(selected, group)
+        starts = np.cumsum(np.append(0, lengths[is_selected]))
+        spans = _selected_spans(is_selected, np.cumsum(np.append(0, lengths)))
+        num_tokens = int(starts[-1])
+        checksums = {}
+        for name, dtype in ARRAY_DTYPES.items():
+            path = folder / f"{split}-{name}.npy"
+            checksums[name] = _write_array(path, dtype, num_tokens, self._blocks(name, spans))
         arrays = {"starts": starts}
         if selected.any():
-            scalars = {name: np.array(values, np.float32) for name, values in sorted(self._scalars.items())}
-            arrays |= {f"label-{name}": values[selected] for name, values in scalars.items()}
+            for name, scalars in sorted(self._scalars.items()):
+                arrays[f"label-{name}"] = np.array(scalars, np.float32)[selected]
         for name, values in arrays.items():
-            checksums[name] = _write_array(folder / f"{split}-{name}.npy", values.dtype, len(values), [values.tobytes()])
+            path = folder / f"{split}-{name}.npy"
+            checksums[name] = _write_array(path, values.dtype, len(values), [values.tobytes()])
         return {
             "examples": int(selected.sum()),
             "group": group if selected.any() else 1,
-            "tokens": int(starts[-1]),
+            "tokens": num_tokens,
             "scored": int(np.array(self._num_scored_tokens, np.int64)[selected].sum()),
             "xxh3": checksums,
         }
@@ -96,13 +100,6 @@ class SpillBuffer:
             for at in range(start * size, stop * size, BLOCK_BYTES):
                 yield file.read(min(BLOCK_BYTES, stop * size - at))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for file in self._files.values():
-            file.close()
-
 
 def _selected_spans(selected: np.ndarray, starts: np.ndarray) -> list[tuple[int, int]]:
     """(start, stop) in tokens of each run of selected sequences; `starts` int64 [n + 1] are those of all sequences."""
@@ -111,7 +108,7 @@ def _selected_spans(selected: np.ndarray, starts: np.ndarray) -> list[tuple[int,
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def _write_array(path: Path, dtype: np.dtype[Any], length: int, blocks: Iterator[bytes] | Sequence[bytes]) -> str:
+def _write_array(path: Path, dtype: np.dtype[Any], length: int, blocks: Iterable[bytes]) -> str:
     """Write a 1-D array as numpy saves it, from blocks of its bytes, and return their xxh3."""
     digest = xxhash.xxh3_64()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}

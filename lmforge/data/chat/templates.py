@@ -8,9 +8,8 @@ are read in `conversations.py`.
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, JinjaTemplate
 from lmforge.data.chat.layout import Layout, encode_layouts
@@ -54,8 +53,7 @@ FIRST_PRIVATE_USE_CODEPOINT = 0xF0000
 PROBE_CONVERSATION: list[Message] = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
 
 
-@dataclass(frozen=True)
-class SpecialToken:
+class SpecialToken(NamedTuple):
     """A special token, and whether it absorbs the blanks on its left and right."""
 
     id: int
@@ -68,7 +66,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, source: str, location: str = "the chat template"):
         """`source` is Jinja; `location` names it in messages. What only training needs of it is checked by `build_layout`."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.jinja_source = tokenizer, source
         self._location = location
         self._template = JinjaTemplate(source, _template_variables(tokenizer), location)
         self._special_tokens = _special_tokens_by_text(tokenizer)
@@ -77,26 +75,15 @@ class ChatTemplate:
         self._escaped_pattern = re.compile(f"{self._special_pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
         # After plain text the end-of-turn token comes first; after a tool call another one may come before it.
         self._probe_text, _ = self._render_text(PROBE_CONVERSATION, None)
-        self._end_of_turn = next(iter(self._special_pattern.findall(self._probe_text, self._probe_answer_start)), None)
-        self.stop_ids = frozenset(
-            {tokenizer.eos_token_id} | ({self._special_tokens[self._end_of_turn].id} if self._end_of_turn else set())
-        )
+        self._probe_answer = max(0, self._probe_text.rfind(PROBE_CONVERSATION[-1]["content"]))
+        ends = self._special_pattern.findall(self._probe_text, self._probe_answer)
+        self._end_of_turn = ends[0] if ends else None
+        self.stop_ids = frozenset([tokenizer.eos_token_id, *(self._special_tokens[end].id for end in ends[:1])])
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
         """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise."""
-        source = _find_template_source(tokenizer)
-        if source is None:
-            names = ", ".join(CHAT_SPECIAL_TOKENS)
-            raise UserError(
-                "the tokenizer has no chat template: put a chat_template.jinja beside its tokenizer.json, or start from a "
-                f"model whose tokenizer has one, or lmforge's tokens {names}"
-            )
-        return cls(tokenizer, *source)
-
-    @property
-    def jinja_source(self) -> str:
-        return self._template.source
+        return cls(tokenizer, *_find_template_source(tokenizer))
 
     def encode_prompt(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
         """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer."""
@@ -110,26 +97,22 @@ class ChatTemplate:
 
     def check_stop_token(self) -> None:
         """Raises UserError unless a plain answer ends with a special token: else generation could not tell that it is over."""
-        self._turn_end(self._probe_text, self._probe_answer_start, len(self._probe_text))
-
-    @property
-    def _probe_answer_start(self) -> int:
-        return max(0, self._probe_text.rfind(PROBE_CONVERSATION[-1]["content"]))
+        self._turn_end(self._probe_text, self._probe_answer, len(self._probe_text))
 
     def build_layout(
         self,
         messages: Sequence[Any],
         mask: LossMaskMode = "assistant",
         tools: list[Any] | None = None,
-        first_scored_message: int = 0,
+        first_scored: int = 0,
     ) -> Layout:
-        """A conversation for `encode_layouts`, which takes many at once. No answer before `first_scored_message` is scored.
+        """A conversation for `encode_layouts`, which takes many at once. No answer before `first_scored` is scored.
 
         Raises UserError unless it can be trained on: what comes before a scored answer must be what the template prompts with,
         and stay the same when more turns follow; and an answer must end with a special token, or a model never learns to stop.
         """
         typed = validate_messages(messages)
-        answers = [at for at, message in enumerate(typed) if message["role"] == "assistant" and at >= first_scored_message]
+        answers = [at for at, message in enumerate(typed) if message["role"] == "assistant" and at >= first_scored]
         if not answers and mask != "all":
             raise UserError("no assistant turn: there is nothing to learn from")
         escaper = _TextEscaper(self._escaped_pattern)
@@ -145,24 +128,20 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The template's text, and the spans of it that its generation tags surround."""
         rendered = check_encodable(self._template.render(messages, tools, add_generation_prompt))
-        *pieces, rest = re.split(f"([{GENERATION_START}{GENERATION_END}])", rendered)
-        text, bounds = "", []
-        for piece, _ in zip(pieces[::2], pieces[1::2], strict=True):
-            text += piece
-            bounds.append(len(text))
-        return text + rest, list(zip(bounds[::2], bounds[1::2], strict=True))
+        pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", rendered)
+        *bounds, _ = accumulate(map(len, pieces))
+        return "".join(pieces), list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _answer_spans(
         self, text: str, tagged: list[Span], messages: list[Message], tools: list[Any] | None, first: int
     ) -> list[Span]:
         """What is scored in the text: of each answer from message `first` on, the content and the end-of-turn token."""
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        skipped = answers.index(first)
         if self.jinja_source == LMFORGE_TEMPLATE:
-            return [span for at, span in zip(answers, tagged, strict=True) if at >= first]
+            return tagged[skipped:]
         spans = []
-        for at in answers:
-            if at < first:
-                continue
+        for at in answers[skipped:]:
             start, stop = self._answer_span(text, messages, tools, at)
             # Tags may begin before the answer, with its header, and there may be several.
             pieces = tagged if self._template.has_generation_tags else [(start, stop)]
@@ -277,7 +256,7 @@ def _first_difference(one: str, other: str) -> str:
 # --- what comes with a tokenizer -----------------------------------------------------------------------------------------
 
 
-def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str] | None:
+def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
     """A tokenizer's template, and what holds it."""
     if "chat_template.jinja" in tokenizer.files:
         return tokenizer.files["chat_template.jinja"], "chat_template.jinja"
@@ -289,7 +268,10 @@ def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str] | None:
         return source, "the chat_template of tokenizer_config.json"
     if all(tokenizer.token_to_id(token) is not None for token in CHAT_SPECIAL_TOKENS):
         return LMFORGE_TEMPLATE, "lmforge's own chat template"
-    return None
+    raise UserError(
+        "the tokenizer has no chat template: put a chat_template.jinja beside its tokenizer.json, or start from a "
+        f"model whose tokenizer has one, or lmforge's tokens {', '.join(CHAT_SPECIAL_TOKENS)}"
+    )
 
 
 def _template_variables(tokenizer: Tokenizer) -> dict[str, str]:
@@ -305,9 +287,8 @@ def _template_variables(tokenizer: Tokenizer) -> dict[str, str]:
 
 def _special_tokens_by_text(tokenizer: Tokenizer) -> dict[str, SpecialToken]:
     """The special tokens by their spelling."""
-    named = [id for id in (tokenizer.eos_token_id, tokenizer.bos_token_id) if id is not None]
-    tokens = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in named}
+    tokens = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in tokenizer.named_ids}
     for token in tokenizer.added_tokens:
-        if token["special"] or token["id"] in named:
+        if token["special"] or token["id"] in tokenizer.named_ids:
             tokens[token["content"]] = SpecialToken(token["id"], token["lstrip"], token["rstrip"])
     return tokens

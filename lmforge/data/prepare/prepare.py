@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.prepare.shard_jobs import (
     DocumentIndex,
-    PartJob,
     ShardJob,
     UnitReader,
     assemble_shard,
@@ -79,7 +79,6 @@ class PreparationSummary:
     documents: dict[str, int]
     text_bytes: dict[str, int]
     empty_documents: int
-    skipped_files: int
     vocab_size: int
     already_done: bool
 
@@ -127,43 +126,10 @@ def prepare(
     out = Path(out)
     with _lock_output_folder(out, asdict(plan), overwrite) as finished:
         if not finished:
-            manifest = _write_folder(out, corpus, given, plan, workers, progress or (lambda *step: None))
-            atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest))
+            preparation = _Preparation(out, corpus, given, plan, progress or (lambda *step: None))
+            atomic_write_json(out / SHARDS_MANIFEST, asdict(preparation.write(workers)))
         shutil.rmtree(out / UNFINISHED, ignore_errors=True)
         return _summary(out, finished)
-
-
-def _write_folder(
-    out: Path,
-    corpus: TextSource,
-    given: Tokenizer | None,
-    plan: PreparationPlan,
-    workers: int | None,
-    progress: ProgressCallback,
-) -> TokenFolderManifest:
-    """Write tokenizer, parts and shards, and return the manifest to write."""
-    units = corpus.units()
-    one_document = bool(plan.validation_ratio) and _is_one_document(corpus.spec, units)
-    readers = [UnitReader(unit, plan.validation_ratio if one_document else None) for unit in units]
-    num_cpus = len(os.sched_getaffinity(0))
-    with WorkerPool(workers or min(num_cpus, len(units), 1 + corpus.size // MIN_BYTES_PER_WORKER)) as pool:
-        tokenizer = _write_tokenizer(out, given, plan, readers, progress)
-        _write_parts(out, readers, tokenizer.hash, pool, progress)
-        index = DocumentIndex.load(out, len(units))
-        members = _split_documents(index.hashes, index.text_bytes, plan.validation_ratio, one_document)
-        splits = _write_shards(out, index, members, tokenizer, plan, pool, progress)
-    return TokenFolderManifest(
-        format=FORMAT_VERSION,
-        source=corpus.spec,
-        plan=asdict(plan),
-        tokenizer=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
-        skipped_files=corpus.skipped_files,
-        empty_documents=index.num_empty,
-        text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
-        splits=splits,
-    )
 
 
 def _summary(out: Path, already_done: bool) -> PreparationSummary:
@@ -174,7 +140,6 @@ def _summary(out: Path, already_done: bool) -> PreparationSummary:
         documents={split: sum(entry.documents for entry in entries) for split, entries in manifest.splits.items()},
         text_bytes=manifest.text_bytes,
         empty_documents=manifest.empty_documents,
-        skipped_files=manifest.skipped_files,
         vocab_size=manifest.vocab_size,
         already_done=already_done,
     )
@@ -275,106 +240,127 @@ def _is_one_document(source: str, units: list[SourceUnit]) -> bool:
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
-def _hash_threshold(validation_ratio: float) -> np.uint64:
-    return np.uint64(int(validation_ratio * 2**64))
+def _hash_threshold(ratio: float) -> np.uint64:
+    return np.uint64(int(ratio * 2**64))
 
 
-def _split_documents(
-    hashes: np.ndarray, text_bytes: np.ndarray, validation_ratio: float, one_document: bool
-) -> dict[str, np.ndarray]:
+def _split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool) -> dict[str, np.ndarray]:
     """The documents of each split, by the hashes and sizes of all.
 
     Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
     less was requested, it is the document of the least hash among those that leave half of the text to train on. Of a single
     document the tail is for validation, whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
     """
-    validation = hashes < _hash_threshold(validation_ratio)
-    too_much = not one_document and validation_ratio < 0.5 and text_bytes[validation].sum() > text_bytes.sum() / 2
-    if validation_ratio and (not validation.any() or too_much):
+    validation = hashes < _hash_threshold(ratio)
+    too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2
+    if ratio and (not validation.any() or too_much):
         _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
-        small = np.bincount(texts, weights=text_bytes)[texts] <= text_bytes.sum() / 2
+        small = np.bincount(texts, weights=sizes)[texts] <= sizes.sum() / 2
         validation = hashes == (hashes[small] if small.any() else hashes).min()
     if validation.all():
         validation = hashes != hashes.max()
-    if not validation_ratio:
+    if not ratio:
         return {TRAIN_SPLIT: np.flatnonzero(~validation)}
     if not validation.any():
         raise UserError("too few different texts to set any aside for validation: give validation_ratio = 0, or more text")
     return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}
 
 
-def _tokenizer_sample(readers: list[UnitReader], validation_ratio: float, seed: int) -> Iterator[str]:
+def _tokenizer_sample(readers: list[UnitReader], ratio: float, seed: int) -> Iterator[str]:
     """Texts to learn merges from, without those for validation unless there are no others. The seed orders the units."""
     left = TOKENIZER_SAMPLE_CHARACTERS
     per_unit = TOKENIZER_SAMPLE_CHARACTERS // min(TOKENIZER_SAMPLE_UNITS, len(readers))
     for number in permutation(len(readers), derive_key(seed, "sample"))(np.arange(len(readers))):
-        of_unit = min(per_unit, left)
-        left -= of_unit
+        left_after = max(0, left - per_unit)
         for text, digest in readers[number].hashed_texts():
-            if digest >= _hash_threshold(validation_ratio):
-                yield text[:of_unit]
-                of_unit -= len(text[:of_unit])
-            if not of_unit:
+            if digest >= _hash_threshold(ratio):
+                sample = text[: left - left_after]
+                left -= len(sample)
+                yield sample
+            if left == left_after:
                 break
-        left += of_unit
         if not left:
             break
-    if left == TOKENIZER_SAMPLE_CHARACTERS and validation_ratio:
+    if left == TOKENIZER_SAMPLE_CHARACTERS and ratio:
         yield from _tokenizer_sample(readers, 0, seed)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _write_tokenizer(
-    out: Path, given: Tokenizer | None, plan: PreparationPlan, readers: list[UnitReader], progress: ProgressCallback
-) -> Tokenizer:
-    folder = out / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        progress("tokenizer", 0, 1, 0)
-        if given is None:
-            assert plan.vocab_size is not None
-            given = train_tokenizer(_tokenizer_sample(readers, plan.validation_ratio, plan.seed), plan.vocab_size)
-        given.save(folder)
-        progress("tokenizer", 1, 1, 0)
-    return Tokenizer.open(folder)
+@dataclass(frozen=True)
+class _Preparation:
+    """A preparation of `corpus` in the folder `out`, with the tokenizer `given` or one that is trained."""
 
+    out: Path
+    corpus: TextSource
+    given: Tokenizer | None
+    plan: PreparationPlan
+    progress: ProgressCallback
 
-def _write_parts(
-    out: Path, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool, progress: ProgressCallback
-) -> None:
-    sizes = [reader.unit.size for reader in readers]
-    missing = [number for number in range(len(sizes)) if not part_path(out, number, ".npz").exists()]
-    done, size = len(sizes) - len(missing), sum(sizes) - sum(sizes[number] for number in missing)
-    progress("tokens", done, len(sizes), size)
-    jobs = [PartJob(out, number, readers[number], tokenizer_hash) for number in missing]
-    for index, _ in pool.map_unordered(write_part, jobs):
-        done, size = done + 1, size + sizes[missing[index]]
-        progress("tokens", done, len(sizes), size)
+    def write(self, workers: int | None) -> TokenFolderManifest:
+        """Write tokenizer, parts and shards, and return the manifest to write."""
+        corpus, ratio = self.corpus, self.plan.validation_ratio
+        units = corpus.units()
+        one_document = bool(ratio) and _is_one_document(corpus.spec, units)
+        readers = [UnitReader(unit, ratio if one_document else None) for unit in units]
+        num_cpus = len(os.sched_getaffinity(0))
+        with WorkerPool(workers or min(num_cpus, len(units), 1 + corpus.size // MIN_BYTES_PER_WORKER)) as pool:
+            tokenizer = self._write_tokenizer(readers)
+            self._write_parts(readers, tokenizer.hash, pool)
+            index = DocumentIndex.load(self.out, len(units))
+            members = _split_documents(index.hashes, index.text_bytes, ratio, one_document)
+            splits = self._write_shards(index, members, tokenizer, pool)
+        return TokenFolderManifest(
+            format=FORMAT_VERSION,
+            source=corpus.spec,
+            plan=asdict(self.plan),
+            tokenizer=tokenizer.hash,
+            vocab_size=tokenizer.vocab_size,
+            dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
+            skipped_files=corpus.skipped_files,
+            empty_documents=index.num_empty,
+            text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
+            splits=splits,
+        )
 
+    def _write_tokenizer(self, readers: list[UnitReader]) -> Tokenizer:
+        folder, plan = self.out / "tokenizer", self.plan
+        if not (folder / "tokenizer.json").exists():
+            self.progress("tokenizer", 0, 1, 0)
+            tokenizer = self.given
+            if tokenizer is None:
+                assert plan.vocab_size is not None
+                tokenizer = train_tokenizer(_tokenizer_sample(readers, plan.validation_ratio, plan.seed), plan.vocab_size)
+            tokenizer.save(folder)
+            self.progress("tokenizer", 1, 1, 0)
+        return Tokenizer.open(folder)
 
-def _write_shards(
-    out: Path,
-    index: DocumentIndex,
-    members: dict[str, np.ndarray],
-    tokenizer: Tokenizer,
-    plan: PreparationPlan,
-    pool: WorkerPool,
-    progress: ProgressCallback,
-) -> dict[str, list[ShardEntry]]:
-    """Write the documents of each split (`members`), and return the shards' entries in the manifest by split."""
-    jobs: list[ShardJob] = []
-    splits: list[str] = []
-    for split, documents in members.items():
-        order = permutation(len(documents), derive_key(plan.seed, "documents", split))(np.arange(len(documents)))
-        for number, chosen in enumerate(index.split_into_shards(documents[order], plan.shard_tokens)):
-            where = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
-            dtype = token_dtype(tokenizer.vocab_size)
-            jobs.append(ShardJob(out, f"{split}-{number:05d}", *where, dtype, tokenizer.hash))
-            splits.append(split)
-    entries: dict[int, ShardEntry] = {}
-    progress("shards", 0, len(jobs), 0)
-    for job, entry in pool.map_unordered(assemble_shard, jobs):
-        entries[job] = entry
-        progress("shards", len(entries), len(jobs), 0)
-    return {split: [entries[job] for job in range(len(jobs)) if splits[job] == split] for split in members}
+    def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
+        jobs = [job for job in enumerate(readers) if not part_path(self.out, job[0], ".npz").exists()]
+        done = len(readers) - len(jobs)
+        size = sum(reader.unit.size for reader in readers) - sum(reader.unit.size for _, reader in jobs)
+        self.progress("tokens", done, len(readers), size)
+        write = partial(write_part, out=self.out, tokenizer_hash=tokenizer_hash)
+        for index, _ in pool.map_unordered(write, jobs):
+            done, size = done + 1, size + jobs[index][1].unit.size
+            self.progress("tokens", done, len(readers), size)
+
+    def _write_shards(
+        self, index: DocumentIndex, members: dict[str, np.ndarray], tokenizer: Tokenizer, pool: WorkerPool
+    ) -> dict[str, list[ShardEntry]]:
+        """Write the documents of each split (`members`), and return the shards' entries in the manifest by split."""
+        jobs: list[ShardJob] = []
+        for split, documents in members.items():
+            order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(np.arange(len(documents)))
+            for number, chosen in enumerate(index.split_into_shards(documents[order], self.plan.shard_tokens)):
+                places = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
+                jobs.append(ShardJob(split, number, *places))
+        dtype = token_dtype(tokenizer.vocab_size)
+        assemble = partial(assemble_shard, out=self.out, dtype=dtype, tokenizer_hash=tokenizer.hash)
+        entries: dict[int, ShardEntry] = {}
+        self.progress("shards", 0, len(jobs), 0)
+        for job, entry in pool.map_unordered(assemble, jobs):
+            entries[job] = entry
+            self.progress("shards", len(entries), len(jobs), 0)
+        return {split: [entries[job] for job in sorted(entries) if jobs[job].split == split] for split in members}

@@ -4,11 +4,13 @@ A part is the tokens of one unit, in its own order, with a list of its documents
 shards are written, so a preparation that was stopped repeats at most the units that were being read.
 """
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -48,13 +50,6 @@ def _split_position(text: str, target: int) -> int:
     return line if line > target // 2 else target
 
 
-class PartJob(NamedTuple):
-    out: Path
-    number: int
-    reader: UnitReader
-    tokenizer_hash: str
-
-
 def part_path(out: Path, number: int, suffix: str) -> Path:
     return out / UNFINISHED / f"part-{number:06d}{suffix}"
 
@@ -71,66 +66,52 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
     return tokenizer
 
 
-def write_part(job: PartJob) -> None:
-    """Tokenize one unit. The list of its documents is written last: its presence marks the part as complete."""
-    tokenizer = _open_tokenizer_cached(job.out / "tokenizer", job.tokenizer_hash)
+def write_part(job: tuple[int, UnitReader], *, out: Path, tokenizer_hash: str) -> None:
+    """Tokenize one unit, given with its number, as a part of that number.
+
+    The list of its documents is written last: its presence marks the part as complete.
+    """
+    number, reader = job
+    tokenizer = _open_tokenizer_cached(out / "tokenizer", tokenizer_hash)
     dtype = token_dtype(tokenizer.vocab_size)
-    lengths: list[int] = []
-    hashes: list[int] = []
-    sizes: list[int] = []
-    empty = 0
-    with atomic_write(part_path(job.out, job.number, ".tokens")) as file:
-        tokens = 0
-        for batch in _batch_pieces(_split_long_texts(job.reader.hashed_texts(), tokenizer)):
-            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-                if piece.document is None:
+    documents: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
+    empty = tokens = 0
+    with atomic_write(part_path(out, number, ".tokens")) as file:
+        for batch in _batch_pieces(reader.hashed_texts(), tokenizer):
+            for (_, document), ids in zip(batch, tokenizer.encode_batch([piece for piece, _ in batch]), strict=True):
+                if document is None:
                     file.write(np.array(ids, dtype).data)
                     tokens += len(ids)
                     continue
-                text, digest = piece.document
+                text, digest = document
                 if not text.strip():
                     empty += 1
                     continue
                 file.write(np.array([*ids, tokenizer.eos_token_id], dtype).data)
-                lengths.append(tokens + len(ids) + 1)
-                hashes.append(digest)
-                sizes.append(len(text.encode()))
+                documents["lengths"].append(tokens + len(ids) + 1)
+                documents["hashes"].append(digest)
+                documents["text_bytes"].append(len(text.encode()))
                 tokens = 0
-    with atomic_write(part_path(job.out, job.number, ".npz")) as file:
-        np.savez(
-            file,
-            lengths=np.array(lengths, np.int64),
-            hashes=np.array(hashes, np.uint64),
-            text_bytes=np.array(sizes, np.int64),
-            empty=np.array(empty),
-        )
+    with atomic_write(part_path(out, number, ".npz")) as file:
+        np.savez(file, **documents, empty=empty)
 
 
-@dataclass(frozen=True)
-class TextPiece:
-    """A piece of a document; the last piece of each has the document's (text, hash), the others None."""
-
-    text: str
-    document: tuple[str, int] | None
+# A piece of a document; the last piece of each comes with the document's (text, hash), the others with None.
+TextPiece = tuple[str, tuple[str, int] | None]
 
 
-def _split_long_texts(texts: Iterator[tuple[str, int]], tokenizer: Tokenizer) -> Iterator[TextPiece]:
-    for text, digest in texts:
-        *others, last = tokenizer.split_long_text(text)
-        yield from (TextPiece(other, None) for other in others)
-        yield TextPiece(last, (text, digest))
-
-
-def _batch_pieces(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Pieces in batches of a megabyte, so that memory does not grow with the unit."""
+def _batch_pieces(texts: Iterator[tuple[str, int]], tokenizer: Tokenizer) -> Iterator[list[TextPiece]]:
+    """Pieces of (text, hash) in batches of a megabyte, so that memory does not grow with the unit."""
     batch: list[TextPiece] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= ENCODE_BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
+    for text, digest in texts:
+        *others, last = tokenizer.split_long_text(text)
+        for piece, document in [*zip(others, repeat(None)), (last, (text, digest))]:
+            batch.append((piece, document))
+            size += len(piece)
+            if size >= ENCODE_BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
     yield batch
 
 
@@ -148,20 +129,15 @@ class DocumentIndex:
     @classmethod
     def load(cls, out: Path, num_parts: int) -> "DocumentIndex":
         """The lists of all parts, which must be complete."""
-        lengths, hashes, sizes, empty = [], [], [], 0
+        parts = []
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
-                lengths.append(part["lengths"])
-                hashes.append(part["hashes"])
-                sizes.append(part["text_bytes"])
-                empty += int(part["empty"])
+                parts.append(dict(part))
         return cls(
-            part_numbers=np.repeat(np.arange(num_parts), [len(of_part) for of_part in lengths]),
-            starts=np.concatenate([np.cumsum(of_part) - of_part for of_part in lengths]),
-            lengths=np.concatenate(lengths),
-            hashes=np.concatenate(hashes),
-            text_bytes=np.concatenate(sizes),
-            num_empty=empty,
+            part_numbers=np.repeat(np.arange(num_parts), [len(part["lengths"]) for part in parts]),
+            starts=np.concatenate([np.cumsum(part["lengths"]) - part["lengths"] for part in parts]),
+            num_empty=sum(int(part["empty"]) for part in parts),
+            **{name: np.concatenate([part[name] for part in parts]) for name in ("lengths", "hashes", "text_bytes")},
         )
 
     def split_into_shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
@@ -177,29 +153,28 @@ class DocumentIndex:
 class ShardJob(NamedTuple):
     """One shard: where each of its documents is in the parts, in their order in the shard."""
 
-    out: Path
-    name: str
+    split: str
+    number: int
     part_numbers: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    dtype: np.dtype
-    tokenizer_hash: str
 
 
-def assemble_shard(job: ShardJob) -> ShardEntry:
+def assemble_shard(job: ShardJob, *, out: Path, dtype: np.dtype, tokenizer_hash: str) -> ShardEntry:
     """Gather the documents of one shard, unless an earlier run did, and return its entry in the manifest."""
-    finished = finished_shard_entry(job.out, job.name)
+    name = f"{job.split}-{job.number:05d}"
+    finished = finished_shard_entry(out, name)
     if finished is not None:
         return finished
     stops = np.cumsum(job.lengths)
-    tokens = np.empty(int(stops[-1]), job.dtype)
+    tokens = np.empty(int(stops[-1]), dtype)
     # Part by part rather than document by document: each is opened once and read in the order on the disk.
     by_part = np.lexsort((job.starts, job.part_numbers))
     for of_part in np.split(by_part, np.flatnonzero(np.diff(job.part_numbers[by_part])) + 1):
-        with open(part_path(job.out, int(job.part_numbers[of_part[0]]), ".tokens"), "rb") as file:
+        with open(part_path(out, int(job.part_numbers[of_part[0]]), ".tokens"), "rb") as file:
             for document in of_part:
-                file.seek(int(job.starts[document]) * job.dtype.itemsize)
+                file.seek(int(job.starts[document]) * dtype.itemsize)
                 into = tokens[stops[document] - job.lengths[document] : stops[document]]
                 if file.readinto(into.view(np.uint8).data) != into.nbytes:
                     raise UserError(f"{file.name}: truncated since it was written: {RESTORE_HINT}")
-    return write_shard(job.out, job.name, tokens, job.lengths, job.tokenizer_hash)
+    return write_shard(out, name, tokens, job.lengths, tokenizer_hash)

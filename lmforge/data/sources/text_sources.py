@@ -8,7 +8,7 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -52,11 +52,9 @@ class SourceUnit(Protocol):
     @property
     def size(self) -> int:
         """Bytes on the disk, for progress."""
-        ...
 
     def read(self) -> Iterator[str]:
         """The text of each document, empty ones included. Raises UserError naming file and place if one cannot be read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -121,25 +119,22 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
     "stdlib" is the standard library of the running Python. A text file is one document; a line of a .jsonl or a row of a
     .parquet holds one in `text_field`; .gz and .zst are decompressed. Raises UserError if there is nothing to read.
     """
+    skipped_files = 0
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk_files(root, STDLIB_EXCLUDED_FOLDERS) if _is_library_code(path.relative_to(root))]
-        return _build_source(spec, root, paths, text_field)
-    root = Path(spec).expanduser()
-    if root.is_dir():
-        paths = list(_walk_files(root))
+    elif (root := Path(spec).expanduser()).is_dir():
+        every = list(_walk_files(root))
         # Among other files a bare .json is a settings file more often than a corpus.
         kinds = TEXT_SUFFIXES | JSON_SUFFIXES | {".parquet"}
-        known = [path for path in paths if content_suffix(path.name) in kinds and path.suffix != ".json"]
-        if not known:
+        paths = [path for path in every if content_suffix(path.name) in kinds and path.suffix != ".json"]
+        skipped_files = len(every) - len(paths)
+        if not paths:
             raise UserError(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
-        return _build_source(spec, root, known, text_field, skipped_files=len(paths) - len(known))
-    if not root.is_file():
+    elif root.is_file():
+        root, paths = root.parent, [root]
+    else:
         raise UserError(f'{spec}: no such file or folder: give a path, or "stdlib"')
-    return _build_source(spec, root.parent, [root], text_field)
-
-
-def _build_source(spec: str, root: Path, paths: Iterable[Path], text_field: str, skipped_files: int = 0) -> TextSource:
     files = []
     for path in paths:
         name, status = path.relative_to(root).as_posix(), path.stat()
@@ -184,12 +179,8 @@ class TextUnit:
                 yield decode_utf8(file.read(), path)
 
 
-@dataclass(frozen=True)
-class PythonUnit:
+class PythonUnit(TextUnit):
     """Python files, one document each, in the encoding that each declares."""
-
-    paths: tuple[str, ...]
-    size: int
 
     def read(self) -> Iterator[str]:
         for path in self.paths:
