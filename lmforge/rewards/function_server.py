@@ -23,7 +23,8 @@ from lmforge.rewards.functions import RESERVED_NAMES
 def main() -> None:
     """Import the file, send what its functions take or what is wrong with it, then answer requests until the input closes.
 
-    The file is the first argument; the first request names functions by their specs.
+    The file is the first argument; the first request names functions by their specs. The response to it also says which
+    functions are called together: all async ones, and each other one by itself.
     """
     # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
     # inherit these two descriptors, or they would keep the trainer waiting.
@@ -40,15 +41,13 @@ def main() -> None:
     except UserError as error:
         _send(response_fd, {"user_error": str(error)})
         return
-    descriptions = {
-        spec: {
-            "is_async": inspect.iscoroutinefunction(function),
-            "required_columns": _required_columns(function),
-            "accepted_columns": _accepted_columns(function),
-        }
-        for spec, function in functions.items()
+    together = [spec for spec, function in functions.items() if inspect.iscoroutinefunction(function)]
+    description = {
+        "required_columns": {spec: _required_columns(function) for spec, function in functions.items()},
+        "accepted_columns": {spec: _accepted_columns(function) for spec, function in functions.items()},
+        "call_groups": [[spec] for spec in functions if spec not in together] + ([together] if together else []),
     }
-    _send(response_fd, descriptions)
+    _send(response_fd, description)
     while True:
         request = json.loads(requests.get())
         _send(response_fd, _call_functions({spec: functions[spec] for spec in request["functions"]}, request))
@@ -96,10 +95,8 @@ def _get_function(module: ModuleType, spec: str, name: str) -> Callable[..., Any
         raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(public) or 'none'}")
     by_name = {name for name, parameter in _parameters(function).items() if parameter.kind is not parameter.POSITIONAL_ONLY}
     if not {"prompts", "completions"} <= by_name and not _accepts_any_column(function):
-        signature = inspect.signature(function)
-        raise UserError(
-            f"reward {spec}: takes {signature}, but is called by name with prompts, completions and the data's columns"
-        )
+        given = "prompts, completions and the data's columns"
+        raise UserError(f"reward {spec}: takes {inspect.signature(function)}, but is called by name with {given}")
     return function
 
 
@@ -129,13 +126,13 @@ def _call_functions(functions: dict[str, Callable[..., Any]], request: dict[str,
     """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
 
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
-        columns = request["columns"]
+        given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
         if not _accepts_any_column(function):
-            columns = {name: column for name, column in columns.items() if name in _parameters(function)}
+            given = {name: given[name] for name in _parameters(function) if name in given}
         # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
         if "reward_timeout_seconds" in _parameters(function):
-            columns = {**columns, "reward_timeout_seconds": request["timeout_seconds"]}
-        return {**columns, "prompts": request["prompts"], "completions": request["completions"]}
+            given["reward_timeout_seconds"] = request["timeout_seconds"]
+        return given
 
     async def awaited(function: Callable[..., Any]) -> dict[str, Any]:
         try:
