@@ -9,8 +9,8 @@ ranks look alike, but never a fast one slow.
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,17 +30,12 @@ RECOVERED_RATIO = 1.25
 MIN_WINDOW_SECONDS = 1.0
 
 
-@dataclass
-class _Suspect:
-    times_seen: int = 0
-    reported: bool = False
-
-
 class StragglerDetector:
     """Own seconds of every rank in, lines out: which ranks are slow, and which no longer are."""
 
     def __init__(self) -> None:
-        self._suspects: dict[tuple[int, str], _Suspect] = {}
+        # How often in a row a (rank, phase) was slow; from TIMES_SEEN on it is reported.
+        self._times_seen: Counter[tuple[int, str]] = Counter()
         self._steps = self._seconds = 0.0
         self._tables: list[Sequence[Sequence[float]]] = []
 
@@ -70,17 +65,16 @@ class StragglerDetector:
         return lines
 
     def _compare(self, rank: int, phase: str, seconds: float, median_seconds: float, step_seconds: float) -> list[str]:
-        suspect = self._suspects.setdefault((rank, phase), _Suspect())
-        if suspect.reported:
+        key = rank, phase
+        if self._times_seen[key] >= TIMES_SEEN:
             if seconds > RECOVERED_RATIO * median_seconds and seconds - median_seconds > SLOW_FRACTION / 2 * step_seconds:
                 return []
-            suspect.reported, suspect.times_seen = False, 0
+            self._times_seen[key] = 0
             return [f"rank {rank}: {phase} takes as long as elsewhere again ({_format_comparison(seconds, median_seconds)})"]
         clear = seconds >= SLOW_RATIO * median_seconds and seconds - median_seconds >= SLOW_FRACTION * step_seconds
-        suspect.times_seen = suspect.times_seen + 1 if clear else 0
-        if suspect.times_seen < TIMES_SEEN:
+        self._times_seen[key] = self._times_seen[key] + 1 if clear else 0
+        if self._times_seen[key] < TIMES_SEEN:
             return []
-        suspect.reported = True
         times = f"{seconds / median_seconds:.1f} times the median" if median_seconds > 0.01 * seconds else "long"
         return [f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median_seconds)}); the others wait for it"]
 

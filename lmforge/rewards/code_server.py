@@ -27,6 +27,8 @@ ERROR_CHARACTERS = 500
 ONLY_SYNTAX_TREE = 0x400
 # The descriptor on which a child reports its progress.
 REPORT_FD = 3
+# Of what a program prints, and of its report.
+MAX_OUTPUT_BYTES = 1 << 16
 MAX_FOLDER_BYTES = 32 << 20
 MAX_FOLDER_FILES = 1000
 
@@ -74,8 +76,7 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
         _execute(job, secret)
     os.close(output[1])
     os.close(report[1])
-    deadline = began + job["seconds"]
-    exit_status, killed_for, printed, reported = _watch(pid, output[0], report[0], deadline, job["output_bytes"], folder)
+    exit_status, killed_for, printed, reported = _watch(pid, output[0], report[0], began + job["seconds"], folder)
     seconds = time.monotonic() - began
     _remove(folder)
     # (event, " ", its detail) of each line.
@@ -171,14 +172,13 @@ def _error_line(error: BaseException) -> str:
 # --- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def _watch(pid: int, output: int, report: int, deadline: float, output_limit: int, folder: str) -> tuple[int, str, str, str]:
+def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> tuple[int, str, str, str]:
     """Read what the child writes until it ends or has to be killed: (exit status, killed for, output, report).
 
     It is killed for "time", "files" or "output"; "" if it was not killed. The child can start no processes, so when it is
     dead only files are left.
     """
-    received = {output: b"", report: b""}
-    limits = {output: output_limit, report: 1 << 16}
+    received = {output: bytearray(), report: bytearray()}
     killed_for, ended, next_look = "", False, time.monotonic() + POLL_SECONDS
     poll = select.poll()
     pidfd = os.pidfd_open(pid)
@@ -202,26 +202,25 @@ def _watch(pid: int, output: int, report: int, deadline: float, output_limit: in
                 os.waitpid(pid, 0)
                 _remove(folder)
                 os._exit(0)
-            elif not _read(descriptor, received, limits):
+            elif not _read(descriptor, received[descriptor]):
                 poll.unregister(descriptor)
-                killed_for = killed_for or ("output" if len(received[descriptor]) > limits[descriptor] else "")
-    texts = []
-    for descriptor, limit in limits.items():
+                killed_for = killed_for or ("output" if len(received[descriptor]) > MAX_OUTPUT_BYTES else "")
+    for descriptor, content in received.items():
         # The child is dead: what is left to read is what it wrote, and then the end.
-        while _read(descriptor, received, limits):
+        while _read(descriptor, content):
             pass
-        killed_for = killed_for or ("output" if len(received[descriptor]) > limit else "")
-        texts.append(received[descriptor][:limit].decode("utf-8", "replace"))
+        killed_for = killed_for or ("output" if len(content) > MAX_OUTPUT_BYTES else "")
         os.close(descriptor)
     os.close(pidfd)
-    return os.waitpid(pid, 0)[1], killed_for, *texts
+    texts = [content[:MAX_OUTPUT_BYTES].decode("utf-8", "replace") for content in received.values()]
+    return os.waitpid(pid, 0)[1], killed_for, texts[0], texts[1]
 
 
-def _read(descriptor: int, received: dict[int, bytes], limits: dict[int, int]) -> bool:
-    """Read once into `received`, one byte above the limit at most. False at the end of the file and above the limit."""
-    piece = os.read(descriptor, min(limits[descriptor] + 1 - len(received[descriptor]), 1 << 16))
-    received[descriptor] += piece
-    return bool(piece) and len(received[descriptor]) <= limits[descriptor]
+def _read(descriptor: int, content: bytearray) -> bool:
+    """Read once, one byte more than the limit at most. False at the end of the file and above the limit."""
+    piece = os.read(descriptor, MAX_OUTPUT_BYTES + 1 - len(content))
+    content += piece
+    return bool(piece) and len(content) <= MAX_OUTPUT_BYTES
 
 
 def _exceeds_quota(folder: str) -> bool:
@@ -275,7 +274,7 @@ def _classify(
 def main() -> None:
     """Answer each request on standard input with a line on standard output, until the input closes.
 
-    A request holds code, checks, seconds, memory_mib and output_bytes; a response the fields of sandbox.ProgramResult. The
+    A request holds code, checks, seconds and memory_mib; a response the fields of sandbox.ProgramResult. The
     first response, without a request, tells what programs cannot do here.
     """
     scratch = sys.argv[1]
@@ -286,7 +285,7 @@ def main() -> None:
     os.environ.clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     landlock = confinement.landlock_version() > 0
-    probe = {"code": _PROBE, "checks": [], "seconds": 20.0, "memory_mib": 256, "output_bytes": 4096}
+    probe = {"code": _PROBE, "checks": [], "seconds": 20.0, "memory_mib": 256}
     print(json.dumps(_run_program(probe, scratch, landlock)), flush=True)
     # Bytes, not text: a text decoder would read ahead of what poll() sees.
     buffered = b""

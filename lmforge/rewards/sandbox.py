@@ -63,23 +63,14 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         if not self.protections["reading"]:
             print("generated code can read this user's files here: the kernel has no Landlock", file=sys.stderr)
 
-    def run(
-        self,
-        code: str,
-        *,
-        checks: Sequence[str] = (),
-        seconds: float = 5.0,
-        memory_mib: int = 512,
-        output_bytes: int = 1 << 16,
-    ) -> ProgramResult:
+    def run(self, code: str, *, checks: Sequence[str] = (), seconds: float = 5.0, memory_mib: int = 512) -> ProgramResult:
         """Run `code` as a script, then each of `checks`, statements such as "assert f(2) == 4", in its global names.
 
         `seconds` is for program and checks together. `memory_mib` limits address space; the interpreter takes about 30.
         """
-        limits = {"seconds": seconds, "memory_mib": memory_mib, "output_bytes": output_bytes}
         server = self._idle.get()
         try:
-            return server.run({"code": code, "checks": list(checks), **limits})
+            return server.run({"code": code, "checks": list(checks), "seconds": seconds, "memory_mib": memory_mib})
         finally:
             self._idle.put(server)
 

@@ -31,12 +31,12 @@ class EngineStopped(Exception):
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and its id in the engine while it runs."""
+    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs."""
 
     request: GenerationRequest
     choice_index: int
     token_queue: "asyncio.Queue[tuple[int, GeneratedToken | Exception]]"
-    request_id: int | None = None
+    request_id: int = 0
 
 
 class ContinuousBatcher:
@@ -65,8 +65,7 @@ class ContinuousBatcher:
     @property
     def stopped(self) -> bool:
         """Whether it takes no more requests: it was stopped, or its engine failed."""
-        with self._changed:
-            return self._stopped
+        return self._stopped
 
     def submit(self, requests: Sequence[QueuedRequest]) -> None:
         """Queue requests, all or none. Raises QueueFull or EngineStopped."""
@@ -123,9 +122,8 @@ class ContinuousBatcher:
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._stopped)
             for each in self._cancelled:
-                if each.request_id is not None and self._running.get(each.request_id) is each:
+                if self._running.pop(each.request_id, None):
                     self._engine.cancel(each.request_id)
-                    del self._running[each.request_id]
             self._cancelled.clear()
             if self._stopped:
                 return False
@@ -219,9 +217,8 @@ class _ChoiceStream:
         offset = len(self.streamer.text)
         text = self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
         if token.finish_reason != "stop":
-            top = [(self._tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB)) for id, logprob in token.top_logprobs]
-            logprob = max(token.logprob, MIN_LOGPROB)
-            self._pending_logprobs.append(TokenLogprob(self._tokenizer.id_to_bytes(token.token_id), logprob, top, offset))
+            (token_bytes, logprob), *top = map(self._with_bytes, [(token.token_id, token.logprob), *token.top_logprobs])
+            self._pending_logprobs.append(TokenLogprob(token_bytes, logprob, top, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
@@ -231,3 +228,6 @@ class _ChoiceStream:
         certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
         self._pending_logprobs = self._pending_logprobs[len(certain) :]
         return TextDelta(choice_index, text, certain, reason)
+
+    def _with_bytes(self, pair: tuple[int, float]) -> tuple[bytes, float]:
+        return self._tokenizer.id_to_bytes(pair[0]), max(pair[1], MIN_LOGPROB)
