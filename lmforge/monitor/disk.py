@@ -18,8 +18,8 @@ GIB = 2**30
 class DiskMonitor:
     """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint, 0 while it is unknown."""
 
-    def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int], interval_seconds: float = CHECK_SECONDS) -> None:
-        self._folder, self._next_checkpoint_bytes, self._interval_seconds = folder, next_checkpoint_bytes, interval_seconds
+    def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
+        self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes
         self._shortages: set[str] = set()
         self._stopped = threading.Event()
 
@@ -35,7 +35,7 @@ class DiskMonitor:
             with suppress(OSError):
                 for line in self.check():
                     warn(line)
-            if self._stopped.wait(self._interval_seconds):
+            if self._stopped.wait(CHECK_SECONDS):
                 return
 
     def check(self) -> list[str]:

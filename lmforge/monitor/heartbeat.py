@@ -106,11 +106,8 @@ class Heartbeat:
         stall = self.stall_noticed, self.stall_reported
         record = HeartbeatRecord(*self._identity, *progress, time.time(), process_io_bytes(), *stall)
         text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.write(file, text)
-        finally:
-            os.close(file)
+        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+            file.write(text)
 
 
 def process_io_bytes() -> int:

@@ -90,11 +90,11 @@ class StallEvidence:
     collectives: list[CollectiveRecord]
 
 
-def stall_file(health_folder: Path, rank: int) -> Path:
-    return health_folder / f"rank-{rank}.stall.json"
+def stall_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.stall.json"
 
 
-def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
+def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
     """Write where this rank is: the stack of the training thread and its collectives for `read_peer`, and the stacks of all
     threads into `stacks_file`."""
     names = {each.ident: each.name for each in threading.enumerate()}
@@ -103,7 +103,7 @@ def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: 
     calls = extracted.get(thread_id, [])
     stack = [StackFrame(call.filename, call.lineno or 0, call.name, call.line or "") for call in calls]
     evidence = StallEvidence(progress, stack, collectives)
-    atomic_write_text(stall_file(health_folder, rank), json.dumps(asdict(evidence)), sync=False)
+    atomic_write_text(stall_file(folder, rank), json.dumps(asdict(evidence)), sync=False)
     lines = []
     del extracted[threading.get_ident()]  # the watchdog's own thread
     for ident, calls in sorted(extracted.items(), key=lambda pair: pair[0] != thread_id):
@@ -113,13 +113,13 @@ def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: 
     stacks_file.write_text("".join(lines), encoding="utf-8")
 
 
-def read_peer(health_folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
+def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
     """What `rank` has written about itself.
 
     A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
     `silent_after_seconds`.
     """
-    path = health_folder / f"rank-{rank}.json"
+    path = folder / f"rank-{rank}.json"
     for _ in range(3):  # it may be read half-written
         with suppress(UserError, FileNotFoundError):
             written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
@@ -133,7 +133,7 @@ def read_peer(health_folder: Path, rank: int, own_written_at: float, silent_afte
     if state == "running" and silent > silent_after_seconds:
         state = "silent"
     with suppress(OSError, UserError):  # it has not noticed that it stalls, or cannot write
-        evidence = read_json(stall_file(health_folder, rank), StallEvidence)
+        evidence = read_json(stall_file(folder, rank), StallEvidence)
         if evidence.progress == (heartbeat["step"], heartbeat["number"]):
             return PeerStatus(rank, heartbeat, state, silent, evidence.stack, evidence.collectives)
     return PeerStatus(rank, heartbeat, state, silent)

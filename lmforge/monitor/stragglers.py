@@ -64,23 +64,23 @@ class StragglerDetector:
         self._steps, self._seconds, self._tables = 0.0, 0.0, []
         return lines
 
-    def _compare(self, rank: int, phase: str, seconds: float, median_seconds: float, step_seconds: float) -> list[str]:
+    def _compare(self, rank: int, phase: str, seconds: float, median: float, step_seconds: float) -> list[str]:
         key = rank, phase
         if self._times_seen[key] >= TIMES_SEEN:
-            if seconds > RECOVERED_RATIO * median_seconds and seconds - median_seconds > SLOW_FRACTION / 2 * step_seconds:
+            if seconds > RECOVERED_RATIO * median and seconds - median > SLOW_FRACTION / 2 * step_seconds:
                 return []
             self._times_seen[key] = 0
-            return [f"rank {rank}: {phase} takes as long as elsewhere again ({_format_comparison(seconds, median_seconds)})"]
-        clear = seconds >= SLOW_RATIO * median_seconds and seconds - median_seconds >= SLOW_FRACTION * step_seconds
+            return [f"rank {rank}: {phase} takes as long as elsewhere again ({_format_comparison(seconds, median)})"]
+        clear = seconds >= SLOW_RATIO * median and seconds - median >= SLOW_FRACTION * step_seconds
         self._times_seen[key] = self._times_seen[key] + 1 if clear else 0
         if self._times_seen[key] < TIMES_SEEN:
             return []
-        times = f"{seconds / median_seconds:.1f} times the median" if median_seconds > 0.01 * seconds else "long"
-        return [f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median_seconds)}); the others wait for it"]
+        times = f"{seconds / median:.1f} times the median" if median > 0.01 * seconds else "long"
+        return [f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median)}); the others wait for it"]
 
 
-def _format_comparison(seconds: float, median_seconds: float) -> str:
-    return f"{seconds:.2g} s against {median_seconds:.2g} s a step"
+def _format_comparison(seconds: float, median: float) -> str:
+    return f"{seconds:.2g} s against {median:.2g} s a step"
 
 
 class StragglerMonitor:
@@ -126,8 +126,7 @@ class StragglerMonitor:
     def close(self) -> None:
         """Stop measuring."""
         self._restore_wait()
-        if self._phase_timer is not None:
-            self._phase_timer.close()
+        self._heartbeat.on_phase = None
 
 
 def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
@@ -180,6 +179,3 @@ class _CudaPhaseTimer:
                     seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1000
             self._arm()
         return seconds
-
-    def close(self) -> None:
-        self._heartbeat.on_phase = None

@@ -28,7 +28,7 @@ def main() -> None:
     """
     # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
     # inherit these two descriptors, or they would keep the trainer waiting.
-    request_fd, response_fd = os.dup(0), os.dup(1)
+    request_fd, responses = os.dup(0), open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -39,7 +39,7 @@ def main() -> None:
         module = _import_file(file)
         functions = {spec: _get_function(module, spec, name or spec) for spec, name in names.items()}
     except UserError as error:
-        _send(response_fd, {"user_error": str(error)})
+        print(json.dumps({"user_error": str(error)}), file=responses, flush=True)
         return
     together = [spec for spec, function in functions.items() if inspect.iscoroutinefunction(function)]
     description = {
@@ -47,10 +47,11 @@ def main() -> None:
         "accepted_columns": {spec: _accepted_columns(function) for spec, function in functions.items()},
         "call_groups": [[spec] for spec in functions if spec not in together] + ([together] if together else []),
     }
-    _send(response_fd, description)
+    print(json.dumps(description), file=responses, flush=True)
     while True:
         request = json.loads(requests.get())
-        _send(response_fd, _call_functions({spec: functions[spec] for spec in request["functions"]}, request))
+        results = _call_functions({spec: functions[spec] for spec in request["functions"]}, request)
+        print(json.dumps(results), file=responses, flush=True)
 
 
 def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
@@ -59,12 +60,6 @@ def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
         for line in lines:
             requests.put(line)
     os._exit(0)
-
-
-def _send(response_fd: int, message: object) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(response_fd, line) :]
 
 
 def _import_file(file: str) -> ModuleType:

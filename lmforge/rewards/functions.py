@@ -107,17 +107,17 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
         rewards = [self._weighted_sum(index, by_function) for index in range(count)]
         return RewardScores(rewards, by_function, failures)
 
-    def check_columns(self, column_names: Collection[str]) -> None:
+    def check_columns(self, names: Collection[str]) -> None:
         """Raise UserError if a function cannot be called with columns of these names."""
-        if reserved := [name for name in RESERVED_NAMES if name in column_names]:
+        if reserved := [name for name in RESERVED_NAMES if name in names]:
             raise UserError(
                 f"column {reserved[0]!r}: reward functions get the run's {' and '.join(RESERVED_NAMES)} by these names;"
                 " rename it"
             )
         for worker in self._workers:
             for spec, required in worker.required_columns.items():
-                if missing := [name for name in required if name not in column_names]:
-                    present = ", ".join(column_names) or "none but prompts and completions"
+                if missing := [name for name in required if name not in names]:
+                    present = ", ".join(names) or "none but prompts and completions"
                     raise UserError(
                         f"reward {spec}: needs the column {missing[0]!r}, which the data does not have: there are {present}"
                     )

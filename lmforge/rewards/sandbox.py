@@ -75,13 +75,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             self._idle.put(server)
 
     def run_all(
-        self,
-        programs: Sequence[str],
-        checks: Sequence[Sequence[str]],
-        *,
-        seconds: float = 5.0,
-        total_seconds: float = math.inf,
-        memory_mib: int = 512,
+        self, programs: Sequence[str], checks: Sequence[Sequence[str]], *, seconds: float = 5.0, total_seconds: float = math.inf
     ) -> list[ProgramResult]:
         """The results of several programs, each with its own checks, in their order; the workers share them.
 
@@ -95,7 +89,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             allowed = min(seconds, left, left * self.workers / (len(programs) - number))
             if allowed <= 0:
                 return ProgramResult("time", (), (False,) * len(own_checks), "not begun: the time for all was over", "", 0.0)
-            return self.run(code, checks=own_checks, seconds=allowed, memory_mib=memory_mib)
+            return self.run(code, checks=own_checks, seconds=allowed)
 
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(run_one, range(len(programs)), programs, checks))

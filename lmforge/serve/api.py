@@ -145,7 +145,7 @@ def _generation_requests(
 ) -> list[GenerationRequest]:
     """`n` requests for each prompt, each with its own seed. Raises ApiError where a prompt is too long."""
     chat = isinstance(body, ChatCompletionRequest)
-    max_tokens = (body.max_completion_tokens if isinstance(body, ChatCompletionRequest) else None) or body.max_tokens
+    max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     seed = secrets.randbelow(LARGEST_SEED) if body.seed is None else body.seed
     sampling = SamplingParams(body.temperature, body.top_k, body.top_p)
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
