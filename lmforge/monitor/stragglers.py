@@ -53,8 +53,8 @@ class StragglerDetector:
         if self._seconds < MIN_WINDOW_SECONDS:
             return []
         lines = []
-        for part in sorted(set(pipeline_ranks)):
-            ranks = [rank for rank, its in enumerate(pipeline_ranks) if its == part]
+        for pipeline_rank in sorted(set(pipeline_ranks)):
+            ranks = [rank for rank, each in enumerate(pipeline_ranks) if each == pipeline_rank]
             for number, phase in enumerate(COMPARED_PHASES):
                 own = {rank: sum(table[rank][number] for table in self._tables) / self._steps for rank in ranks}
                 # The lower median: of two ranks, the slower is compared with the faster.

@@ -136,15 +136,15 @@ class Watchdog:
             self._stall = _Stall(now.started, now.phase, limit - self._heartbeat_seconds)
             self._heartbeat.stall_noticed = True
             self._heartbeat.write()
-        found = self._stall
-        if age >= found.next_report - gathering and not found.evidence_written:
-            found.evidence_written = True
+        observed = self._stall
+        if age >= observed.next_report - gathering and not observed.evidence_written:
+            observed.evidence_written = True
             self._write_evidence()
-        if age >= found.next_report:
-            found.next_report, found.evidence_written = 2 * age, False
-            self._report_stall(found, age)
+        if age >= observed.next_report:
+            observed.next_report, observed.evidence_written = 2 * age, False
+            self._report_stall(observed, age)
         if self._timeout_seconds is not None and self._dist_ctx.world_size > 1:
-            self._check_timeout(found, age, self._timeout_seconds)
+            self._check_timeout(observed, age, self._timeout_seconds)
 
     def _write_evidence(self) -> None:
         now = self._heartbeat.current
@@ -197,9 +197,10 @@ class Watchdog:
         if age < limit / 2 or (observed.progress is not None and age < observed.progress_at + limit / 2):
             return
         peers = self._read_peers()
-        far = {peer.rank: (*peer.progress, peer.heartbeat["bytes"]) for peer in peers if peer.state == "running"}
-        if observed.progress is None or any(_made_progress(observed.progress.get(rank), place) for rank, place in far.items()):
-            observed.progress, observed.progress_at = far, age
+        before = observed.progress
+        progress = {peer.rank: (*peer.progress, peer.heartbeat["bytes"]) for peer in peers if peer.state == "running"}
+        if before is None or any(_made_progress(before.get(rank), now) for rank, now in progress.items()):
+            observed.progress, observed.progress_at = progress, age
             return
         if self._is_reporter(peers):
             self._log_lines(

@@ -41,7 +41,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._check(scope)
-        app = self._app if refusal is None else JSONResponse(refusal.body, refusal.status)
+        app: ASGIApp = self._app if refusal is None else JSONResponse(refusal.body, refusal.status)
         await app(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
