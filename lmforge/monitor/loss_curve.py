@@ -7,8 +7,8 @@ from lmforge.errors import UserError
 from lmforge.runs import Run
 
 
-def draw_loss_curve(run: Run, path: Path | None = None) -> Path:
-    """Draw training and validation loss over tokens as a PNG (default: `loss.png` in the run). Returns its path.
+def draw_loss_curve(run: Run) -> Path:
+    """Draw training and validation loss over tokens as `loss.png` in the run. Returns its path.
 
     Raises UserError where the run has no metrics yet.
     """
@@ -36,7 +36,7 @@ def draw_loss_curve(run: Run, path: Path | None = None) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False)
-    path = path or run.path / "loss.png"
+    path = run.path / "loss.png"
     with atomic_write(path, sync=False) as file:
         figure.savefig(file, format="png")
     return path

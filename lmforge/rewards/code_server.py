@@ -153,9 +153,10 @@ def _execute(job: dict[str, Any], secret: str) -> NoReturn:
         for number, check in enumerate(job["checks"]):
             try:
                 exec(compile(check, f"<check {number + 1}>", "exec", dont_inherit=True), main.__dict__)
-                report("passed", str(number))
             except BaseException as error:
                 report("failed", json.dumps(f"check {number + 1}: {_error_line(error)}"))
+            else:
+                report("passed", str(number))
     try:
         sys.stdout.flush()
     finally:
