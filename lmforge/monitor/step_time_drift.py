@@ -26,7 +26,7 @@ class DriftDetector:
         self._last_step: int | None = None
         # (median, its step) of the best window so far, and the slowdown that was reported last.
         self._baseline: tuple[float, int] | None = None
-        self._new_readings = 0
+        self._num_readings = 0
         self._reported = 0.0
 
     def update(self, step: int, step_seconds: float) -> list[str]:
@@ -41,13 +41,12 @@ class DriftDetector:
             return []
         self._readings.append((self._seconds / self._num_steps, step))
         self._seconds = self._num_steps = 0.0
-        self._new_readings += 1
+        self._num_readings += 1
         if len(self._readings) < WINDOW_READINGS:
             return []
         now = statistics.median(seconds for seconds, _ in self._readings)
         lines = self._compare(now)
-        if self._new_readings >= WINDOW_READINGS:  # windows do not overlap: the fastest of many that do is luck
-            self._new_readings = 0
+        if self._num_readings % WINDOW_READINGS == 0:  # windows do not overlap: the fastest of many that do is luck
             if self._baseline is None or now < self._baseline[0]:
                 self._baseline = (now, self._readings[WINDOW_READINGS // 2][1])
         return lines
