@@ -4,6 +4,7 @@ Single log steps vary with everything else that a machine does. So medians of se
 ones must be slow.
 """
 
+import math
 import statistics
 from collections import deque
 
@@ -25,7 +26,7 @@ class DriftDetector:
         self._seconds = self._num_steps = 0.0
         self._last_step: int | None = None
         # (median, its step) of the best window so far, and the slowdown that was reported last.
-        self._baseline: tuple[float, int] | None = None
+        self._baseline = (math.inf, 0)
         self._num_readings = 0
         self._reported = 0.0
 
@@ -46,14 +47,12 @@ class DriftDetector:
             return []
         now = statistics.median(seconds for seconds, _ in self._readings)
         lines = self._compare(now)
-        if self._num_readings % WINDOW_READINGS == 0:  # windows do not overlap: the fastest of many that do is luck
-            if self._baseline is None or now < self._baseline[0]:
-                self._baseline = (now, self._readings[WINDOW_READINGS // 2][1])
+        # Windows of the baseline do not overlap: the fastest of many that do is luck.
+        if self._num_readings % WINDOW_READINGS == 0 and now < self._baseline[0]:
+            self._baseline = (now, self._readings[WINDOW_READINGS // 2][1])
         return lines
 
     def _compare(self, now: float) -> list[str]:
-        if self._baseline is None:
-            return []
         usual, around = self._baseline
         slower = now / usual - 1
         slow = sum(seconds > (1 + DRIFT_THRESHOLD / 2) * usual for seconds, _ in self._readings)
