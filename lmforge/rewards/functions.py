@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lmforge.errors import UserError
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, start_code
+from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, python_command
 
 BUILT_IN_MODULE = "lmforge.rewards.builtin"
 # Names of what functions get besides columns.
@@ -246,9 +246,7 @@ class _RewardProcess:
         return results
 
     def _start(self) -> None:
-        # -P: do not import a file in the working directory that has the name of a module.
-        command = [sys.executable, "-P", "-c", start_code("lmforge.rewards.function_server"), self._file]
-        self._process = JsonLineProcess(command)
+        self._process = JsonLineProcess(python_command("lmforge.rewards.function_server", self._file))
         try:
             description = self._process.request(self._functions, IMPORT_TIMEOUT_SECONDS)
         except ProcessLost:

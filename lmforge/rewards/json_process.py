@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +22,11 @@ class ProcessLost(Exception):
     """The process ended, or sent something that is not a response. It has to be closed."""
 
 
-def start_code(module: str) -> str:
-    """Code for `python -c` that runs `main()` of one of our modules, whatever the working directory and sys.path."""
-    return f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
+def python_command(module: str, argument: str, *flags: str) -> list[str]:
+    """The command that runs `main()` of one of our modules, whatever the working directory and sys.path."""
+    code = f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
+    # -P: do not import a file in the working directory that has the name of a module.
+    return [sys.executable, "-P", *flags, "-c", code, argument]
 
 
 class JsonLineProcess:

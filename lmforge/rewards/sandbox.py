@@ -20,7 +20,7 @@ from typing import Any
 
 from lmforge.cluster.rank_info import read_rank_info, threads_per_rank
 from lmforge.errors import UserError
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, start_code
+from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, python_command
 
 REQUIRED_PROTECTIONS = ("network", "processes", "signals", "writing")
 # Beyond the time that a program is given: for the server to be scheduled, and to delete what was written.
@@ -124,7 +124,7 @@ class _CodeServerProcess:
 
     def _start(self) -> None:
         # No site-packages. Not -I, which ignores the hash seed: the same program has to do the same each time.
-        command = [sys.executable, "-s", "-S", "-P", "-c", start_code("lmforge.rewards.code_server"), tempfile.gettempdir()]
+        command = python_command("lmforge.rewards.code_server", tempfile.gettempdir(), "-s", "-S")
         environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
         # When its input is closed it kills the program that it runs and deletes its folder.
         self._process = JsonLineProcess(command, environment, CLOSE_SECONDS)
