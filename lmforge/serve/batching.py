@@ -40,7 +40,10 @@ class QueuedRequest:
 
 
 class ContinuousBatcher:
-    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first in, first out."""
+    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first in, first out.
+
+    It is `stopped`, and takes no more requests, after `stop` or when its engine has failed.
+    """
 
     def __init__(self, engine: Engine, *, max_queue: int, loop: asyncio.AbstractEventLoop) -> None:
         """`max_queue` requests may wait besides those that run; `loop` is the event loop on which tokens are read."""
@@ -52,7 +55,7 @@ class ContinuousBatcher:
         self._waiting: deque[QueuedRequest] = deque()
         self._running: dict[int, QueuedRequest] = {}
         self._cancelled: list[QueuedRequest] = []
-        self._stopped = False
+        self.stopped = False
         self._thread = threading.Thread(target=self._run, name="batcher")
         self._thread.start()
 
@@ -62,15 +65,10 @@ class ContinuousBatcher:
         with self._changed:
             return len(self._running), len(self._waiting)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it takes no more requests: it was stopped, or its engine failed."""
-        return self._stopped
-
     def submit(self, requests: Sequence[QueuedRequest]) -> None:
         """Queue requests, all or none. Raises QueueFull or EngineStopped."""
         with self._changed:
-            if self._stopped:
+            if self.stopped:
                 raise EngineStopped
             if len(self._running) + len(self._waiting) + len(requests) > self._max_requests:
                 raise QueueFull
@@ -89,7 +87,7 @@ class ContinuousBatcher:
     def stop(self) -> None:
         """Take no more requests, and end all that are there with EngineStopped. The current step is finished first."""
         with self._changed:
-            self._stopped = True
+            self.stopped = True
             self._changed.notify()
 
     def join(self) -> None:
@@ -111,7 +109,7 @@ class ContinuousBatcher:
             traceback.print_exc(file=sys.stderr)
             reason = problem
         with self._changed:
-            self._stopped = True
+            self.stopped = True
             self._post([(each, reason) for each in self._running.values()])
             self._post([(each, EngineStopped()) for each in self._waiting])
             self._running.clear()
@@ -120,12 +118,12 @@ class ContinuousBatcher:
     def _admit_and_cancel(self) -> bool:
         """Wait for work, remove cancelled requests and admit waiting ones. Returns False once stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running or self._waiting or self._stopped)
+            self._changed.wait_for(lambda: self._running or self._waiting or self.stopped)
             for each in self._cancelled:
                 if self._running.pop(each.request_id, None):
                     self._engine.cancel(each.request_id)
             self._cancelled.clear()
-            if self._stopped:
+            if self.stopped:
                 return False
             while self._waiting and self._engine.num_free_slots:
                 queued = self._waiting.popleft()
