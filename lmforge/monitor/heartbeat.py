@@ -102,9 +102,9 @@ class Heartbeat:
     def write(self, final_phase: str | None = None) -> None:
         """Write the file, with `final_phase` in place of the current one. OSError where that fails."""
         step, number, phase, since, _ = self.current
-        progress = step, number, final_phase or phase, since
-        stall = self.stall_noticed, self.stall_reported
-        record = HeartbeatRecord(*self._identity, *progress, time.time(), process_io_bytes(), *stall)
+        phase, written, count = final_phase or phase, time.time(), process_io_bytes()
+        noticed, reported = self.stall_noticed, self.stall_reported
+        record = HeartbeatRecord(*self._identity, step, number, phase, since, written, count, noticed, reported)
         text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
         with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
             file.write(text)

@@ -100,8 +100,7 @@ def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[i
     names = {each.ident: each.name for each in threading.enumerate()}
     extracted = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
     collectives = recent_collectives()
-    calls = extracted.get(thread_id, [])
-    stack = [StackFrame(call.filename, call.lineno or 0, call.name, call.line or "") for call in calls]
+    stack = [StackFrame(call.filename, call.lineno or 0, call.name, call.line or "") for call in extracted.get(thread_id, [])]
     evidence = StallEvidence(progress, stack, collectives)
     atomic_write_text(stall_file(folder, rank), json.dumps(asdict(evidence)), sync=False)
     lines = []

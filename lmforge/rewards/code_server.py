@@ -84,12 +84,12 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
     events = [event for event, _, _ in lines]
     details = {event: detail for event, _, detail in lines}
     passed = {detail for event, _, detail in lines if event == "passed"}
-    status, error = _classify(killed_for, exit_status, events, details, len(job["checks"]))
+    status, reason = _classify(killed_for, exit_status, events, details, len(job["checks"]))
     return {
         "status": status,
         "stages_reached": [event for event in ("parses", "compiles", "runs") if event in events],
         "checks_passed": [str(number) in passed for number in range(len(job["checks"]))],
-        "error": error,
+        "error": reason,
         "output": printed,
         "seconds": seconds,
     }

@@ -56,7 +56,7 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
     )
     server = uvicorn.Server(config)
     # Signals are ours: generation stops before connections close, and the exit status is 0.
-    server.capture_signals = nullcontext  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
 
     def stop() -> None:
         registry.stop()
