@@ -160,7 +160,8 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     log = folder / "log"
-    ctx = RunContext(config, Run(folder), ranks, Watchdog(ranks, folder), TakesTurns(turns, ranks, ENDLESS_STEPS, log), log)
+    watch = Watchdog(ranks, folder, log)
+    ctx = RunContext(config, Run(folder), ranks, watch, TakesTurns(turns, ranks, ENDLESS_STEPS, log), log)
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
     trainer = Trainer(
         ctx,

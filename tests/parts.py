@@ -32,10 +32,13 @@ class Part:
 
 # Tests that draw and take little time.
 REPEATED = (
-    *("data/test_examples.py", "data/test_order.py", "infer/test_sampling.py", "objectives/test_cross_entropy.py"),
-    *("checkpoint/test_blocks.py", "train/test_guard.py", "train/test_rollouts.py", "train/test_watch_of_pace.py"),
+    *("data/test_examples.py", "data/test_order.py", "generate/test_sampling.py", "objectives/test_cross_entropy.py"),
+    *("checkpoint/test_blocks.py", "train/test_bad_steps.py", "train/test_rollouts.py"),
+    *("monitor/test_stragglers.py", "monitor/test_step_time_drift.py"),
 )
 DISTRIBUTED = ("chaos", "checkpoints", "determinism", "generation", "hub", "overlap", "resume", "tasks", "tuning", "watch")
+TRAIN = ("train", "objectives", "rewards", "plan", "monitor", "checkpoint", "cluster")
+GENERATE = ("generate", "evaluate", "serve", "verbs", "interop")
 STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")
 
 PARTS = {
@@ -45,8 +48,8 @@ PARTS = {
     "docs": Part(("test_docs.py",)),
     "data": Part(("data/test_*.py",)),
     "model": Part(("model/test_*.py", "parallel/test_*.py")),
-    "train": Part(("train/test_*.py", "objectives/test_*.py", "checkpoint/test_*.py", "cluster/test_*.py")),
-    "infer": Part(("infer/test_*.py",)),
+    "train": Part(tuple(f"{name}/test_*.py" for name in TRAIN)),
+    "generate": Part(tuple(f"{name}/test_*.py" for name in GENERATE)),
     "chaos": Part(command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
     "repetitions": Part(command=("-m", "pytest", "--repeat", "20", *(f"tests/{name}" for name in REPEATED))),
 }

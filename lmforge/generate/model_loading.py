@@ -1,6 +1,7 @@
 """Load a trained model by its name alone: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -95,7 +96,11 @@ def load_model(
     """
     path = resolve_model_folder(path)
     if is_peft_folder(path):
-        return _from_adapters(path, device, dtype, warn, reward_model)
+        # Merged in fp32 and then cast. A tokenizer beside the adapters has precedence over the base model's.
+        base = load_model(base_model_of(path), device, torch.float32, warn, reward_model)
+        merge_adapters(base.model, *load_peft_folder(path), str(path))
+        tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else base.tokenizer
+        return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if (path / "config.json").exists():
         return _from_folder(path, device, dtype, reward_model)
     load = partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
@@ -103,16 +108,6 @@ def load_model(
     for line in skipped:
         warn(line)
     return loaded
-
-
-def _from_adapters(
-    folder: Path, device: torch.device, dtype: torch.dtype, warn: Callable[[str], None], reward_model: bool
-) -> LoadedModel:
-    """The base model with the adapters merged into it in fp32 and then cast. A tokenizer beside the adapters has precedence."""
-    base = load_model(base_model_of(folder), device, torch.float32, warn, reward_model)
-    merge_adapters(base.model, *load_peft_folder(folder), str(folder))
-    tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").exists() else base.tokenizer
-    return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=folder)
 
 
 def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, reward_model: bool) -> LoadedModel:
@@ -135,13 +130,12 @@ def _from_checkpoint(
     model = build_model(config, device)
     checkpoint.load_weights(folder, manifest, model)
     tokenizer = Tokenizer.open(folder)
-    prefix_ids, stop_ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
-    model = model.to(dtype).eval()
-    data = manifest.written_by.get("data") or manifest.recipe.get("data", {}).get("folder")
-    if manifest.recipe.get("align", {}).get("method") == "grpo":
-        data = None  # prompts without answers: nothing to measure a loss on
-    training_data = Path(data) if data else None
-    return LoadedModel(model, config, tokenizer, folder, manifest.recipe, prefix_ids, stop_ids, training_data)
+    ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
+    recipe = manifest.recipe
+    data = manifest.written_by.get("data") or recipe.get("data", {}).get("folder")
+    # GRPO has prompts without answers: nothing to measure a loss on.
+    training_data = Path(data) if data and recipe.get("align", {}).get("method") != "grpo" else None
+    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, recipe, *ids, training_data)
 
 
 def check_reward_head(config: ModelConfig, path: Path, reward_model: bool) -> None:
@@ -170,12 +164,9 @@ def prefix_and_stop_ids(tokenizer: Tokenizer, stage: str | None) -> tuple[list[i
 
 def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | None:
     """The chat template that a stage trains with; None for pretraining, or where the tokenizer has none."""
-    if stage not in POST_TRAINING_STAGES:
-        return None
-    try:
-        return ChatTemplate.from_tokenizer(tokenizer)
-    except UserError:
-        return None
+    with suppress(UserError):
+        return ChatTemplate.from_tokenizer(tokenizer) if stage in POST_TRAINING_STAGES else None
+    return None
 
 
 class _EosConfig(BaseModel):

@@ -18,8 +18,8 @@ GIB = 2**30
 class DiskMonitor:
     """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint, 0 while it is unknown."""
 
-    def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int], interval_seconds: float = CHECK_SECONDS) -> None:
-        self._folder, self._next_checkpoint_bytes, self._interval_seconds = folder, next_checkpoint_bytes, interval_seconds
+    def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
+        self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes
         self._shortages: set[str] = set()
         self._stopped = threading.Event()
 
@@ -35,13 +35,13 @@ class DiskMonitor:
             with suppress(OSError):
                 for line in self.check():
                     warn(line)
-            if self._stopped.wait(self._interval_seconds):
+            if self._stopped.wait(CHECK_SECONDS):
                 return
 
     def check(self) -> list[str]:
         """Lines about what has become short since the last check, and what no longer is. Raises OSError."""
-        there = os.statvfs(self._folder)
-        free, needed = there.f_bavail * there.f_frsize, self._next_checkpoint_bytes()
+        stats = os.statvfs(self._folder)
+        free, needed = stats.f_bavail * stats.f_frsize, self._next_checkpoint_bytes()
         lines = self._on_change(
             "room",
             free < needed,
@@ -50,13 +50,13 @@ class DiskMonitor:
             f"{self._folder}: {free / GIB:.2f} GiB free again, enough for the next checkpoint",
         )
         # Some file systems do not count inodes, and say 0 of 0.
-        few = there.f_files > 0 and there.f_favail < MIN_INODE_FRACTION * there.f_files
+        few = stats.f_files > 0 and stats.f_favail < MIN_INODE_FRACTION * stats.f_files
         return lines + self._on_change(
             "inodes",
             few,
-            f"{self._folder}: {there.f_favail:,} inodes free of {there.f_files:,}: a full table refuses new files, whatever"
+            f"{self._folder}: {stats.f_favail:,} inodes free of {stats.f_files:,}: a full table refuses new files, whatever"
             " room there is; delete small files",
-            f"{self._folder}: {there.f_favail:,} inodes free again",
+            f"{self._folder}: {stats.f_favail:,} inodes free again",
         )
 
     def _on_change(self, what: str, short: bool, trouble: str, relief: str) -> list[str]:

@@ -35,12 +35,8 @@ def recent_collectives() -> list[CollectiveRecord]:
     for entry in recorded.get("entries", ()):
         number, described = entry["process_group"]
         group = described if described not in ("", "undefined") else f"group {number}"
-        by_group.setdefault(group, []).append(
-            CollectiveRecord(
-                group=group,
-                sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-                operation=re.sub(r"^\w+:", "", entry["profiling_name"]),
-                pending=entry["state"] != "completed" and not entry["retired"],
-            )
-        )
+        sequence = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        operation = re.sub(r"^\w+:", "", entry["profiling_name"])
+        pending = entry["state"] != "completed" and not entry["retired"]
+        by_group.setdefault(group, []).append(CollectiveRecord(group, sequence, operation, pending))
     return [entry for entries in by_group.values() for entry in entries[-MAX_PER_GROUP:]]

@@ -17,21 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PHASES = (
-    "starting",
-    "building",
-    "loading",
-    "data",
-    "forward",
-    "backward",
-    "reduce",
-    "optimizer",
-    "save",
-    "evaluate",
-    "sample",
-    "reward",
-    "barrier",
-)
 # What is left in the file when a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
 # Longer than any heartbeat. Shorter ones are padded with blanks, so that nothing is left of the one before.
@@ -76,25 +61,22 @@ class Heartbeat:
         self.path = folder / f"rank-{rank}.json"
         self.current = PhaseMark(0, 0, "starting", time.time(), time.perf_counter())
         self.stall_noticed = self.stall_reported = False
-        # Seconds in each phase since they were last taken, without waiting for other ranks.
+        # Seconds in each phase since the last log step, without waiting for other ranks.
         self.busy_seconds: dict[str, float] = {}
         self.waited_seconds = 0.0
-        self._rank, self._host, self._process = rank, platform.node(), os.getpid()
+        self._identity = rank, platform.node(), os.getpid()
         self.on_phase: Callable[[str, int], None] | None = None
-        # When the previous phase began, and how long it took.
-        self.last_phase_started = self.last_phase_seconds = 0.0
-        self._longest: dict[str, tuple[float, float]] = {}
+        # Of each phase the two longest times, the shorter first.
+        self._longest: dict[str, list[float]] = {}
         self._training_thread = threading.get_ident()
 
     def set_phase(self, phase: str, step: int) -> None:
-        """Set what this rank does from now on. It takes about a microsecond and never fails."""
+        """Set what this rank does from now on; docs/watching.md lists the phases. It takes about a microsecond and never
+        fails."""
         before, clock = self.current, time.perf_counter()
         self.current = PhaseMark(step, before.phase_number + 1 if step == before.step else 0, phase, time.time(), clock)
         seconds, name = clock - before.started, before.phase
-        self.last_phase_started, self.last_phase_seconds = before.started, seconds
-        first, second = self._longest.get(name, (0.0, 0.0))
-        if seconds > second:
-            self._longest[name] = (seconds, first) if seconds > first else (first, seconds)
+        self._longest[name] = sorted([*self._longest.get(name, (0.0, 0.0)), seconds])[-2:]
         self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + seconds - self.waited_seconds
         self.waited_seconds = 0.0
         if self.on_phase is not None:
@@ -115,35 +97,17 @@ class Heartbeat:
 
     def usual_seconds(self, phase: str) -> float:
         """The second longest time that this phase has taken in this run: the longest may have been a stall."""
-        return self._longest.get(phase, (0.0, 0.0))[1]
+        return self._longest.get(phase, (0.0, 0.0))[0]
 
-    def take_busy_seconds(self) -> dict[str, float]:
-        """Seconds in each phase that has ended since the last call, without waiting for other ranks."""
-        taken, self.busy_seconds = self.busy_seconds, {}
-        return taken
-
-    def write(self, phase: str | None = None) -> None:
-        """Write the file, with `phase` in place of the current one. OSError where that fails."""
-        now = self.current
-        record = HeartbeatRecord(
-            rank=self._rank,
-            host=self._host,
-            process=self._process,
-            step=now.step,
-            number=now.phase_number,
-            phase=phase or now.phase,
-            since=now.since,
-            written=time.time(),
-            bytes=process_io_bytes(),
-            noticed=self.stall_noticed,
-            reported=self.stall_reported,
-        )
+    def write(self, final_phase: str | None = None) -> None:
+        """Write the file, with `final_phase` in place of the current one. OSError where that fails."""
+        step, number, phase, since, _ = self.current
+        phase, written, count = final_phase or phase, time.time(), process_io_bytes()
+        noticed, reported = self.stall_noticed, self.stall_reported
+        record = HeartbeatRecord(*self._identity, step, number, phase, since, written, count, noticed, reported)
         text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.write(file, text)
-        finally:
-            os.close(file)
+        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+            file.write(text)
 
 
 def process_io_bytes() -> int:

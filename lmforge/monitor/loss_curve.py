@@ -7,26 +7,26 @@ from lmforge.errors import UserError
 from lmforge.runs import Run
 
 
-def draw_loss_curve(run: Run, path: Path | None = None) -> Path:
-    """Draw training and validation loss over tokens as a PNG (default: `loss.png` in the run). Returns its path.
+def draw_loss_curve(run: Run) -> Path:
+    """Draw training and validation loss over tokens as `loss.png` in the run. Returns its path.
 
     Raises UserError where the run has no metrics yet.
     """
     records = run.read_metrics()
-    train = [(record["tokens"], record["loss"]) for record in records if record.get("loss") is not None]
-    validation = [(record["tokens"], record["val/loss"]) for record in records if record.get("val/loss") is not None]
+
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(record["tokens"], record[name]) for record in records if record.get(name) is not None]
+
+    train, validation, bits = points("loss"), points("val/loss"), points("val/bits_per_byte")
     if not train:
         raise UserError(f"{run.metrics_path}: no losses to draw yet")
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     axes.plot(*zip(*train, strict=True), color="#2a6f97", linewidth=1.2, label="training")
     if validation:
-        bits = [record["val/bits_per_byte"] for record in records if record.get("val/bits_per_byte") is not None]
-        in_bits = f" ({bits[-1]:.3f} bits per byte)" if bits else ""
+        in_bits = f" ({bits[-1][1]:.3f} bits per byte)" if bits else ""
         label = f"validation, at last {validation[-1][1]:.3f}{in_bits}"
         axes.plot(*zip(*validation, strict=True), color="#c1121f", marker="o", markersize=4, linewidth=1.2, label=label)
     axes.set_title(run.path.name, loc="left")
@@ -36,10 +36,9 @@ def draw_loss_curve(run: Run, path: Path | None = None) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False)
-    path = path or run.path / "loss.png"
+    path = run.path / "loss.png"
     with atomic_write(path, sync=False) as file:
         figure.savefig(file, format="png")
-    pyplot.close(figure)
     return path
 
 

@@ -1,7 +1,7 @@
-"""The report of a stall: which rank is late, which ranks wait for it, and where each of them is.
+"""The report of a stall: which rank is stuck, which ranks wait for it, and where each of them is.
 
 `write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank wrote, `classify_ranks` says
-from that who is late, and `report_lines` puts it in words. Nothing here asks a peer: one that hangs cannot answer.
+from that who is stuck, and `report_lines` puts it in words. Nothing here asks a peer: one that hangs cannot answer.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError
@@ -32,11 +32,10 @@ LIBRARY_PATHS = (
     "<frozen",
     __name__.split(".")[0] + "/monitor/stragglers.py",
 )
-HEALTHY, LATE, WAITING = "", "late", "waits"
+HEALTHY, STUCK, WAITING = "", "stuck", "waits"
 
 
-@dataclass(frozen=True)
-class StackFrame:
+class StackFrame(NamedTuple):
     """One call of a stack."""
 
     file: str
@@ -55,7 +54,7 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """What is known of a rank from its files. `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is here,
+    """What is known of a rank from its files. `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is running,
     missing, ended, gone, stopped or silent; `stack` and `collectives` are those of this stall, or empty."""
 
     rank: int
@@ -84,103 +83,88 @@ class PeerStatus:
 
 @dataclass(frozen=True)
 class StallEvidence:
-    """The content of `stall_file`. `progress` says which stall it is of; a frame is (file, line, function, source line)."""
+    """The content of `stall_file`. `progress` says which stall it is of."""
 
     progress: tuple[int, int]
-    stack: list[tuple[str, int, str, str]]
+    stack: list[StackFrame]
     collectives: list[CollectiveRecord]
 
 
-def stall_file(health_folder: Path, rank: int) -> Path:
-    return health_folder / f"rank-{rank}.stall.json"
+def stall_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.stall.json"
 
 
-def write_evidence(health_folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
+def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
     """Write where this rank is: the stack of the training thread and its collectives for `read_peer`, and the stacks of all
     threads into `stacks_file`."""
     names = {each.ident: each.name for each in threading.enumerate()}
     extracted = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
     collectives = recent_collectives()
-    stack = [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in extracted.get(thread_id, [])]
+    stack = [StackFrame(call.filename, call.lineno or 0, call.name, call.line or "") for call in extracted.get(thread_id, [])]
     evidence = StallEvidence(progress, stack, collectives)
-    atomic_write_text(stall_file(health_folder, rank), json.dumps(asdict(evidence)), sync=False)
+    atomic_write_text(stall_file(folder, rank), json.dumps(asdict(evidence)), sync=False)
     lines = []
+    del extracted[threading.get_ident()]  # the watchdog's own thread
     for ident, calls in sorted(extracted.items(), key=lambda pair: pair[0] != thread_id):
-        if ident == threading.get_ident():
-            continue  # the watchdog's own thread
-        lines += [
-            f"thread {names.get(ident, ident)}{', the training thread' if ident == thread_id else ''}:\n",
-            *calls.format(),
-            "\n",
-        ]
+        suffix = ", the training thread" if ident == thread_id else ""
+        lines += [f"thread {names.get(ident, ident)}{suffix}:\n", *calls.format(), "\n"]
     lines += [f"{each.group} {each.sequence} {each.operation}{' pending' if each.pending else ''}\n" for each in collectives]
     stacks_file.write_text("".join(lines), encoding="utf-8")
 
 
-def read_peer(health_folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
+def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
     """What `rank` has written about itself.
 
     A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
     `silent_after_seconds`.
     """
-    path = health_folder / f"rank-{rank}.json"
-    heartbeat: dict[str, Any] = {}
+    path = folder / f"rank-{rank}.json"
     for _ in range(3):  # it may be read half-written
-        with suppress(UserError):
-            try:
-                written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
-                break
-            except FileNotFoundError:
-                break
-    if not heartbeat:
+        with suppress(UserError, FileNotFoundError):
+            written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
+            break
+    else:
         return PeerStatus(rank, {}, "missing")
     if heartbeat["phase"] in FINAL_PHASES:
         return PeerStatus(rank, heartbeat, "ended")
     silent = max(0.0, own_written_at - written_at)
     state = _process_state(heartbeat)
-    if state in ("here", "elsewhere"):
-        state = "silent" if silent > silent_after_seconds else "here"
+    if state == "running" and silent > silent_after_seconds:
+        state = "silent"
     with suppress(OSError, UserError):  # it has not noticed that it stalls, or cannot write
-        evidence = read_json(stall_file(health_folder, rank), StallEvidence)
+        evidence = read_json(stall_file(folder, rank), StallEvidence)
         if evidence.progress == (heartbeat["step"], heartbeat["number"]):
-            stack = [StackFrame(*frame) for frame in evidence.stack]
-            return PeerStatus(rank, heartbeat, state, silent, stack, evidence.collectives)
+            return PeerStatus(rank, heartbeat, state, silent, evidence.stack, evidence.collectives)
     return PeerStatus(rank, heartbeat, state, silent)
 
 
 def _process_state(heartbeat: dict[str, Any]) -> str:
-    """The state of the process of a heartbeat, where it is on this host."""
+    """The state of the process of a heartbeat. On another host it is taken to be running."""
     if heartbeat["host"] != platform.node() or not os.path.isdir("/proc/self"):
-        return "elsewhere"
+        return "running"
     try:
         with open(f"/proc/{heartbeat['process']}/stat", encoding="utf-8", errors="replace") as file:
             letter = file.read().rpartition(")")[2].split()[0]
     except OSError:
         return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "here")
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "running")
 
 
 def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
-    """Which ranks are late in this stall and which wait; neither where nothing distinguishes them.
+    """Which ranks are stuck in this stall and which wait; neither where nothing distinguishes them.
 
-    A rank that cannot go on (missing, ended, gone, stopped, silent) is late. Otherwise the ranks that wait in no collective
-    while others do are late, those with the least progress among them. Where all wait in collectives, none is late: they
-    diverged. Where none waits in a collective, the ranks with the least progress are late.
+    A rank that cannot continue (missing, ended, gone, stopped, silent) is stuck. Otherwise the ranks that wait in no
+    collective while others do are stuck, those with the least progress among them. Where all wait in collectives, none is
+    stuck: they diverged. Where none waits in a collective, the ranks with the least progress are stuck.
     """
-    unable = {peer.rank for peer in peers if peer.state != "here"}
-    able = [peer for peer in peers if peer.state == "here"]
-    verdict = dict.fromkeys(unable, LATE)
-    if unable:
-        return verdict | {peer.rank: WAITING for peer in able}
-    waiting = {peer.rank for peer in able if peer.pending_collective}
-    free = [peer for peer in able if peer.rank not in waiting]
-    if waiting and not free:
-        return dict.fromkeys(waiting, WAITING)
-    least = min(peer.progress for peer in free)
-    late = {peer.rank for peer in free if peer.progress == least}
-    if len(late) == len(peers):
-        return dict.fromkeys(late, HEALTHY)
-    return {peer.rank: LATE if peer.rank in late else WAITING for peer in able}
+    if any(peer.state != "running" for peer in peers):
+        return {peer.rank: WAITING if peer.state == "running" else STUCK for peer in peers}
+    free = [peer for peer in peers if not peer.pending_collective]
+    least = min((peer.progress for peer in free), default=None)
+    stuck = {peer.rank for peer in free if peer.progress == least}
+    if len(stuck) == len(peers):
+        return dict.fromkeys(stuck, HEALTHY)
+    return {peer.rank: STUCK if peer.rank in stuck else WAITING for peer in peers}
 
 
 def report_lines(
@@ -188,47 +172,40 @@ def report_lines(
 ) -> list[str]:
     """The lines of the report. `stacks_path` says where all stacks are; `step_seconds` is what a step took, if known."""
     verdict = classify_ranks(peers)
-    late = [peer for peer in peers if verdict[peer.rank] == LATE]
+    stuck = [peer for peer in peers if verdict[peer.rank] == STUCK]
     waiting = [peer for peer in peers if verdict[peer.rank] == WAITING]
-    steps = {peer.heartbeat["step"] for peer in peers if peer.heartbeat}
+    step = min(peer.heartbeat["step"] for peer in peers if peer.heartbeat)
     usual = f" (a step takes {_format_seconds(step_seconds)})" if step_seconds else ""
-    where = f"at step {min(steps)}{usual}: {_summary(peers, late, waiting)}"
-    lines = [f"STALL: no progress for {_format_seconds(stalled_seconds)} {where}"]
+    stalled = f"no progress for {_format_seconds(stalled_seconds)} at step {step}{usual}"
     groups: dict[tuple[str, ...], list[PeerStatus]] = {}
-    for peer in [*late, *(peer for peer in peers if peer not in late)]:
+    for peer in sorted(peers, key=lambda peer: verdict[peer.rank] != STUCK):
         groups.setdefault((*_describe(peer, verdict[peer.rank]), verdict[peer.rank]), []).append(peer)
     rows = [
         (_format_ranks(group), _format_hosts(group), phase, _format_time_in_phase(group), word, where)
         for (phase, where, word), group in groups.items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  " + "  ".join([*cells, row[-1]]).rstrip())
-    if not late and waiting:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = [f"STALL: {stalled}: {_summary(peers, stuck, waiting)}", *table]
+    if not stuck and waiting:
         lines += _divergence_lines(waiting)
-    for peer in [each for each in (late or peers) if each.stack][:1]:
+    for peer in [each for each in (stuck or peers) if each.stack][:1]:
         lines.append(f"  stack of rank {peer.rank}, most recent call last:")
         lines += [f"    {frame}: {frame.source_line}" for frame in peer.stack[-FRAMES_SHOWN:]]
     return [*lines, f"  all stacks: {stacks_path}"]
 
 
-def _summary(peers: Sequence[PeerStatus], late: Sequence[PeerStatus], waiting: Sequence[PeerStatus]) -> str:
-    if late and waiting:
-        return (
-            f"{_format_ranks(late)} {'is' if len(late) == 1 else 'are'} late, {_format_ranks(waiting)} {_wait_words(waiting)}"
-        )
+def _summary(peers: Sequence[PeerStatus], stuck: Sequence[PeerStatus], waiting: Sequence[PeerStatus]) -> str:
+    if stuck and waiting:
+        wait = "waits" if len(waiting) == 1 else "wait"
+        return f"{_format_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck, {_format_ranks(waiting)} {wait} for it"
     if waiting:
         return "the ranks wait for each other, each in another collective"
     if len(peers) == 1:
         return f"in {peers[0].heartbeat['phase']}"
-    if late:
-        return f"{_format_ranks(late)} cannot go on"
+    if stuck:
+        return f"{_format_ranks(stuck)} cannot continue"
     return f"all {len(peers)} ranks are in {peers[0].heartbeat['phase']}"
-
-
-def _wait_words(waiting: Sequence[PeerStatus]) -> str:
-    return "waits for it" if len(waiting) == 1 else "wait for it"
 
 
 def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
@@ -238,14 +215,14 @@ def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
     beat = peer.heartbeat
     process = f"process {beat['process']}"
     where = {
-        "here": peer.location,
+        "running": peer.location,
         "ended": f"its run ended: {beat['phase']}",
         "gone": f"{process} is gone: killed, or the host ran out of memory",
-        "stopped": f"{process} is stopped (SIGSTOP); kill -CONT {beat['process']} lets it go on",
+        "stopped": f"{process} is stopped (SIGSTOP); kill -CONT {beat['process']} lets it continue",
         "silent": f"{process} has no heartbeat: it or its host is dead, or cannot write to the run's directory",
     }[peer.state]
     pending = peer.pending_collective
-    if peer.state == "here" and pending and verdict != LATE:
+    if peer.state == "running" and pending and verdict != STUCK:
         where = f"{pending.operation} {pending.sequence} of {pending.group}, from {peer.location}"
     return beat["phase"], where
 
@@ -267,17 +244,10 @@ def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
     same = {(each.group, each.sequence) for each in pending}
     if len(same) == 1 and len({each.operation for each in pending}) > 1:
         group, sequence = same.pop()
-        operations = {
-            each.operation
-            for peer in waiting
-            for each in peer.collectives
-            if each.group == group and each.sequence == sequence - 1
-        }
-        last = (
-            f"last in common: {sequence - 1} of {group}{f', {operations.pop()}' if len(operations) == 1 else ''}. "
-            if sequence > 1
-            else ""
-        )
+        seen = [each for peer in waiting for each in peer.collectives]
+        operations = {each.operation for each in seen if (each.group, each.sequence) == (group, sequence - 1)}
+        operation = f", {operations.pop()}" if len(operations) == 1 else ""
+        last = f"last in common: {sequence - 1} of {group}{operation}. " if sequence > 1 else ""
         return [f"  {last}Likely a branch that not every rank took, before one of these lines."]
     return ["  Likely a branch that not every rank took, or two threads that use one group."]
 

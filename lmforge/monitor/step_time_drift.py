@@ -4,6 +4,7 @@ Single log steps vary with everything else that a machine does. So medians of se
 ones must be slow.
 """
 
+import math
 import statistics
 from collections import deque
 
@@ -20,13 +21,13 @@ class DriftDetector:
     """Step times in, lines out. The baseline is the smallest median of twenty neighbouring readings so far."""
 
     def __init__(self) -> None:
-        self._readings: deque[float] = deque(maxlen=WINDOW_READINGS)
-        self._steps: deque[int] = deque(maxlen=WINDOW_READINGS)
+        # (seconds, step) of each.
+        self._readings: deque[tuple[float, int]] = deque(maxlen=WINDOW_READINGS)
         self._seconds = self._num_steps = 0.0
         self._last_step: int | None = None
         # (median, its step) of the best window so far, and the slowdown that was reported last.
-        self._baseline: tuple[float, int] | None = None
-        self._new_readings = 0
+        self._baseline = (math.inf, 0)
+        self._num_readings = 0
         self._reported = 0.0
 
     def update(self, step: int, step_seconds: float) -> list[str]:
@@ -37,30 +38,26 @@ class DriftDetector:
         self._num_steps += step - self._last_step
         self._seconds += (step - self._last_step) * step_seconds
         self._last_step = step
-        if self._seconds < MIN_READING_SECONDS or not self._num_steps:
+        if self._seconds < MIN_READING_SECONDS:
             return []
-        self._readings.append(self._seconds / self._num_steps)
-        self._steps.append(step)
+        self._readings.append((self._seconds / self._num_steps, step))
         self._seconds = self._num_steps = 0.0
-        self._new_readings += 1
+        self._num_readings += 1
         if len(self._readings) < WINDOW_READINGS:
             return []
-        now = statistics.median(self._readings)
+        now = statistics.median(seconds for seconds, _ in self._readings)
         lines = self._compare(now)
-        if self._new_readings >= WINDOW_READINGS:  # windows do not overlap: the fastest of many that do is luck
-            self._new_readings = 0
-            if self._baseline is None or now < self._baseline[0]:
-                self._baseline = (now, self._steps[WINDOW_READINGS // 2])
+        # Windows of the baseline do not overlap: the fastest of many that do is luck.
+        if self._num_readings % WINDOW_READINGS == 0 and now < self._baseline[0]:
+            self._baseline = (now, self._readings[WINDOW_READINGS // 2][1])
         return lines
 
     def _compare(self, now: float) -> list[str]:
-        if self._baseline is None:
-            return []
         usual, around = self._baseline
         slower = now / usual - 1
-        most = sum(reading > (1 + DRIFT_THRESHOLD / 2) * usual for reading in self._readings) >= SLOW_FRACTION * WINDOW_READINGS
+        slow = sum(seconds > (1 + DRIFT_THRESHOLD / 2) * usual for seconds, _ in self._readings)
         compared = f"steps take {now:.3g} s, {usual:.3g} s around step {around}"
-        if slower >= self._reported + DRIFT_THRESHOLD and most:
+        if slower >= self._reported + DRIFT_THRESHOLD and slow >= SLOW_FRACTION * WINDOW_READINGS:
             self._reported = slower
             return [f"{compared}: {100 * slower:.0f} % slower"]
         if self._reported and slower < DRIFT_THRESHOLD / 2:

@@ -9,8 +9,9 @@ ranks look alike, but never a fast one slow.
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +30,14 @@ RECOVERED_RATIO = 1.25
 MIN_WINDOW_SECONDS = 1.0
 
 
-@dataclass
-class _Suspect:
-    times_seen: int = 0
-    reported: bool = False
-
-
 class StragglerDetector:
     """Own seconds of every rank in, lines out: which ranks are slow, and which no longer are."""
 
     def __init__(self) -> None:
-        self._suspects: dict[tuple[int, str], _Suspect] = {}
+        # How often in a row a (rank, phase) was slow; from TIMES_SEEN on it is reported.
+        self._times_seen: Counter[tuple[int, str]] = Counter()
         self._steps = self._seconds = 0.0
-        self._sums: list[list[float]] = []
+        self._tables: list[Sequence[Sequence[float]]] = []
 
     def update(
         self, seconds_by_rank: Sequence[Sequence[float]], pipeline_ranks: Sequence[int], steps: float, step_seconds: float
@@ -51,42 +47,40 @@ class StragglerDetector:
         `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES. Only ranks of one
         pipeline rank are compared.
         """
-        sums = self._sums or [[0.0] * len(COMPARED_PHASES) for _ in seconds_by_rank]
-        self._sums = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(sums, seconds_by_rank, strict=True)]
+        self._tables.append(seconds_by_rank)
         self._steps += steps
         self._seconds += steps * step_seconds
-        if self._seconds < MIN_WINDOW_SECONDS or not self._steps:
+        if self._seconds < MIN_WINDOW_SECONDS:
             return []
         lines = []
-        for part in sorted(set(pipeline_ranks)):
-            ranks = [rank for rank, its in enumerate(pipeline_ranks) if its == part]
+        for pipeline_rank in sorted(set(pipeline_ranks)):
+            ranks = [rank for rank, each in enumerate(pipeline_ranks) if each == pipeline_rank]
             for number, phase in enumerate(COMPARED_PHASES):
-                own = {rank: self._sums[rank][number] / self._steps for rank in ranks}
+                own = {rank: sum(table[rank][number] for table in self._tables) / self._steps for rank in ranks}
                 # The lower median: of two ranks, the slower is compared with the faster.
                 usual = statistics.median_low(own.values())
                 for rank, seconds in own.items():
                     lines += self._compare(rank, phase, seconds, usual, self._seconds / self._steps)
-        self._steps, self._seconds, self._sums = 0.0, 0.0, []
+        self._steps, self._seconds, self._tables = 0.0, 0.0, []
         return lines
 
-    def _compare(self, rank: int, phase: str, seconds: float, median_seconds: float, step_seconds: float) -> list[str]:
-        suspect = self._suspects.setdefault((rank, phase), _Suspect())
-        if suspect.reported:
-            if seconds > RECOVERED_RATIO * median_seconds and seconds - median_seconds > SLOW_FRACTION / 2 * step_seconds:
+    def _compare(self, rank: int, phase: str, seconds: float, median: float, step_seconds: float) -> list[str]:
+        key = rank, phase
+        if self._times_seen[key] >= TIMES_SEEN:
+            if seconds > RECOVERED_RATIO * median and seconds - median > SLOW_FRACTION / 2 * step_seconds:
                 return []
-            suspect.reported, suspect.times_seen = False, 0
-            return [f"rank {rank}: {phase} takes as long as elsewhere again ({_format_comparison(seconds, median_seconds)})"]
-        clear = seconds >= SLOW_RATIO * median_seconds and seconds - median_seconds >= SLOW_FRACTION * step_seconds
-        suspect.times_seen = suspect.times_seen + 1 if clear else 0
-        if suspect.times_seen < TIMES_SEEN:
+            self._times_seen[key] = 0
+            return [f"rank {rank}: {phase} takes as long as elsewhere again ({_format_comparison(seconds, median)})"]
+        clear = seconds >= SLOW_RATIO * median and seconds - median >= SLOW_FRACTION * step_seconds
+        self._times_seen[key] = self._times_seen[key] + 1 if clear else 0
+        if self._times_seen[key] < TIMES_SEEN:
             return []
-        suspect.reported = True
-        times = f"{seconds / median_seconds:.1f} times the median" if median_seconds > 0.01 * seconds else "long"
-        return [f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median_seconds)}); the others wait for it"]
+        times = f"{seconds / median:.1f} times the median" if median > 0.01 * seconds else "long"
+        return [f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median)}); the others wait for it"]
 
 
-def _format_comparison(seconds: float, median_seconds: float) -> str:
-    return f"{seconds:.2g} s against {median_seconds:.2g} s a step"
+def _format_comparison(seconds: float, median: float) -> str:
+    return f"{seconds:.2g} s against {median:.2g} s a step"
 
 
 class StragglerMonitor:
@@ -108,11 +102,16 @@ class StragglerMonitor:
         """Lines about the last log step; starts the exchange of this one. No rank waits."""
         if self._dist_ctx.control_group is None:
             return []
-        own = self._heartbeat.take_busy_seconds()
+        own, self._heartbeat.busy_seconds = self._heartbeat.busy_seconds, {}
         steps = step - self._last_step if self._last_step is not None else 0
         if self._phase_timer is not None:
             own |= {phase: seconds * steps for phase, seconds in self._phase_timer.read().items()}
-        lines = self._finish_exchange()
+        lines = []
+        if self._pending is not None:
+            table, work, num_steps, seconds = self._pending
+            work.wait()
+            rows = [row.tolist() for row in table]
+            lines = self._detector.update([row[1:] for row in rows], [int(row[0]) for row in rows], num_steps, seconds)
         # The first interval contains what happens once: compiling, allocating, reading ahead.
         first, self._last_step = self._last_step is None, step
         if first:
@@ -124,20 +123,10 @@ class StragglerMonitor:
         self._pending = (table, work, float(steps), step_seconds)
         return lines
 
-    def _finish_exchange(self) -> list[str]:
-        if self._pending is None:
-            return []
-        table, work, steps, step_seconds = self._pending
-        self._pending = None
-        work.wait()
-        rows = [row.tolist() for row in table]
-        return self._detector.update([row[1:] for row in rows], [int(row[0]) for row in rows], steps, step_seconds)
-
     def close(self) -> None:
         """Stop measuring."""
         self._restore_wait()
-        if self._phase_timer is not None:
-            self._phase_timer.close()
+        self._heartbeat.on_phase = None
 
 
 def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
@@ -154,11 +143,7 @@ def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
             heartbeat.waited_seconds += time.perf_counter() - began
 
     dist.Work.wait = counted  # type: ignore[method-assign, assignment]
-
-    def undo() -> None:
-        dist.Work.wait = wait  # type: ignore[method-assign]
-
-    return undo
+    return partial(setattr, dist.Work, "wait", wait)
 
 
 class _CudaPhaseTimer:
@@ -166,13 +151,12 @@ class _CudaPhaseTimer:
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-        self._timed_step: int | None = None
         self._arm()
 
     def _arm(self) -> None:
         """Record the phases of the next step."""
-        self._events, self._timed_step = [], None
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._timed_step: int | None = None
         self._heartbeat.on_phase = self._record_event
 
     def _record_event(self, phase: str, step: int) -> None:
@@ -189,13 +173,9 @@ class _CudaPhaseTimer:
     def read(self) -> dict[str, float]:
         """Seconds of forward, backward and optimizer in the step that was timed; the other phases are the host's work."""
         seconds: dict[str, float] = {}
-        complete = self._heartbeat.on_phase is None
-        if complete:
+        if self._heartbeat.on_phase is None:  # every phase of the step is recorded
             for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
                 if phase in ("forward", "backward", "optimizer"):
                     seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1000
             self._arm()
         return seconds
-
-    def close(self) -> None:
-        self._heartbeat.on_phase = None

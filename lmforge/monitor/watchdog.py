@@ -8,7 +8,7 @@ small file every two seconds, and a rank that hangs need not answer.
 import os
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +41,13 @@ class _Stall:
     phase: str
     next_report: float
     evidence_written: bool = False
-    late_ranks: str = ""
+    stuck_ranks: str = ""
     progress: dict[int, tuple[int, int, int]] | None = None
     progress_at: float = 0.0
 
 
 class Watchdog:
-    """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, if there is one.
+    """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
 
     Rank 0 starts `disk_monitor` too.
     """
@@ -56,16 +56,17 @@ class Watchdog:
         self,
         dist_ctx: DistributedContext,
         folder: Path,
-        log_path: Path | None = None,
+        log_path: Path,
         *,
         stall_seconds: float = 30.0,
         timeout_seconds: float | None = None,
         disk_monitor: DiskMonitor | None = None,
     ) -> None:
         self._dist_ctx, self._folder, self._log_path = dist_ctx, folder, log_path
+        self._rank, self._stacks_file = dist_ctx.rank_info.rank, log_path.with_suffix(".stack.txt")
         self._stall_seconds, self._timeout_seconds = stall_seconds, timeout_seconds
         self._heartbeat_seconds = min(MAX_HEARTBEAT_SECONDS, stall_seconds / 10)
-        self._heartbeat = Heartbeat(folder, dist_ctx.rank_info.rank)
+        self._heartbeat = Heartbeat(folder, self._rank)
         self._stragglers = StragglerMonitor(dist_ctx, self._heartbeat)
         self._drift = DriftDetector()
         self._step_seconds: float | None = None
@@ -73,7 +74,7 @@ class Watchdog:
         self._evidence_mark = -1.0
         self._training_thread = threading.get_ident()
         self._stopped = threading.Event()
-        dist_ctx.wait_context = self.barrier
+        dist_ctx.wait_context = self._heartbeat.barrier
         self._disk_monitor = disk_monitor
         if disk_monitor is not None and dist_ctx.is_rank0:
             disk_monitor.start(self._log_lines)
@@ -81,16 +82,12 @@ class Watchdog:
         self._thread.start()
 
     def set_phase(self, phase: str, step: int | None = None) -> None:
-        """Say what this rank does from now on, at the same step unless one is given. Phases are those of heartbeat.PHASES."""
+        """Say what this rank does from now on, at the same step unless one is given. docs/watching.md lists the phases."""
         self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
     def describe_progress(self) -> str:
         """Step and phase, in words."""
         return f"step {self._heartbeat.current.step}, {self._heartbeat.current.phase}"
-
-    def barrier(self) -> AbstractContextManager[None]:
-        """See `Heartbeat.barrier`."""
-        return self._heartbeat.barrier()
 
     def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int = 0) -> list[str]:
         """Lines about stragglers and drift. Every rank calls it at the same steps, and none waits.
@@ -107,7 +104,7 @@ class Watchdog:
         self._stragglers.close()
         if self._disk_monitor is not None:
             self._disk_monitor.stop()
-        self.set_phase(final_phase, self._heartbeat.current.step)
+        self.set_phase(final_phase)
         self._stopped.set()
         self._thread.join(timeout=MAX_HEARTBEAT_SECONDS)  # a disk that hangs must not hang the end
 
@@ -123,10 +120,10 @@ class Watchdog:
                 self._check_stall()
 
     def _check_stall(self) -> None:
-        now, clock = self._heartbeat.current, time.perf_counter()
-        age = clock - now.started
+        now = self._heartbeat.current
+        age = time.perf_counter() - now.started
         if self._stall is not None and self._stall.started != now.started:
-            self._end_stall(self._stall, now.started)
+            self._end_stall(self._stall, now.started - self._stall.started)
         gathering = HEARTBEATS_BEFORE_REPORT * self._heartbeat_seconds
         # Another rank of this stall may report it earlier, and needs to know where this rank is.
         if age >= self._stall_seconds - gathering and self._evidence_mark != now.started:
@@ -139,31 +136,20 @@ class Watchdog:
             self._stall = _Stall(now.started, now.phase, limit - self._heartbeat_seconds)
             self._heartbeat.stall_noticed = True
             self._heartbeat.write()
-        found = self._stall
-        if age >= found.next_report - gathering and not found.evidence_written:
-            found.evidence_written = True
+        observed = self._stall
+        if age >= observed.next_report - gathering and not observed.evidence_written:
+            observed.evidence_written = True
             self._write_evidence()
-        if age >= found.next_report:
-            found.next_report, found.evidence_written = 2 * age, False
-            self._report_stall(found, age)
+        if age >= observed.next_report:
+            observed.next_report, observed.evidence_written = 2 * age, False
+            self._report_stall(observed, age)
         if self._timeout_seconds is not None and self._dist_ctx.world_size > 1:
-            self._check_timeout(found, age, self._timeout_seconds)
+            self._check_timeout(observed, age, self._timeout_seconds)
 
     def _write_evidence(self) -> None:
         now = self._heartbeat.current
-        stall.write_evidence(
-            self._folder,
-            self._stacks_file(),
-            self._dist_ctx.rank_info.rank,
-            (now.step, now.phase_number),
-            self._training_thread,
-        )
-
-    def _stacks_file(self) -> Path:
-        rank = self._dist_ctx.rank_info.rank
-        return (
-            self._log_path.with_suffix(".stack.txt") if self._log_path is not None else self._folder / f"rank-{rank}.stack.txt"
-        )
+        progress = now.step, now.phase_number
+        stall.write_evidence(self._folder, self._stacks_file, self._rank, progress, self._training_thread)
 
     def _read_peers(self) -> list[stall.PeerStatus]:
         self._heartbeat.write()
@@ -173,40 +159,34 @@ class Watchdog:
 
     def _is_reporter(self, peers: list[stall.PeerStatus]) -> bool:
         """Whether this rank reports: the one that has reported this stall before, or the lowest that has noticed it."""
-        able = [peer for peer in peers if peer.state == "here" and peer.heartbeat["noticed"]]
+        able = [peer for peer in peers if peer.state == "running" and peer.heartbeat["noticed"]]
         reporters = [peer.rank for peer in able if peer.heartbeat["reported"]] or [peer.rank for peer in able]
-        return min(reporters, default=self._dist_ctx.rank_info.rank) == self._dist_ctx.rank_info.rank
+        return min(reporters, default=self._rank) == self._rank
 
     def _report_stall(self, observed: _Stall, age: float) -> None:
-        rank = self._dist_ctx.rank_info.rank
-        if rank and not self._heartbeat.stall_reported:
+        if self._rank and not self._heartbeat.stall_reported:
             # Usually rank 0 reports: thousands of ranks should not each read what all the others wrote.
             self._heartbeat.write()
             first = stall.read_peer(self._folder, 0, self._heartbeat.path.stat().st_mtime, SILENT_AFTER_SECONDS)
-            if first.state == "here" and first.heartbeat["noticed"]:
+            if first.state == "running" and first.heartbeat["noticed"]:
                 return
         peers = self._read_peers()
         if not self._is_reporter(peers):
             return
         self._heartbeat.stall_reported = True
         verdict = stall.classify_ranks(peers)
-        observed.late_ranks = ", ".join(
-            f"rank {peer.rank} {'in ' + peer.heartbeat['phase'] if peer.heartbeat else 'missing'}"
+        observed.stuck_ranks = ", ".join(
+            f"rank {peer.rank} was {'stuck in ' + peer.heartbeat['phase'] if peer.heartbeat else 'missing'}"
             for peer in peers
-            if verdict[peer.rank] == stall.LATE
+            if verdict[peer.rank] == stall.STUCK
         )
-        stacks = str(self._stacks_file()).replace(f"rank-{rank}.", "rank-*.")
+        stacks = str(self._stacks_file).replace(f"rank-{self._rank}.", "rank-*.")
         self._log_lines("\n".join(stall.report_lines(peers, age, self._step_seconds, stacks)))
 
-    def _end_stall(self, observed: _Stall, started: float) -> None:
+    def _end_stall(self, observed: _Stall, seconds: float) -> None:
         if self._heartbeat.stall_reported:
-            late = f" ({observed.late_ranks} had been late)" if observed.late_ranks else ""
-            seconds = (
-                self._heartbeat.last_phase_seconds
-                if self._heartbeat.last_phase_started == observed.started
-                else started - observed.started
-            )
-            self._log_lines(f"going on after {seconds:.0f} s in {observed.phase}{late}")
+            stuck = f" ({observed.stuck_ranks})" if observed.stuck_ranks else ""
+            self._log_lines(f"making progress again after {seconds:.0f} s in {observed.phase}{stuck}")
         self._stall, self._heartbeat.stall_noticed, self._heartbeat.stall_reported = None, False, False
 
     def _check_timeout(self, observed: _Stall, age: float, limit: float) -> None:
@@ -217,13 +197,14 @@ class Watchdog:
         if age < limit / 2 or (observed.progress is not None and age < observed.progress_at + limit / 2):
             return
         peers = self._read_peers()
-        far = {peer.rank: (*peer.progress, peer.heartbeat["bytes"]) for peer in peers if peer.state == "here"}
-        if observed.progress is None or any(_made_progress(observed.progress.get(rank), place) for rank, place in far.items()):
-            observed.progress, observed.progress_at = far, age
+        before = observed.progress
+        progress = {peer.rank: (*peer.progress, peer.heartbeat["bytes"]) for peer in peers if peer.state == "running"}
+        if before is None or any(_made_progress(before.get(rank), now) for rank, now in progress.items()):
+            observed.progress, observed.progress_at = progress, age
             return
         if self._is_reporter(peers):
             self._log_lines(
-                f"no rank has gone on for {age:.0f} s (watch.timeout_seconds = {limit:g}): this run ends itself,"
+                f"no rank has made progress for {age:.0f} s (watch.timeout_seconds = {limit:g}): this run ends itself,"
                 f" with status {EXIT_PEER_LOST}; the same command continues it from its last checkpoint"
             )
         else:
@@ -234,13 +215,11 @@ class Watchdog:
 
     def _log_lines(self, lines: str) -> None:
         """Write to standard error, which a rank has even where its output goes to a file, and to the log."""
+        printed = [line if line.startswith(" ") else f"lmforge: {line}" for line in lines.split("\n")]
         with suppress(OSError):
-            os.write(
-                2, "".join(f"lmforge: {line}\n" if line[:1] != " " else f"{line}\n" for line in lines.split("\n")).encode()
-            )
-        if self._log_path is not None:
-            with suppress(OSError), open(self._log_path, "a", encoding="utf-8") as log:
-                log.write(f"{time.strftime('%H:%M:%S')} {lines}\n")
+            os.write(2, "".join(f"{line}\n" for line in printed).encode())
+        with suppress(OSError), open(self._log_path, "a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {lines}\n")
 
 
 def _made_progress(before: tuple[int, int, int] | None, now: tuple[int, int, int]) -> bool:

@@ -15,7 +15,6 @@ PART_REWARDS = {"parses": 0.1, "compiles": 0.1, "runs": 0.2, "checks": 0.6}
 PROGRAM_TIMEOUT_SECONDS = 2.0
 # Of the reward time-out, for all programs; the rest is for opening the sandbox and for the response.
 TIME_FRACTION = 0.9
-MEMORY_MIB = 512
 
 # A fenced block with its language: of any language, or the end of one would be taken for the beginning of another.
 _FENCED = re.compile(r"^( {0,3})```([^\n`]*)\n(.*?)(?:^ {0,3}```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
@@ -65,5 +64,5 @@ def python_code(
             raise UserError(f"column checks: expected a list of statements, such as ['assert f(1) == 2'], got {each!r:.100}")
     sandbox = shared_sandbox()
     limits = {"seconds": PROGRAM_TIMEOUT_SECONDS, "total_seconds": deadline - time.monotonic()}
-    results = sandbox.run_all(programs, statements, memory_mib=MEMORY_MIB, **limits)
+    results = sandbox.run_all(programs, statements, **limits)
     return [program_reward(result) if program.strip() else 0.0 for program, result in zip(programs, results, strict=True)]

@@ -4,6 +4,7 @@ sandbox.py starts it as a bare interpreter and sends it lines of JSON, one progr
 standard library is imported.
 """
 
+import fcntl
 import gc
 import json
 import os
@@ -26,13 +27,10 @@ ERROR_CHARACTERS = 500
 ONLY_SYNTAX_TREE = 0x400
 # The descriptor on which a child reports its progress.
 REPORT_FD = 3
+# Of what a program prints, and of its report.
+MAX_OUTPUT_BYTES = 1 << 16
 MAX_FOLDER_BYTES = 32 << 20
 MAX_FOLDER_FILES = 1000
-
-
-def _send_result(result: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
 
 
 # Run first, confined like all programs: prints as JSON what a program tries in vain.
@@ -58,7 +56,7 @@ print(json.dumps({
 
 
 def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str, Any]:
-    """Run one program, from the fork to the deletion of its files."""
+    """Run one program, from the fork to the deletion of its files. Returns the fields of sandbox.ProgramResult."""
     folder = tempfile.mkdtemp(prefix="lmforge-code-", dir=scratch)
     output, report = os.pipe(), os.pipe()
     parent = os.getpid()
@@ -78,10 +76,23 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
         _execute(job, secret)
     os.close(output[1])
     os.close(report[1])
-    watched = _watch(pid, output[0], report[0], began + job["seconds"], job["output_bytes"], folder)
+    exit_status, killed_for, printed, reported = _watch(pid, output[0], report[0], began + job["seconds"], folder)
     seconds = time.monotonic() - began
     _remove(folder)
-    return _build_result(watched, secret, len(job["checks"]), seconds)
+    # (event, " ", its detail) of each line.
+    lines = [line.partition(" ")[2].partition(" ") for line in reported.split("\n") if line.startswith(secret)]
+    events = [event for event, _, _ in lines]
+    details = {event: detail for event, _, detail in lines}
+    passed = {detail for event, _, detail in lines if event == "passed"}
+    status, reason = _classify(killed_for, exit_status, events, details, len(job["checks"]))
+    return {
+        "status": status,
+        "stages_reached": [event for event in ("parses", "compiles", "runs") if event in events],
+        "checks_passed": [str(number) in passed for number in range(len(job["checks"]))],
+        "error": reason,
+        "output": printed,
+        "seconds": seconds,
+    }
 
 
 # --- in the child -----------------------------------------------------------------------------------------------------
@@ -91,16 +102,10 @@ def _redirect_descriptors(output: int, report: int) -> None:
     """Leave open /dev/null as 0, `output` as 1 and 2, and `report` as REPORT_FD, and nothing else."""
     null = os.open(os.devnull, os.O_RDONLY)
     # Duplicated above REPORT_FD first: otherwise dup2 could close one of them by taking its number for another.
-    null, output, report = (_dup_above_report_fd(descriptor) for descriptor in (null, output, report))
+    null, output, report = (fcntl.fcntl(each, fcntl.F_DUPFD, REPORT_FD + 1) for each in (null, output, report))
     for source, target in ((null, 0), (output, 1), (output, 2), (report, REPORT_FD)):
         os.dup2(source, target)
     os.closerange(REPORT_FD + 1, confinement.MAX_OPEN_FILES)  # the server was started with 0 to 2 only, and opens few
-
-
-def _dup_above_report_fd(descriptor: int) -> int:
-    while descriptor <= REPORT_FD:
-        descriptor = os.dup(descriptor)
-    return os.dup(descriptor)
 
 
 def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> None:
@@ -146,20 +151,16 @@ def _execute(job: dict[str, Any], secret: str) -> NoReturn:
         report("error", json.dumps(_error_line(error)))
     else:
         for number, check in enumerate(job["checks"]):
-            _check(check, number, main, report)
+            try:
+                exec(compile(check, f"<check {number + 1}>", "exec", dont_inherit=True), main.__dict__)
+            except BaseException as error:
+                report("failed", json.dumps(f"check {number + 1}: {_error_line(error)}"))
+            else:
+                report("passed", str(number))
     try:
         sys.stdout.flush()
     finally:
         os._exit(0)
-
-
-def _check(check: str, number: int, main: types.ModuleType, report: Any) -> None:
-    try:
-        exec(compile(check, f"<check {number + 1}>", "exec", dont_inherit=True), main.__dict__)
-    except BaseException as error:
-        report("failed", json.dumps(f"check {number + 1}: {_error_line(error)}"))
-    else:
-        report("passed", str(number))
 
 
 def _error_line(error: BaseException) -> str:
@@ -172,14 +173,13 @@ def _error_line(error: BaseException) -> str:
 # --- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def _watch(pid: int, output: int, report: int, deadline: float, output_limit: int, folder: str) -> dict[str, Any]:
-    """Read what the child writes until it ends or has to be killed: {"exit_status", "output", "report", "killed_for"}.
+def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> tuple[int, str, str, str]:
+    """Read what the child writes until it ends or has to be killed: (exit status, killed for, output, report).
 
-    "killed_for" is "time", "files" or "output", or "" if it was not killed. The child can start no processes, so when it is
+    It is killed for "time", "files" or "output"; "" if it was not killed. The child can start no processes, so when it is
     dead only files are left.
     """
-    received = {output: b"", report: b""}
-    room = {output: output_limit, report: 1 << 16}
+    received = {output: bytearray(), report: bytearray()}
     killed_for, ended, next_look = "", False, time.monotonic() + POLL_SECONDS
     poll = select.poll()
     pidfd = os.pidfd_open(pid)
@@ -203,28 +203,25 @@ def _watch(pid: int, output: int, report: int, deadline: float, output_limit: in
                 os.waitpid(pid, 0)
                 _remove(folder)
                 os._exit(0)
-            elif not _read(descriptor, received, room):
+            elif not _read(descriptor, received[descriptor]):
                 poll.unregister(descriptor)
-                killed_for = killed_for or ("output" if room[descriptor] == 0 else "")
-    for descriptor in received:
+                killed_for = killed_for or ("output" if len(received[descriptor]) > MAX_OUTPUT_BYTES else "")
+    for descriptor, content in received.items():
         # The child is dead: what is left to read is what it wrote, and then the end.
-        while room[descriptor] > 0 and _read(descriptor, received, room):
+        while _read(descriptor, content):
             pass
-        if room[descriptor] == 0:
-            killed_for = killed_for or "output"
+        killed_for = killed_for or ("output" if len(content) > MAX_OUTPUT_BYTES else "")
         os.close(descriptor)
     os.close(pidfd)
-    exit_status = os.waitpid(pid, 0)[1]
-    return {"exit_status": exit_status, "output": received[output], "report": received[report], "killed_for": killed_for}
+    texts = [content[:MAX_OUTPUT_BYTES].decode("utf-8", "replace") for content in received.values()]
+    return os.waitpid(pid, 0)[1], killed_for, texts[0], texts[1]
 
 
-def _read(descriptor: int, received: dict[int, bytes], room: dict[int, int]) -> bool:
-    """Read once into `received`; False at the end of the file, or when there is no room left."""
-    piece = os.read(descriptor, min(room[descriptor] + 1, 1 << 16))
-    full = len(piece) > room[descriptor]
-    received[descriptor] += piece[: room[descriptor]]
-    room[descriptor] = 0 if full else room[descriptor] - len(piece)
-    return bool(piece) and not full
+def _read(descriptor: int, content: bytearray) -> bool:
+    """Read once, one byte more than the limit at most. False at the end of the file and above the limit."""
+    piece = os.read(descriptor, MAX_OUTPUT_BYTES + 1 - len(content))
+    content += piece
+    return bool(piece) and len(content) <= MAX_OUTPUT_BYTES
 
 
 def _exceeds_quota(folder: str) -> bool:
@@ -255,58 +252,46 @@ def _remove(folder: str) -> None:
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
-def _build_result(watched: dict[str, Any], secret: str, num_checks: int, seconds: float) -> dict[str, Any]:
-    """What happened, as the fields of sandbox.ProgramResult."""
-    report = watched["report"].decode("utf-8", "replace").split("\n")
-    lines = [line.partition(" ")[2] for line in report if line.startswith(secret)]
-    events = [line.partition(" ")[0] for line in lines]
-    details = {event: line.partition(" ")[2] for event, line in zip(events, lines, strict=True)}
-    error, exit_status, status = "", watched["exit_status"], watched["killed_for"]
-    if not status and os.WIFSIGNALED(exit_status):
-        status = "time" if os.WTERMSIG(exit_status) == signal.SIGXCPU else "killed"
-        error = f"killed by {signal.Signals(os.WTERMSIG(exit_status)).name}"
-    elif not status and "unconfined" in events:
-        status, error = "unconfined", json.loads(details["unconfined"])
-    elif not status and "memory" in events:
-        status = "memory" if "compiles" in events else "syntax"  # the parser runs out of it on deeply nested code
-    elif not status and "error" in events:
-        status = "raised" if "compiles" in events else "syntax"
-        error = json.loads(details["error"])
-    elif not status:
-        finished = "runs" in events and events.count("passed") + events.count("failed") >= num_checks
-        status = "done" if finished else "exit"
-        error = json.loads(details.get("failed", '""'))
-    return {
-        "status": status,
-        "stages_reached": [event for event in ("parses", "compiles", "runs") if event in events],
-        "checks_passed": [f"passed {number}" in lines for number in range(num_checks)],
-        "error": error,
-        "output": watched["output"].decode("utf-8", "replace"),
-        "seconds": seconds,
-    }
+def _classify(
+    killed_for: str, exit_status: int, events: list[str], details: dict[str, str], num_checks: int
+) -> tuple[str, str]:
+    """The status and the error of sandbox.ProgramResult."""
+    if killed_for:
+        return killed_for, ""
+    if os.WIFSIGNALED(exit_status):
+        number = os.WTERMSIG(exit_status)
+        names = {int(each): each.name for each in signal.Signals}  # real-time signals have none
+        return "time" if number == signal.SIGXCPU else "killed", f"killed by {names.get(number, f'signal {number}')}"
+    if "unconfined" in events:
+        return "unconfined", json.loads(details["unconfined"])
+    if "memory" in events:
+        return "memory" if "compiles" in events else "syntax", ""  # the parser runs out of it on deeply nested code
+    if "error" in events:
+        return "raised" if "compiles" in events else "syntax", json.loads(details["error"])
+    finished = "runs" in events and events.count("passed") + events.count("failed") >= num_checks
+    return "done" if finished else "exit", json.loads(details.get("failed", '""'))
 
 
 def main() -> None:
     """Answer each request on standard input with a line on standard output, until the input closes.
 
-    A request holds code, checks, seconds, memory_mib and output_bytes; a response the fields of sandbox.ProgramResult. The
+    A request holds code, checks, seconds and memory_mib; a response the fields of sandbox.ProgramResult. The
     first response, without a request, tells what programs cannot do here.
     """
     scratch = sys.argv[1]
     del sys.path[0]  # the package's folder: a program gets the standard library only
-    # What is the same for every program is made before the first fork, and never scanned by the garbage collector.
-    confinement.fill_caches()
+    # What was made before the first fork is the same for every program, and never scanned by the garbage collector.
     gc.collect()
     gc.freeze()
     os.environ.clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     landlock = confinement.landlock_version() > 0
-    probe = {"code": _PROBE, "checks": [], "seconds": 20.0, "memory_mib": 256, "output_bytes": 4096}
-    _send_result(_run_program(probe, scratch, landlock))
+    probe = {"code": _PROBE, "checks": [], "seconds": 20.0, "memory_mib": 256}
+    print(json.dumps(_run_program(probe, scratch, landlock)), flush=True)
     # Bytes, not text: a text decoder would read ahead of what poll() sees.
     buffered = b""
     while piece := os.read(0, 1 << 16):
         buffered += piece
         if buffered.endswith(b"\n"):
-            _send_result(_run_program(json.loads(buffered), scratch, landlock))
+            print(json.dumps(_run_program(json.loads(buffered), scratch, landlock)), flush=True)
             buffered = b""

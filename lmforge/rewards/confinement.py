@@ -11,7 +11,7 @@ import resource
 import signal
 import struct
 import sysconfig
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
 
 NOBODY = 65534
@@ -54,6 +54,14 @@ FIRST_COMMON_CALL = 424
 ALLOWED_NEW_CALLS = (436, 439, 441, 449)  # close_range, faccessat2, epoll_pwait2, futex_waitv
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 
+# Found out when this file is imported, so that the children of a process need not. What Python reads while it runs: its
+# standard library, and shared libraries.
+_LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+_LIBRARY += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom", sysconfig.get_config_var("LIBDIR")]
+LIBRARY_PATHS = [path for path in dict.fromkeys(Path(name) for name in _LIBRARY if name) if path.exists()]
+_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+LIBRARY_IS_WORLD_READABLE = all(folder.stat().st_mode & 0o005 == 0o005 for folder in (_STDLIB, *_STDLIB.parents))
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,35 +94,14 @@ def set_resource_limits(*, cpu_seconds: int, memory_bytes: int) -> None:
         resource.setrlimit(resource_type, (limit, limit))
 
 
-@cache
-def library_paths() -> list[Path]:
-    """What Python reads while it runs: its standard library, and shared libraries."""
-    names = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
-    names += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"]
-    names += [sysconfig.get_config_var("LIBDIR")]
-    return [path for path in dict.fromkeys(Path(name) for name in names if name) if path.exists()]
-
-
 def drop_root() -> None:
     """Become the user nobody, if that user can read Python's library; in any case drop all capabilities."""
-    if os.geteuid() == 0 and _library_is_world_readable():
+    if os.geteuid() == 0 and LIBRARY_IS_WORLD_READABLE:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header = struct.pack("II", 0x20080522, 0)
     _check_syscall(_libc.syscall(CAPSET[architecture()], header, struct.pack("6I", 0, 0, 0, 0, 0, 0)))
-
-
-@cache
-def _library_is_world_readable() -> bool:
-    stdlib = Path(sysconfig.get_path("stdlib")).resolve()
-    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (stdlib, *stdlib.parents))
-
-
-def fill_caches() -> None:
-    """Compute what is the same in every child, so that the children need not."""
-    library_paths()
-    _library_is_world_readable()
 
 
 def set_no_new_privs(parent: int) -> None:
@@ -136,8 +123,6 @@ def restrict_files_to(folder: str) -> None:
     TCP and signals to other processes are denied too, in versions that can. Raises OSError without Landlock.
     """
     version = landlock_version()
-    if version == 0:
-        raise OSError("the kernel has no Landlock")
     execute, write, read, list_folder = 1, 2, 4, 8
     make_char, make_socket, make_block = 1 << 6, 1 << 9, 1 << 11
     every = (1 << 13) - 1
@@ -148,7 +133,7 @@ def restrict_files_to(folder: str) -> None:
     attributes += struct.pack("Q", 3) if version >= 6 else b""
     rules = _check_syscall(_libc.syscall(LANDLOCK_CREATE, attributes, len(attributes), 0))
     ours = every & ~(execute | make_char | make_socket | make_block)
-    for path, rights in [(Path(folder), ours), *((path, read | list_folder) for path in library_paths())]:
+    for path, rights in [(Path(folder), ours), *((path, read | list_folder) for path in LIBRARY_PATHS)]:
         if not path.is_dir():
             rights &= read | write
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -178,6 +163,9 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
 
+    def on_calls(calls: Iterable[int], answer: int) -> list[bytes]:
+        return [instruction for call in calls for instruction in (step(equal, call, 0, 1), step(return_, answer))]
+
     def check_argument(call: tuple[int, int], argument: int, *tests: bytes) -> list[bytes]:
         """Deny one call unless `tests`, which have its argument loaded, jump over the denial."""
         if call[column] < 0:
@@ -188,22 +176,17 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     architecture_check = [step(load, 4), step(equal, SECCOMP_ARCHITECTURE[column], 1, 0), step(return_, kill), step(load, 0)]
     if column == 0:  # the x32 calls of x86-64, whose numbers would pass the filter
         architecture_check += [step(at_least, 0x40000000, 0, 1), step(return_, kill)]
-    allowed_new = [instruction for call in ALLOWED_NEW_CALLS for instruction in (step(equal, call, 0, 1), step(return_, allow))]
+    allowed_new = on_calls(ALLOWED_NEW_CALLS, allow)
     newer = [step(at_least, FIRST_COMMON_CALL, 0, len(allowed_new) + 1), *allowed_new, step(return_, no_such_call)]
-    denied = [
-        numbers[column]
-        for numbers in (DENIED_CALLS if allow_writes else DENIED_CALLS | WRITE_CALLS).values()
-        if numbers[column] >= 0
-    ]
-    denials = [instruction for call in denied for instruction in (step(equal, call, 0, 1), step(return_, not_permitted))]
+    denied = DENIED_CALLS if allow_writes else DENIED_CALLS | WRITE_CALLS
+    denials = on_calls([numbers[column] for numbers in denied.values() if numbers[column] >= 0], not_permitted)
     thread_flag, stream = 0x10000, 1
     others = [
         *check_argument(CLONE, 0, step(any_bit, thread_flag, 1, 0)),
         *check_argument(SOCKETPAIR, 1, step(mask, 0xF), step(equal, stream, 1, 0)),  # a datagram socket could send to any name
         *check_argument(PRLIMIT, 0, step(equal, 0, 1, 0)),
-        *check_argument(
-            FCNTL, 1, step(equal, 8, 1, 0), step(equal, 15, 0, 1)
-        ),  # F_SETOWN(_EX) makes the kernel signal another process
+        # F_SETOWN(_EX) makes the kernel signal another process.
+        *check_argument(FCNTL, 1, step(equal, 8, 1, 0), step(equal, 15, 0, 1)),
         *(instruction for call in (KILL, TKILL, TGKILL) for instruction in check_argument(call, 0, step(equal, pid, 1, 0))),
     ]
     if allow_writes:

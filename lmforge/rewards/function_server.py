@@ -23,11 +23,12 @@ from lmforge.rewards.functions import RESERVED_NAMES
 def main() -> None:
     """Import the file, send what its functions take or what is wrong with it, then answer requests until the input closes.
 
-    The file is the first argument; the first request names functions by their specs.
+    The file is the first argument; the first request names functions by their specs. The response to it also says which
+    functions are called together: all async ones, and each other one by itself.
     """
     # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
     # inherit these two descriptors, or they would keep the trainer waiting.
-    request_fd, response_fd = os.dup(0), os.dup(1)
+    request_fd, responses = os.dup(0), open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -38,20 +39,19 @@ def main() -> None:
         module = _import_file(file)
         functions = {spec: _get_function(module, spec, name or spec) for spec, name in names.items()}
     except UserError as error:
-        _send(response_fd, {"user_error": str(error)})
+        print(json.dumps({"user_error": str(error)}), file=responses, flush=True)
         return
-    descriptions = {
-        spec: {
-            "is_async": inspect.iscoroutinefunction(function),
-            "required_columns": _required_columns(function),
-            "accepted_columns": _accepted_columns(function),
-        }
-        for spec, function in functions.items()
+    together = [spec for spec, function in functions.items() if inspect.iscoroutinefunction(function)]
+    description = {
+        "required_columns": {spec: _required_columns(function) for spec, function in functions.items()},
+        "accepted_columns": {spec: _accepted_columns(function) for spec, function in functions.items()},
+        "call_groups": [[spec] for spec in functions if spec not in together] + ([together] if together else []),
     }
-    _send(response_fd, descriptions)
+    print(json.dumps(description), file=responses, flush=True)
     while True:
         request = json.loads(requests.get())
-        _send(response_fd, _call_functions({spec: functions[spec] for spec in request["functions"]}, request))
+        results = _call_functions({spec: functions[spec] for spec in request["functions"]}, request)
+        print(json.dumps(results), file=responses, flush=True)
 
 
 def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
@@ -60,12 +60,6 @@ def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
         for line in lines:
             requests.put(line)
     os._exit(0)
-
-
-def _send(response_fd: int, message: object) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(response_fd, line) :]
 
 
 def _import_file(file: str) -> ModuleType:
@@ -96,10 +90,8 @@ def _get_function(module: ModuleType, spec: str, name: str) -> Callable[..., Any
         raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(public) or 'none'}")
     by_name = {name for name, parameter in _parameters(function).items() if parameter.kind is not parameter.POSITIONAL_ONLY}
     if not {"prompts", "completions"} <= by_name and not _accepts_any_column(function):
-        signature = inspect.signature(function)
-        raise UserError(
-            f"reward {spec}: takes {signature}, but is called by name with prompts, completions and the data's columns"
-        )
+        given = "prompts, completions and the data's columns"
+        raise UserError(f"reward {spec}: takes {inspect.signature(function)}, but is called by name with {given}")
     return function
 
 
@@ -129,13 +121,13 @@ def _call_functions(functions: dict[str, Callable[..., Any]], request: dict[str,
     """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
 
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
-        columns = request["columns"]
+        given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
         if not _accepts_any_column(function):
-            columns = {name: column for name, column in columns.items() if name in _parameters(function)}
+            given = {name: given[name] for name in _parameters(function) if name in given}
         # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
         if "reward_timeout_seconds" in _parameters(function):
-            columns = {**columns, "reward_timeout_seconds": request["timeout_seconds"]}
-        return {**columns, "prompts": request["prompts"], "completions": request["completions"]}
+            given["reward_timeout_seconds"] = request["timeout_seconds"]
+        return given
 
     async def awaited(function: Callable[..., Any]) -> dict[str, Any]:
         try:

@@ -9,14 +9,14 @@ in objectives/policy.py.
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from lmforge.errors import UserError
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, start_code
+from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, python_command
 
 BUILT_IN_MODULE = "lmforge.rewards.builtin"
 # Names of what functions get besides columns.
@@ -68,18 +68,15 @@ class RewardWorker(Protocol):
     def close(self) -> None: ...
 
 
-class RewardFunctions:
+class RewardFunctions(AbstractContextManager["RewardFunctions"]):
     """Opened reward functions. Use it in a `with`, or close it."""
 
     def __init__(
         self, workers: Sequence[RewardWorker], weights: dict[str, float], timeout_seconds: float, log: Callable[[str], None]
     ):
-        self._workers = workers
-        self._weights = weights
-        self._timeout_seconds = timeout_seconds
-        self._log = log
+        self._workers, self._weights = workers, weights
+        self._timeout_seconds, self._log = timeout_seconds, log
         self._logged_failures: set[tuple[str, str]] = set()
-        self.failures: Counter[str] = Counter()
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
@@ -91,9 +88,10 @@ class RewardFunctions:
         it returns the wrong number of rewards or a reward that is not finite: it would do so with every batch.
         """
         self.check_columns(columns)
+        count = len(prompts)
         for name, entries in {"completions": completions, **columns}.items():
-            if len(entries) != len(prompts):
-                raise ValueError(f"{len(prompts)} prompts, but {len(entries)} of {name}")
+            if len(entries) != count:
+                raise ValueError(f"{count} prompts, but {len(entries)} of {name}")
         by_function: dict[str, list[float | None]] = {}
         failures = dict.fromkeys(self._weights, 0)
         for worker in self._workers:
@@ -101,25 +99,25 @@ class RewardFunctions:
             request = {"prompts": list(prompts), "completions": list(completions), "columns": accepted}
             for spec, result in worker.score(request, self._timeout_seconds).items():
                 if result.error:
-                    self._record_failure(spec, result, len(prompts))
-                    failures[spec] = len(prompts)
-                    by_function[spec] = [None] * len(prompts)
+                    self._log_failure(spec, result, count)
+                    failures[spec] = count
+                    by_function[spec] = [None] * count
                 else:
-                    by_function[spec] = _validated_rewards(spec, result.rewards, len(prompts))
-        rewards = [self._weighted_sum(index, by_function) for index in range(len(prompts))]
+                    by_function[spec] = _validated_rewards(spec, result.rewards, count)
+        rewards = [self._weighted_sum(index, by_function) for index in range(count)]
         return RewardScores(rewards, by_function, failures)
 
-    def check_columns(self, column_names: Collection[str]) -> None:
+    def check_columns(self, names: Collection[str]) -> None:
         """Raise UserError if a function cannot be called with columns of these names."""
-        if reserved := [name for name in RESERVED_NAMES if name in column_names]:
+        if reserved := [name for name in RESERVED_NAMES if name in names]:
             raise UserError(
                 f"column {reserved[0]!r}: reward functions get the run's {' and '.join(RESERVED_NAMES)} by these names;"
                 " rename it"
             )
         for worker in self._workers:
             for spec, required in worker.required_columns.items():
-                if missing := [name for name in required if name not in column_names]:
-                    present = ", ".join(column_names) or "none but prompts and completions"
+                if missing := [name for name in required if name not in names]:
+                    present = ", ".join(names) or "none but prompts and completions"
                     raise UserError(
                         f"reward {spec}: needs the column {missing[0]!r}, which the data does not have: there are {present}"
                     )
@@ -138,8 +136,7 @@ class RewardFunctions:
                     " others: make it text or numbers, or let the function name only the columns that it needs"
                 ) from None
 
-    def _record_failure(self, spec: str, result: FunctionResult, count: int) -> None:
-        self.failures[spec] += count
+    def _log_failure(self, spec: str, result: FunctionResult, count: int) -> None:
         if (spec, result.error_type) not in self._logged_failures:
             self._logged_failures.add((spec, result.error_type))
             counted = f"{count} completions have no reward from it; more of this kind are only counted"
@@ -154,9 +151,6 @@ class RewardFunctions:
         """Kill the processes of the functions, whatever they are doing."""
         for worker in self._workers:
             worker.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -185,24 +179,19 @@ def load_reward_functions(
         raise UserError(f"rewards: a function is named twice: {', '.join(specs)}")
     by_file: dict[str, dict[str, str]] = {}
     models = [spec for spec in specs if open_reward_model is not None and is_model_folder(spec)]
-    for spec in specs:
-        if spec in models:
-            continue
+    for spec in (spec for spec in specs if spec not in models):
         file, colon, function = spec.rpartition(":")
         if (colon or spec.endswith(".py")) and not (file.endswith(".py") and function):
             raise UserError(f"reward {spec}: expected FILE.py:FUNCTION")
         by_file.setdefault(file or BUILT_IN_MODULE, {})[spec] = function
     workers: list[RewardWorker] = []
-    try:
+    with ExitStack() as opened:
         for file, functions in by_file.items():
-            workers.append(_RewardProcess(file, functions, heartbeat))
+            workers.append(opened.enter_context(closing(_RewardProcess(file, functions, heartbeat))))
         for spec in models:
             assert open_reward_model is not None
-            workers.append(open_reward_model(spec))
-    except BaseException:
-        for worker in workers:
-            worker.close()
-        raise
+            workers.append(opened.enter_context(closing(open_reward_model(spec))))
+        opened.pop_all()
     return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds, log)
 
 
@@ -232,61 +221,45 @@ class _RewardProcess:
 
     def __init__(self, file: str, functions: dict[str, str], heartbeat: Callable[[], None]) -> None:
         self._file, self._functions, self._heartbeat = file, functions, heartbeat
-        self._process: JsonLineProcess | None = None
-        # Specs that are called together: all async functions, and each other one by itself.
-        self._call_groups: list[list[str]] = []
-        self.required_columns: dict[str, list[str]] = {}
-        self.accepted_columns: dict[str, list[str] | None] = {}
         self._start()
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
         results: dict[str, FunctionResult] = {}
         for specs in self._call_groups:
-            if self._process is None:
+            if self._process.closed:
                 self._start()
-            assert self._process is not None
             call = {**request, "functions": specs, "timeout_seconds": timeout_seconds}
             try:
                 responses = self._process.request(call, timeout_seconds + GRACE_SECONDS, self._heartbeat)
             except (TypeError, ValueError) as error:
                 raise UserError(f"rewards: a column is not plain data: {error}") from None
             except TimeoutError:
-                self.close()
                 failure = FunctionResult(error=f"no answer in {timeout_seconds:g} seconds", error_type="timeout")
                 results |= dict.fromkeys(specs, failure)
-                continue
             except ProcessLost as lost:
-                self.close()
                 results |= dict.fromkeys(specs, FunctionResult(error=str(lost), error_type="process lost"))
-                continue
-            for spec in specs:
-                if message := responses[spec].get("user_error"):
-                    raise UserError(f"reward {spec}: {message}")
-                results[spec] = FunctionResult(**responses[spec])
+            else:
+                for spec, response in responses.items():
+                    if "user_error" in response:
+                        raise UserError(f"reward {spec}: {response['user_error']}")
+                    results[spec] = FunctionResult(**response)
         return results
 
     def _start(self) -> None:
-        # -P: do not import a file in the working directory that has the name of a module.
-        command = [sys.executable, "-P", "-c", start_code("lmforge.rewards.function_server"), self._file]
-        self._process = JsonLineProcess(command)
+        self._process = JsonLineProcess(python_command("lmforge.rewards.function_server", self._file))
         try:
-            functions = self._process.request(self._functions, IMPORT_TIMEOUT_SECONDS)
+            description = self._process.request(self._functions, IMPORT_TIMEOUT_SECONDS)
         except ProcessLost:
-            self.close()
             raise UserError(f"reward {self._file}: its process died while the file was imported") from None
         except TimeoutError:
-            self.close()
             raise UserError(f"reward {self._file}: importing it took more than {IMPORT_TIMEOUT_SECONDS:g} seconds") from None
-        if "user_error" in functions:
+        if "user_error" in description:
             self.close()
-            raise UserError(functions["user_error"])
-        self.required_columns = {spec: function["required_columns"] for spec, function in functions.items()}
-        self.accepted_columns = {spec: function["accepted_columns"] for spec, function in functions.items()}
-        is_async = [spec for spec, function in functions.items() if function["is_async"]]
-        self._call_groups = [[spec] for spec in functions if spec not in is_async]
-        self._call_groups += [is_async] if is_async else []
+            raise UserError(description["user_error"])
+        self.required_columns: dict[str, list[str]] = description["required_columns"]
+        self.accepted_columns: dict[str, list[str] | None] = description["accepted_columns"]
+        # Specs that are called together.
+        self._call_groups: list[list[str]] = description["call_groups"]
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        self._process.close()

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,21 +22,29 @@ class ProcessLost(Exception):
     """The process ended, or sent something that is not a response. It has to be closed."""
 
 
-def start_code(module: str) -> str:
-    """Code for `python -c` that runs `main()` of one of our modules, whatever the working directory and sys.path."""
-    return f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
+def python_command(module: str, argument: str, *flags: str) -> list[str]:
+    """The command that runs `main()` of one of our modules, whatever the working directory and sys.path."""
+    code = f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
+    # -P: do not import a file in the working directory that has the name of a module.
+    return [sys.executable, "-P", *flags, "-c", code, argument]
 
 
 class JsonLineProcess:
-    """The process of `command`, in a session of its own. Only one thread may use it at a time."""
+    """The process of `command`, in a session of its own. Only one thread may use it at a time.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    It is `closed` by `close`, and by whatever `request` and `receive` raise while they wait for a response.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, close_grace_seconds: float = 0.0) -> None:
+        """`close_grace_seconds` is how long the process is given to end by itself when it is closed."""
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._close_grace_seconds = close_grace_seconds
+        self.closed = False
 
     def request(self, message: object, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Send a message and return its response.
@@ -43,11 +52,9 @@ class JsonLineProcess:
         Raises TypeError or ValueError if the message is not JSON, and as `receive` does.
         """
         line = json.dumps(message).encode() + b"\n"
-        try:
+        with suppress(BrokenPipeError):  # the process died, as `receive` will find
             while line:
                 line = line[os.write(self._stdin.fileno(), line) :]
-        except BrokenPipeError:
-            raise ProcessLost("its process died") from None
         return self.receive(timeout_seconds, heartbeat)
 
     def receive(self, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -56,6 +63,17 @@ class JsonLineProcess:
         Raises TimeoutError if it takes longer than `timeout_seconds`, and ProcessLost if the process died or the response is
         not JSON or larger than MAX_RESPONSE_BYTES.
         """
+        try:
+            response: dict[str, Any] = json.loads(self._read_line(timeout_seconds, heartbeat))
+        except (ValueError, RecursionError):
+            self.close()
+            raise ProcessLost("its response is not JSON") from None
+        except BaseException:
+            self.close()
+            raise
+        return response
+
+    def _read_line(self, timeout_seconds: float, heartbeat: Callable[[], None]) -> bytearray:
         poll = select.poll()
         poll.register(self._stdout, select.POLLIN)
         line, deadline = bytearray(), time.monotonic() + timeout_seconds
@@ -71,20 +89,16 @@ class JsonLineProcess:
             line += piece
             if len(line) > MAX_RESPONSE_BYTES:
                 raise ProcessLost(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
-        try:
-            response: dict[str, Any] = json.loads(line)
-        except (ValueError, RecursionError):
-            raise ProcessLost("its response is not JSON") from None
-        return response
+        return line
 
-    def close(self, grace_seconds: float = 0.0) -> None:
-        """Close its input and give it `grace_seconds` to end; then kill it, with all that it started in its session."""
-        for pipe in (self._stdin, self._stdout):
-            with suppress(BrokenPipeError):
-                pipe.close()
-        if grace_seconds:
+    def close(self) -> None:
+        """Close its input and give it time to end; then kill it, with all that it started in its session."""
+        self.closed = True
+        self._stdin.close()
+        self._stdout.close()
+        if self._close_grace_seconds:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_seconds)
+                self._process.wait(self._close_grace_seconds)
         # Without a return code it was not reaped, and its pid is still its own.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):

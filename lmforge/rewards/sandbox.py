@@ -10,16 +10,17 @@ import math
 import queue
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cache
+from typing import Any
 
 from lmforge.cluster.rank_info import read_rank_info, threads_per_rank
 from lmforge.errors import UserError
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, start_code
+from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, python_command
 
 REQUIRED_PROTECTIONS = ("network", "processes", "signals", "writing")
 # Beyond the time that a program is given: for the server to be scheduled, and to delete what was written.
@@ -45,10 +46,11 @@ class ProgramResult:
     seconds: float
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """`workers` processes that run programs, each one at a time. Use it in a `with`, or close it.
 
-    Thread-safe. Raises UserError if this machine cannot take away the network, processes or files.
+    Thread-safe. Raises UserError if this machine cannot take away the network, processes or files. `protections` is what a
+    program tried in vain when the sandbox was opened: network, processes, signals, writing, reading.
     """
 
     def __init__(self, workers: int = 1):
@@ -57,42 +59,23 @@ class Sandbox:
         self._servers = [_CodeServerProcess() for _ in range(workers)]
         for server in self._servers:
             self._idle.put(server)
+        self.protections = self._servers[0].protections
         if not self.protections["reading"]:
             print("generated code can read this user's files here: the kernel has no Landlock", file=sys.stderr)
 
-    @property
-    def protections(self) -> dict[str, bool]:
-        """What a program tried in vain when the sandbox was opened: network, processes, signals, writing, reading."""
-        return self._servers[0].protections
-
-    def run(
-        self,
-        code: str,
-        *,
-        checks: Sequence[str] = (),
-        seconds: float = 5.0,
-        memory_mib: int = 512,
-        output_bytes: int = 1 << 16,
-    ) -> ProgramResult:
+    def run(self, code: str, *, checks: Sequence[str] = (), seconds: float = 5.0, memory_mib: int = 512) -> ProgramResult:
         """Run `code` as a script, then each of `checks`, statements such as "assert f(2) == 4", in its global names.
 
         `seconds` is for program and checks together. `memory_mib` limits address space; the interpreter takes about 30.
         """
-        limits = {"seconds": seconds, "memory_mib": memory_mib, "output_bytes": output_bytes}
         server = self._idle.get()
         try:
-            return server.run({"code": code, "checks": list(checks), **limits})
+            return server.run({"code": code, "checks": list(checks), "seconds": seconds, "memory_mib": memory_mib})
         finally:
             self._idle.put(server)
 
     def run_all(
-        self,
-        programs: Sequence[str],
-        checks: Sequence[Sequence[str]],
-        *,
-        seconds: float = 5.0,
-        total_seconds: float = math.inf,
-        memory_mib: int = 512,
+        self, programs: Sequence[str], checks: Sequence[Sequence[str]], *, seconds: float = 5.0, total_seconds: float = math.inf
     ) -> list[ProgramResult]:
         """The results of several programs, each with its own checks, in their order; the workers share them.
 
@@ -106,7 +89,7 @@ class Sandbox:
             allowed = min(seconds, left, left * self.workers / (len(programs) - number))
             if allowed <= 0:
                 return ProgramResult("time", (), (False,) * len(own_checks), "not begun: the time for all was over", "", 0.0)
-            return self.run(code, checks=own_checks, seconds=allowed, memory_mib=memory_mib)
+            return self.run(code, checks=own_checks, seconds=allowed)
 
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(run_one, range(len(programs)), programs, checks))
@@ -116,9 +99,6 @@ class Sandbox:
         for server in self._servers:
             server.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -127,17 +107,14 @@ class _CodeServerProcess:
     """A code_server.py process, replaced by a new one when it is lost."""
 
     def __init__(self) -> None:
-        self._process: JsonLineProcess | None = None
-        self.protections = self._start()
+        self._start()
 
     def run(self, job: dict[str, Any]) -> ProgramResult:
-        if self._process is None:
+        if self._process.closed:
             self._start()
-        assert self._process is not None
         try:
             result = self._process.request(job, job["seconds"] + GRACE_SECONDS)
         except (ProcessLost, TimeoutError):
-            self.close()
             error = "the process that watched it was lost with it"
             return ProgramResult("killed", (), (False,) * len(job["checks"]), error, "", job["seconds"])
         if result["status"] == "unconfined":
@@ -145,37 +122,27 @@ class _CodeServerProcess:
         sequences = {name: tuple(result[name]) for name in ("stages_reached", "checks_passed")}
         return ProgramResult(**{**result, **sequences})
 
-    def _start(self) -> dict[str, bool]:
+    def _start(self) -> None:
         # No site-packages. Not -I, which ignores the hash seed: the same program has to do the same each time.
-        command = [sys.executable, "-s", "-S", "-P", "-c", start_code("lmforge.rewards.code_server"), tempfile.gettempdir()]
+        command = python_command("lmforge.rewards.code_server", tempfile.gettempdir(), "-s", "-S")
         environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-        self._process = JsonLineProcess(command, environment)
+        # When its input is closed it kills the program that it runs and deletes its folder.
+        self._process = JsonLineProcess(command, environment, CLOSE_SECONDS)
         try:
-            protections: dict[str, bool] = json.loads(self._process.receive(GRACE_SECONDS * 2)["output"])
+            self.protections: dict[str, bool] = json.loads(self._process.receive(GRACE_SECONDS * 2)["output"])
         except (ProcessLost, TimeoutError, ValueError):
             self.close()
             raise UserError("generated code cannot be confined here: it takes Linux on x86-64 or arm64 with seccomp") from None
-        if missing := [name for name in REQUIRED_PROTECTIONS if not protections[name]]:
+        if missing := [name for name in REQUIRED_PROTECTIONS if not self.protections[name]]:
             self.close()
             raise UserError(f"generated code cannot be confined here: the kernel does not shut off {', '.join(missing)}")
-        return protections
 
     def close(self) -> None:
-        if self._process is not None:
-            # When its input is closed it kills the program that it runs and deletes its folder.
-            self._process.close(CLOSE_SECONDS)
-            self._process = None
+        self._process.close()
 
 
-_shared: Sandbox | None = None
-_lock = threading.Lock()
-
-
+@cache
 def shared_sandbox() -> Sandbox:
     """The one sandbox of this process, with a worker for each core that this rank may use. It ends with the process."""
-    global _shared
-    with _lock:
-        if _shared is None:
-            # Reward functions run in a process of each rank, which knows of the other ranks from its launcher's variables.
-            _shared = Sandbox(threads_per_rank(read_rank_info().local_world_size))
-        return _shared
+    # Reward functions run in a process of each rank, which knows of the other ranks from its launcher's variables.
+    return Sandbox(threads_per_rank(read_rank_info().local_world_size))

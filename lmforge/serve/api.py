@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -22,7 +23,7 @@ from lmforge import __version__
 from lmforge.config.sections import LARGEST_SEED
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
-from lmforge.generate import engine
+from lmforge.generate.engine import GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import encode_prompt
 from lmforge.serve.auth import read_json_body
@@ -37,7 +38,6 @@ from lmforge.serve.protocol import (
     TokenLogprob,
     no_such_model,
     parse_request,
-    token_usage,
 )
 
 STOPPING_ERROR = ApiError(
@@ -80,22 +80,16 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/", chat_page),
+            Route("/", chat_page(), methods=["GET"]),
             Route("/health", health),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ],
-        exception_handlers={
-            ApiError: _on_api_error,
-            UserError: _on_user_error,
-            EngineStopped: _on_engine_stopped,
-            ClientDisconnect: _on_disconnect,
-            404: _on_unknown_route,
-            405: _on_unknown_route,
-            Exception: _on_unexpected_error,
-        },
+        exception_handlers=dict.fromkeys(
+            [ApiError, UserError, EngineStopped, ClientDisconnect, 404, 405, Exception], _on_error
+        ),
     )
 
 
@@ -109,11 +103,10 @@ def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[i
     prompts = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
-            prompts.append(encode_prompt(tokenizer, prompt, served.loaded.prefix_ids))
-        else:
-            if any(id >= tokenizer.vocab_size for id in prompt):
-                raise ApiError(400, f"prompt: expected token ids below {tokenizer.vocab_size}", param="prompt")
-            prompts.append(prompt)
+            prompt = encode_prompt(tokenizer, prompt, served.loaded.prefix_ids)
+        elif any(id >= tokenizer.vocab_size for id in prompt):
+            raise ApiError(400, f"prompt: expected token ids below {tokenizer.vocab_size}", param="prompt")
+        prompts.append(prompt)
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: expected at least one prompt, and at least one token in each list of ids", param="prompt")
     return prompts
@@ -138,7 +131,7 @@ async def _respond(
         return _EventStreamResponse(reply.events(), stream)
     try:
         choices = await _unless_disconnected(request, reply.collect_choices())
-    except (EngineStopped, ApiError, ClientDisconnect):
+    except ClientDisconnect:
         raise
     except Exception as problem:
         raise _engine_error(problem) from problem
@@ -149,14 +142,14 @@ async def _respond(
 
 def _generation_requests(
     body: ChatCompletionRequest | CompletionRequest, served: ServedModel, prompts: list[list[int]]
-) -> list[engine.GenerationRequest]:
+) -> list[GenerationRequest]:
     """`n` requests for each prompt, each with its own seed. Raises ApiError where a prompt is too long."""
     chat = isinstance(body, ChatCompletionRequest)
-    max_tokens = (body.max_completion_tokens if isinstance(body, ChatCompletionRequest) else None) or body.max_tokens
+    max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     seed = secrets.randbelow(LARGEST_SEED) if body.seed is None else body.seed
     sampling = SamplingParams(body.temperature, body.top_k, body.top_p)
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
-    requests: list[engine.GenerationRequest] = []
+    requests: list[GenerationRequest] = []
     for prompt in prompts:
         room = served.max_length - len(prompt)
         if room < (max_tokens or 1):
@@ -164,10 +157,8 @@ def _generation_requests(
             message = f"this model takes at most {served.max_length} tokens, and got {len(prompt)} in the prompt{requested}"
             raise ApiError(400, message, param="messages" if chat else "prompt", code="context_length_exceeded")
         for _ in range(body.n):
-            own_seed = derive_key(seed, "choice", len(requests))
-            requests.append(
-                engine.GenerationRequest(prompt, max_tokens or room, sampling, own_seed, stop_ids, body.num_top_logprobs or 0)
-            )
+            own_seed, top = derive_key(seed, "choice", len(requests)), body.num_top_logprobs or 0
+            requests.append(GenerationRequest(prompt, max_tokens or room, sampling, own_seed, stop_ids, top))
     return requests
 
 
@@ -183,7 +174,9 @@ class _Reply:
 
     @property
     def usage(self) -> dict[str, int]:
-        return token_usage(self.prompt_tokens, self.stream.num_generated_tokens)
+        """Token counts: each prompt once, and all generated tokens, stop tokens included."""
+        prompt, completion = self.prompt_tokens, self.stream.num_generated_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
         return None if self.body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
@@ -211,7 +204,7 @@ class _Reply:
                 choice = self.builder.choice(delta.choice_index, delta.text, logprobs, delta.finish_reason, delta=True)
                 yield _format_event(self.builder.chunk([choice]) | no_usage)
         except Exception as problem:
-            yield _format_event((STOPPING_ERROR if isinstance(problem, EngineStopped) else _engine_error(problem)).body)
+            yield _format_event(_engine_error(problem).body)
             return
         if include_usage:
             yield _format_event(self.builder.chunk([]) | {"usage": self.usage})
@@ -252,37 +245,29 @@ class _EventStreamResponse(StreamingResponse):
 
 def _engine_error(error: Exception) -> ApiError:
     """The error of an engine in one line. Its traceback is on the server's stderr."""
+    if isinstance(error, EngineStopped):
+        return STOPPING_ERROR
     if isinstance(error, torch.OutOfMemoryError):
         message = "out of memory; serve with a smaller --max_batch_size or --max_length"
         return ApiError(503, message, error_type="server_error", code="memory")
     return ApiError(500, "generation failed; the server's stderr says why", error_type="server_error")
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
-    return JSONResponse(error.body, error.status, headers)
-
-
-async def _on_user_error(request: Request, error: Exception) -> Response:
-    return await _on_api_error(request, ApiError(400, str(error)))
-
-
-async def _on_engine_stopped(request: Request, error: Exception) -> Response:
-    return await _on_api_error(request, STOPPING_ERROR)
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client is gone
-
-
-async def _on_unknown_route(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    message = "no such route" if status == 404 else "method not allowed"
-    return await _on_api_error(request, ApiError(status, f"{request.method} {request.url.path}: {message}"))
-
-
-async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    return await _on_api_error(
-        request, ApiError(500, "internal error; the server's stderr says why", error_type="server_error")
-    )
+async def _on_error(request: Request, error: Exception) -> Response:
+    """The response to what a route raised. The traceback of an internal error is on the server's stderr."""
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=499)
+        case ApiError():
+            refusal = error
+        case EngineStopped():
+            refusal = STOPPING_ERROR
+        case UserError():
+            refusal = ApiError(400, str(error))
+        case HTTPException(status_code=status):
+            message = "no such route" if status == 404 else "method not allowed"
+            refusal = ApiError(status, f"{request.method} {request.url.path}: {message}")
+        case _:
+            refusal = ApiError(500, "internal error; the server's stderr says why", error_type="server_error")
+    headers = {"retry-after": "1"} if refusal.status in (429, 503) else {}
+    return JSONResponse(refusal.body, refusal.status, headers)

@@ -41,10 +41,8 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._check(scope)
-        if refusal is None:
-            await self._app(scope, receive, send)
-        else:
-            await JSONResponse(refusal.body, refusal.status)(scope, receive, send)
+        app: ASGIApp = self._app if refusal is None else JSONResponse(refusal.body, refusal.status)
+        await app(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

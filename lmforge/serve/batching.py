@@ -31,16 +31,19 @@ class EngineStopped(Exception):
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and its id in the engine while it runs."""
+    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs."""
 
     request: GenerationRequest
     choice_index: int
     token_queue: "asyncio.Queue[tuple[int, GeneratedToken | Exception]]"
-    request_id: int | None = None
+    request_id: int = 0
 
 
 class ContinuousBatcher:
-    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first in, first out."""
+    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first in, first out.
+
+    It is `stopped`, and takes no more requests, after `stop` or when its engine has failed.
+    """
 
     def __init__(self, engine: Engine, *, max_queue: int, loop: asyncio.AbstractEventLoop) -> None:
         """`max_queue` requests may wait besides those that run; `loop` is the event loop on which tokens are read."""
@@ -52,7 +55,7 @@ class ContinuousBatcher:
         self._waiting: deque[QueuedRequest] = deque()
         self._running: dict[int, QueuedRequest] = {}
         self._cancelled: list[QueuedRequest] = []
-        self._stopped = False
+        self.stopped = False
         self._thread = threading.Thread(target=self._run, name="batcher")
         self._thread.start()
 
@@ -62,16 +65,10 @@ class ContinuousBatcher:
         with self._changed:
             return len(self._running), len(self._waiting)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it takes no more requests: it was stopped, or its engine failed."""
-        with self._changed:
-            return self._stopped
-
     def submit(self, requests: Sequence[QueuedRequest]) -> None:
         """Queue requests, all or none. Raises QueueFull or EngineStopped."""
         with self._changed:
-            if self._stopped:
+            if self.stopped:
                 raise EngineStopped
             if len(self._running) + len(self._waiting) + len(requests) > self._max_requests:
                 raise QueueFull
@@ -90,7 +87,7 @@ class ContinuousBatcher:
     def stop(self) -> None:
         """Take no more requests, and end all that are there with EngineStopped. The current step is finished first."""
         with self._changed:
-            self._stopped = True
+            self.stopped = True
             self._changed.notify()
 
     def join(self) -> None:
@@ -112,7 +109,7 @@ class ContinuousBatcher:
             traceback.print_exc(file=sys.stderr)
             reason = problem
         with self._changed:
-            self._stopped = True
+            self.stopped = True
             self._post([(each, reason) for each in self._running.values()])
             self._post([(each, EngineStopped()) for each in self._waiting])
             self._running.clear()
@@ -121,13 +118,12 @@ class ContinuousBatcher:
     def _admit_and_cancel(self) -> bool:
         """Wait for work, remove cancelled requests and admit waiting ones. Returns False once stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running or self._waiting or self._stopped)
+            self._changed.wait_for(lambda: self._running or self._waiting or self.stopped)
             for each in self._cancelled:
-                if each.request_id is not None and self._running.get(each.request_id) is each:
+                if self._running.pop(each.request_id, None):
                     self._engine.cancel(each.request_id)
-                    del self._running[each.request_id]
             self._cancelled.clear()
-            if self._stopped:
+            if self.stopped:
                 return False
             while self._waiting and self._engine.num_free_slots:
                 queued = self._waiting.popleft()
@@ -219,9 +215,8 @@ class _ChoiceStream:
         offset = len(self.streamer.text)
         text = self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
         if token.finish_reason != "stop":
-            top = [(self._tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB)) for id, logprob in token.top_logprobs]
-            logprob = max(token.logprob, MIN_LOGPROB)
-            self._pending_logprobs.append(TokenLogprob(self._tokenizer.id_to_bytes(token.token_id), logprob, top, offset))
+            (token_bytes, logprob), *top = map(self._with_bytes, [(token.token_id, token.logprob), *token.top_logprobs])
+            self._pending_logprobs.append(TokenLogprob(token_bytes, logprob, top, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
@@ -231,3 +226,6 @@ class _ChoiceStream:
         certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
         self._pending_logprobs = self._pending_logprobs[len(certain) :]
         return TextDelta(choice_index, text, certain, reason)
+
+    def _with_bytes(self, pair: tuple[int, float]) -> tuple[bytes, float]:
+        return self._tokenizer.id_to_bytes(pair[0]), max(pair[1], MIN_LOGPROB)

@@ -80,7 +80,7 @@ class ModelRegistry:
         paths: list[tuple[str, Path]] = []
         for name, path in self._paths.items():
             paths.append((name, path))
-            if _is_run(path):
+            if Run(path).exists() and not (path / "config.json").exists():
                 run = Run.open(path)
                 checkpoints = [run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())]
                 paths += [(f"{name}/{checkpoint.name}", checkpoint) for checkpoint in checkpoints]
@@ -100,8 +100,8 @@ class ModelRegistry:
         return name in self._served and (self._stopped or not self._served[name].batcher.stopped)
 
     async def _load(self, name: str) -> None:
-        paths = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}
-        if name not in paths:
+        path = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}.get(name)
+        if path is None:
             raise no_such_model(name)
         self._served.pop(name, None)
         if len(self._served) >= self._limits.max_models:
@@ -113,7 +113,7 @@ class ModelRegistry:
             unloaded.batcher.stop()
             await asyncio.to_thread(unloaded.batcher.join)
             del unloaded  # before the next one takes memory
-        loaded, engine, max_length = await asyncio.to_thread(self._load_model, paths[name])
+        loaded, engine, max_length = await asyncio.to_thread(self._load_model, path)
         # The thread starts here, on the event loop: if waiting for the model is cancelled, no thread is left running.
         batcher = ContinuousBatcher(engine, max_queue=self._limits.max_queue, loop=asyncio.get_running_loop())
         self._served[name] = ServedModel(loaded, batcher, max_length)
@@ -123,8 +123,8 @@ class ModelRegistry:
     def _load_model(self, path: Path) -> tuple[LoadedModel, Engine, int]:
         loaded = load_model(path, self._device, self._dtype, self._warn)
         max_length = resolve_max_length(loaded, self._limits.max_length)
-        vocab_size, batch_size = loaded.tokenizer.vocab_size, self._limits.max_batch_size
-        return loaded, Engine(loaded.model, vocab_size=vocab_size, max_batch_size=batch_size, max_length=max_length), max_length
+        sizes = {"max_batch_size": self._limits.max_batch_size, "max_length": max_length}
+        return loaded, Engine(loaded.model, vocab_size=loaded.tokenizer.vocab_size, **sizes), max_length
 
     def request_counts(self) -> tuple[int, int]:
         """How many requests run, and how many wait, over all models."""
@@ -141,10 +141,6 @@ class ModelRegistry:
         """Wait until the threads that `stop` ends have ended."""
         for served in self._served.values():
             served.batcher.join()
-
-
-def _is_run(folder: Path) -> bool:
-    return Run(folder).exists() and not (folder / "config.json").exists()
 
 
 def _modified_time(folder: Path) -> int | None:

@@ -3,16 +3,13 @@
 import base64
 import hashlib
 import re
-from functools import cache
 from importlib.resources import files
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse
 
 
-@cache
-def _load_page() -> tuple[str, dict[str, str]]:
-    """The page and its headers: only its own style and script, identified by their hashes, may run."""
+def chat_page() -> HTMLResponse:
+    """The page: only its own style and script, identified by their hashes, may run."""
     text = (files("lmforge.serve") / "web" / "index.html").read_text("utf-8")
     hashes = {}
     for tag in ("style", "script"):
@@ -22,15 +19,10 @@ def _load_page() -> tuple[str, dict[str, str]]:
         f"default-src 'none'; style-src 'sha256-{hashes['style']}'; script-src 'sha256-{hashes['script']}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return text, {
+    headers = {
         "content-security-policy": policy,
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
-
-
-async def chat_page(request: Request) -> Response:
-    """GET /: the page."""
-    text, headers = _load_page()
     return HTMLResponse(text, headers=headers)

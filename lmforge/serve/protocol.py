@@ -210,12 +210,6 @@ class ResponseBuilder:
         return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
 
 
-def token_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The token counts of a request: each prompt once, and all generated tokens, stop tokens included."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
 def _completion_logprobs(token_logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "tokens": [_token_text(token.token_bytes) for token in token_logprobs],

@@ -6,8 +6,7 @@ The routes are in api.py, the chat page in web/.
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import uvicorn
 
@@ -41,16 +40,7 @@ def serve(registry: ModelRegistry, bound: socket.socket, host: str, api_key: str
     # Without a key, a web page could point its own host name at this machine and read the responses.
     loopback_only = api_key is None and is_loopback(host)
     app = AuthMiddleware(create_app(registry, max_body_bytes), api_key=api_key, loopback_hosts_only=loopback_only)
-    asyncio.run(_serve_and_stop(app, registry, bound, host))
-
-
-async def _serve_and_stop(app: AuthMiddleware, registry: ModelRegistry, bound: socket.socket, host: str) -> None:
-    try:
-        await registry.get(registry.default_model)
-        await _run_server(app, registry, bound, host)
-    finally:
-        registry.stop()
-        await asyncio.to_thread(registry.join)
+    asyncio.run(_run_server(app, registry, bound, host))
 
 
 async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socket.socket, host: str) -> None:
@@ -64,24 +54,24 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )
-    server = _UvicornServer(config)
+    server = uvicorn.Server(config)
+    # Signals are ours: generation stops before connections close, and the exit status is 0.
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
 
     def stop() -> None:
         registry.stop()
         server.force_exit = server.should_exit
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    bound.listen(LISTEN_BACKLOG)  # whoever reads the next line may connect at once
-    name = f"[{host}]" if ":" in host else host
-    print(f"http://{name}:{bound.getsockname()[1]}  {', '.join(info.name for info in registry.list_models())}", flush=True)
-    await server.serve(sockets=[bound])
-
-
-class _UvicornServer(uvicorn.Server):
-    """Leaves signals to us: generation stops before connections close, and the exit status is 0."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    try:
+        await registry.get(registry.default_model)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        bound.listen(LISTEN_BACKLOG)  # whoever reads the next line may connect at once
+        url = f"http://[{host}]" if ":" in host else f"http://{host}"
+        names = ", ".join(info.name for info in registry.list_models())
+        print(f"{url}:{bound.getsockname()[1]}  {names}", flush=True)
+        await server.serve(sockets=[bound])
+    finally:
+        registry.stop()
+        await asyncio.to_thread(registry.join)

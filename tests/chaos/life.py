@@ -195,7 +195,7 @@ class Life:
     def _sleep(self, victim: int, attempt: Attempt, tracks: Tracks) -> bool:
         """Stop a rank until its peers have named it; the run then goes on, to its end or the next fault."""
         pid, said = attempt.pids[victim], len(attempt.said())
-        named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* late +process {pid} is stopped", re.M)
+        named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* stuck +process {pid} is stopped", re.M)
         ended_before = not attempt.look()
         stop_for(pid, lambda: bool(named.search(attempt.said())) or not attempt.look(), NAMED_SECONDS)
         if (

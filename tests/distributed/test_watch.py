@@ -65,28 +65,30 @@ def going(recipe: Recipe, folder: Path, *more: str, **fault: str) -> Iterator[Go
 
 def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_waits(recipe: Recipe, tmp_path: Path) -> None:
     with going(recipe, tmp_path, FAULT="data", FAULTY_RANK="1", SLEEP="12") as run:
-        run.wait_for(r"^lmforge: STALL: no progress for .* at step 7 .*: rank 1 is late, rank 0 waits for it")
+        run.wait_for(r"^lmforge: STALL: no progress for .* at step 7 .*: rank 1 is stuck, rank 0 waits for it")
         run.wait_for(r"all stacks: ")
         assert max(record["step"] for record in run.run.read_metrics()) == 7, "it was told after the rank woke"
         said = run.said()
-        assert re.search(r"^  rank 1 .* data .* late +sitecustomize.py:\d+ batches", said, re.M), said
+        assert re.search(r"^  rank 1 .* data .* stuck +sitecustomize.py:\d+ batches", said, re.M), said
         assert re.search(
             r"^  rank 0 .* reduce .* waits +all_reduce \d+ of default_pg, from distributed.py:\d+ all_reduce_sum", said, re.M
         ), said
         assert re.search(r"^    sitecustomize.py:\d+ batches: time.sleep\(SLEEP\)", said, re.M), said
         assert "time.sleep(SLEEP)" in (run.run.log_path(1, 1).with_suffix(".stack.txt")).read_text()
-        assert "rank 1 is late" in run.run.log_path(1, 0).read_text()
-        run.wait_for(r"^lmforge: going on after \d+ s in reduce \(rank 1 in data had been late\)")
+        assert "rank 1 is stuck" in run.run.log_path(1, 0).read_text()
+        run.wait_for(r"^lmforge: making progress again after \d+ s in reduce \(rank 1 was stuck in data\)")
 
 
-def test_a_stopped_rank_is_told_from_a_late_one_and_its_peers_end_when_nobody_goes_on(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_told_from_a_sleeping_one_and_its_peers_end_when_nobody_goes_on(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     with going(recipe, tmp_path, "--watch.timeout_seconds", "8", "--launch.max_restarts", "0") as run:
         reach(run.run, 3, run.process)
         stopped = int(str(run.heartbeat(0)["process"]))
         os.kill(stopped, signal.SIGSTOP)
         try:
-            run.wait_for(rf"^  rank 0 .* late +process {stopped} is stopped \(SIGSTOP\)")
-            run.wait_for(r"^lmforge: no rank has gone on for .* this run ends itself, with status 75")
+            run.wait_for(rf"^  rank 0 .* stuck +process {stopped} is stopped \(SIGSTOP\)")
+            run.wait_for(r"^lmforge: no rank has made progress for .* this run ends itself, with status 75")
         finally:
             os.kill(stopped, signal.SIGCONT)
         assert run.process.wait(timeout=150) == 1

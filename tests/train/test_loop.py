@@ -101,7 +101,7 @@ def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, comp
         validate_options(PretrainConfig, options),
         Run(tmp_path),
         dist_ctx,
-        Watchdog(dist_ctx, tmp_path / "health"),
+        Watchdog(dist_ctx, tmp_path / "health", tmp_path / "log"),
         ConsoleLogger(dist_ctx, steps, None),
         tmp_path / "log",
     )

@@ -24,7 +24,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from tests.decoding import decode
-from tests.infer.conftest import Scripted
+from tests.generate.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, built, drawn_config
 from tests.seeds import fresh_seed
 

@@ -24,7 +24,7 @@ from lmforge.errors import UserError
 from lmforge.evaluate import lm_eval_model
 from lmforge.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
 from lmforge.generate.model_loading import LoadedModel, load_model
-from tests.infer.test_tasks import ALONE, on_ranks
+from tests.evaluate.test_tasks import ALONE, on_ranks
 from tests.preloaded import preloaded
 
 CHOICES = [

@@ -1,4 +1,4 @@
-"""Who is late is judged from what ranks wrote about themselves: written by hand here, as each kind of stall leaves it."""
+"""Who is stuck is judged from what ranks wrote about themselves: written by hand here, as each kind of stall leaves it."""
 
 import json
 import os
@@ -40,26 +40,26 @@ def told(folder: Path, ranks: int) -> str:
     return "\n".join(report_lines(seen(folder, ranks), 28.0, 0.8, "logs/rank-*.stack.txt"))
 
 
-def test_the_rank_without_a_collective_is_late_and_who_has_one_waits(tmp_path: Path) -> None:
+def test_the_rank_without_a_collective_is_stuck_and_who_has_one_waits(tmp_path: Path) -> None:
     """Whatever phase each says it is in: of the same phase, one may wait and another sleep."""
     write(tmp_path, 0, 3, 4, "forward", operation="all_gather")
     write(tmp_path, 1, 3, 4, "forward")
     write(tmp_path, 2, 3, 4, "forward", operation="all_gather")
-    assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "late", 2: "waits"}
+    assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "stuck", 2: "waits"}
     lines = told(tmp_path, 3).splitlines()
-    assert lines[0] == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is late, ranks 0, 2 wait for it"
-    assert lines[1].split() == ["rank", "1", platform.node(), "forward", "28", "s", "late", "train.py:88", "main"]
+    assert lines[0] == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is stuck, ranks 0, 2 wait for it"
+    assert lines[1].split() == ["rank", "1", platform.node(), "forward", "28", "s", "stuck", "train.py:88", "main"]
     assert "waits  all_gather 41 of default_pg, from train.py:88 main" in lines[2]
     assert "stack of rank 1" in lines[3]
 
 
-def test_without_collectives_to_go_by_the_least_far_is_late(tmp_path: Path) -> None:
+def test_without_collectives_to_go_by_the_least_far_is_stuck(tmp_path: Path) -> None:
     write(tmp_path, 0, 3, 4, "backward")
     write(tmp_path, 1, 3, 1, "data")
-    assert classify_ranks(seen(tmp_path, 2)) == {0: "waits", 1: "late"}
+    assert classify_ranks(seen(tmp_path, 2)) == {0: "waits", 1: "stuck"}
 
 
-def test_all_in_the_same_place_nobody_is_late(tmp_path: Path) -> None:
+def test_all_in_the_same_place_nobody_is_stuck(tmp_path: Path) -> None:
     for rank in range(3):
         write(tmp_path, rank, 3, 0, "data")
     assert set(classify_ranks(seen(tmp_path, 3)).values()) == {""}
@@ -85,14 +85,14 @@ def test_another_operation_of_the_same_number_is_a_divergence(tmp_path: Path) ->
     ],
     ids=["gone", "silent", "ended", "missing"],
 )
-def test_a_rank_that_cannot_go_on_is_late_however_far_it_came(
+def test_a_rank_that_cannot_continue_is_stuck_however_far_it_came(
     tmp_path: Path, broken: dict[str, Any] | None, words: str
 ) -> None:
     write(tmp_path, 0, 3, 1, "data")
     write(tmp_path, 1, 3, 2, "reduce", operation="all_reduce")
     if broken is not None:
         write(tmp_path, 2, 3, 8, **{"phase": "optimizer", **broken})
-    assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "waits", 2: "late"}
+    assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "waits", 2: "stuck"}
     assert words in told(tmp_path, 3)
 
 
@@ -110,7 +110,7 @@ def test_ranks_in_the_same_place_share_a_line(tmp_path: Path) -> None:
         write(tmp_path, rank, 3, 4, "forward", operation="all_gather", host=f"host{rank // 8}")
     write(tmp_path, 77, 3, 4, "forward", host="host9")
     text = told(tmp_path, 200)
-    assert "rank 77 is late, ranks 0-76, 78-199 wait for it" in text
+    assert "rank 77 is stuck, ranks 0-76, 78-199 wait for it" in text
     assert len(text.splitlines()) < 10
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.infer.conftest import Server
+from tests.serve.conftest import Server
 from tests.tools import chromium, need
 
 SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to

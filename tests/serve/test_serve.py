@@ -29,8 +29,8 @@ from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
-from tests.infer.conftest import Server
 from tests.seeds import fresh_seed
+from tests.serve.conftest import Server
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 Serving = Callable[..., Server]

@@ -97,6 +97,7 @@ def test_code_that_is_not_a_program_is_distinguished_from_one_that_fails(
         ("import os\nos._exit(0)", "exit", ""),
         ("import ctypes\nctypes.string_at(0)", "killed", "SIGSEGV"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
+        ("import os\nos.kill(os.getpid(), 40)", "killed", "killed by signal 40"),
         ("while True:\n    pass", "time", ""),
         ("import time\ntime.sleep(1000)", "time", ""),
         ("import signal, time\nfor n in (1, 2, 3, 15): signal.signal(n, 1)\ntime.sleep(1000)", "time", ""),
@@ -123,6 +124,12 @@ def test_each_violation_has_its_status_in_bounded_time(sandbox: Sandbox, code: s
     # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy machine.
     assert time.monotonic() - began < 20 + 20
     assert len(result.output) <= 1 << 16
+
+
+def test_a_program_may_print_as_much_as_is_allowed_and_no_byte_more(sandbox: Sandbox) -> None:
+    for characters, status in ((1 << 16, "done"), ((1 << 16) + 1, "output")):
+        result = sandbox.run(f"import sys\nsys.stdout.write('x' * {characters})")
+        assert (result.status, len(result.output)) == (status, 1 << 16)
 
 
 def test_a_program_cannot_start_a_process_that_outlives_it(sandbox: Sandbox, tmp_path: Path) -> None:

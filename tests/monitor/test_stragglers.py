@@ -1,13 +1,9 @@
-"""Stragglers, drift and the disk: what is clear is named, once, and what is noise is not."""
+"""Stragglers: a rank that is clearly slow is named, once, and noise is not."""
 
-import math
 import random
-from pathlib import Path
 
 import pytest
 
-from lmforge.monitor.disk import DiskMonitor
-from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import COMPARED_PHASES, StragglerDetector
 from tests.seeds import fresh_random
 
@@ -51,45 +47,3 @@ def test_ranks_of_another_part_of_the_model_are_not_compared(chance: random.Rand
     judge, uneven = StragglerDetector(), {0: 1.0, 1: 1.0, 2: 2.5, 3: 2.5}
     for _ in range(20):
         assert judge.update(own(chance, 4, uneven), [0, 0, 1, 1], 10, 0.5) == []
-
-
-def told(series: list[float]) -> list[str]:
-    drift = DriftDetector()
-    return [line for number, seconds in enumerate(series) for line in drift.update(10 * (number + 1), seconds)]
-
-
-def noise(chance: random.Random, readings: int) -> list[float]:
-    """Step times as log steps show them: a spread of a few per cent, and now and then a neighbour's moment."""
-    return [chance.lognormvariate(0, 0.06) + (chance.expovariate(1) if chance.random() < 0.08 else 0) for _ in range(readings)]
-
-
-def test_noise_is_no_drift(chance: random.Random) -> None:
-    assert told(noise(chance, 3000)) == []
-
-
-@pytest.mark.parametrize("slower", [1.31, 2.0])
-def test_a_run_that_becomes_slower_and_stays_so_is_told_of_with_when_it_was_quicker(
-    chance: random.Random, slower: float
-) -> None:
-    quick = noise(chance, 60)
-    slowing = [(1 + (slower - 1) * min(1.0, number / 40)) * each for number, each in enumerate(noise(chance, 100))]
-    lines = told(quick + slowing + noise(chance, 40))
-    assert "slower" in lines[0]
-    assert "around step" in lines[0]
-    assert lines[-1].endswith("no longer slow")
-    # Once, and once more for each fifth of the baseline on top.
-    assert len(lines) - 1 <= math.ceil((slower - 1) / 0.2)
-
-
-def test_a_disk_without_room_for_the_next_checkpoint_is_told_of_once_and_again_when_there_is(tmp_path: Path) -> None:
-    needed = [0]
-    disk = DiskMonitor(tmp_path, lambda: needed[0])
-    assert disk.check() == []
-    needed[0] = 2**62
-    [line] = disk.check()
-    assert "GiB free, and the next checkpoint needs" in line
-    assert disk.check() == []
-    needed[0] = 1
-    [line] = disk.check()
-    assert "enough for the next checkpoint" in line
-    assert disk.check() == []

@@ -1,0 +1,42 @@
+"""Drift of the step time: what is clear is named, once, and noise is not."""
+
+import math
+import random
+
+import pytest
+
+from lmforge.monitor.step_time_drift import DriftDetector
+from tests.seeds import fresh_random
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    return fresh_random()
+
+
+def told(series: list[float]) -> list[str]:
+    drift = DriftDetector()
+    return [line for number, seconds in enumerate(series) for line in drift.update(10 * (number + 1), seconds)]
+
+
+def noise(chance: random.Random, readings: int) -> list[float]:
+    """Step times as log steps show them: a spread of a few per cent, and now and then a neighbour's moment."""
+    return [chance.lognormvariate(0, 0.06) + (chance.expovariate(1) if chance.random() < 0.08 else 0) for _ in range(readings)]
+
+
+def test_noise_is_no_drift(chance: random.Random) -> None:
+    assert told(noise(chance, 3000)) == []
+
+
+@pytest.mark.parametrize("slower", [1.31, 2.0])
+def test_a_run_that_becomes_slower_and_stays_so_is_told_of_with_when_it_was_quicker(
+    chance: random.Random, slower: float
+) -> None:
+    quick = noise(chance, 60)
+    slowing = [(1 + (slower - 1) * min(1.0, number / 40)) * each for number, each in enumerate(noise(chance, 100))]
+    lines = told(quick + slowing + noise(chance, 40))
+    assert "slower" in lines[0]
+    assert "around step" in lines[0]
+    assert lines[-1].endswith("no longer slow")
+    # Once, and once more for each fifth of the baseline on top.
+    assert len(lines) - 1 <= math.ceil((slower - 1) / 0.2)

@@ -1,0 +1,7 @@
+from tests.generate.conftest import (  # noqa: F401 - fixtures
+    byte_tokenizer,
+    models,
+    one_thread,
+    scripted,
+    tiny_model_and_tokenizer,
+)
