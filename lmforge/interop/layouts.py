@@ -27,6 +27,8 @@ _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
 _WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 # Stored but not learned: causal masks and rotary tables.
 _NOT_LEARNED = re.compile(r"(\.attn\.bias|freqs_cis|rot_emb\..*|rope\.\w+|rotary_emb\.\w+)$")
+# Layers whose shapes tell the sizes of a model.
+_SIZING_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
 _BLOCK_PREFIX = r"layers\.(\d+)\."
 
 _TORCHTITAN = {
@@ -198,9 +200,7 @@ def _convert_llama(
             )
     our_names = _map_to_our_names(path, source, name_map)
     stored_name = {name: stored for stored, names in our_names.items() for name in names}
-    q_proj, k_proj, down_proj = (
-        f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
-    )
+    q_proj, k_proj, down_proj = (f"model.layers.0.{name}.weight" for name in _SIZING_LAYERS)
     for name in (q_proj, k_proj, down_proj):
         if name not in stored_name:
             raise UserError(f"{path}: has nothing that could be {name}; it is incomplete")
