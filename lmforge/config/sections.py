@@ -1,6 +1,7 @@
 """The sections of a recipe that all training stages share, each option with its default and its meaning.
 
-`stage.py` puts them together; it, `tuning.py` and `align.py` add what only one stage has.
+`stage.py` puts them together; `tuning.py` gives sft and align other defaults of some; it and `align.py` add what only one
+stage has.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Sample number → packed sequence: all that a trainer needs of its data.
 
 There is no state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation of that epoch gives the index of
-its sequence. Ranks, batches and threads are not known here.
+its sequence. Ranks, batches and threads are not known here: which samples are in a batch is decided in loader.py.
 """
 
 import json

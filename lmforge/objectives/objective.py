@@ -10,12 +10,12 @@ from lmforge.model.layers import LanguageModel
 
 
 class Objective(Protocol):
-    """The loss of a batch as a sum, which the loop divides once by the number of items of the global batch."""
+    """The loss of a batch as a sum, which is divided once (parallel_model.py) by the number of items of the global batch."""
 
     def num_items(self, batch: Batch) -> Tensor:
         """The number of scored tokens, pairs or completions of a batch: an fp32 scalar on its device.
 
-        The loop sums it over micro-batches and ranks, and divides the global batch's loss by it.
+        The loop sums it over micro-batches and ranks; the loss of the global batch is divided by the result.
         """
 
     def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Metrics]:

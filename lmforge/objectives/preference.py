@@ -2,7 +2,7 @@
 
 Each method is a pure function of the log-probabilities of full completions and returns a *sum* over pairs; one objective
 serves them all. To add a loss of policy and reference log-probabilities, add a case to `dpo` and its name to
-`align.loss_type`; one without a reference is a function of `PairLogprobs` such as `simpo`. Completions that are labelled one
+`align.loss_type` (config/align.py); one without a reference is a function of `PairLogprobs` such as `simpo`. Completions that are labelled one
 at a time are in kto.py. The normalisations are TRL's, except that what TRL divides within a micro-batch is divided here once,
 by the number of pairs of the global batch.
 

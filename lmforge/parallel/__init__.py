@@ -1,6 +1,6 @@
 """How a model is distributed over ranks, and in which precision it computes.
 
-Begin with `parallelize.py`: it applies everything here to a model, in one order, and says why that order. `dims.py` derives
+Begin with `parallelize.py`: it applies everything here to a model, in one order; docs/architecture.md says why. `dims.py` derives
 from the options which ranks hold what; `validate.py` refuses combinations that cannot work, before torch is imported.
 
 For others: `parallelize`, `ParallelModel` (what the training loop calls, the same for every engine), `parallel_dims`,

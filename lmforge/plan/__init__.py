@@ -6,5 +6,5 @@ backward); `out_of_memory.py` puts them together to say what would have fitted a
 For others: `ParameterCounts`, `optimizer_state_bytes` and `checkpoint_bytes`; `activation_bytes`; `MemoryEstimator` and
 `explain_out_of_memory`.
 
-Not here: counts of parameters and FLOPs (model/flops.py), and measurements (bench).
+Not here: counts of FLOPs (model/flops.py), and measurements (bench).
 """
