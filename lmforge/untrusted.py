@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -25,7 +25,8 @@ MAX_MANIFEST_BYTES = 2**30  # manifests that list every file or shard
 CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_QUOTED = 80
-JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# A string, or its beginning where it does not end; possessive, so that no content makes the search quadratic.
+JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # What pydantic found wrong → what was expected; filled in with the bounds of the field.
 EXPECTED = {
     "int_type": "a whole number",
@@ -62,7 +63,7 @@ def read_json(
     Raises `error` with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
     JSON or not of the schema. OSError passes: only the caller knows what a missing file means.
     """
-    return parse_json(_read_bounded(path, max_bytes, error), schema, str(path), max_bytes=max_bytes, error=error, hint=hint)
+    return parse_json(read_bounded(path, max_bytes, error), schema, str(path), max_bytes=max_bytes, error=error, hint=hint)
 
 
 def parse_json(
@@ -73,12 +74,16 @@ def parse_json(
     max_bytes: int = MAX_BYTES,
     error: Callable[[str], Exception] = UserError,
     hint: str = "",
+    allow_nan: bool = False,
 ) -> T:
-    """JSON `content` as a `schema`; `source` names it in messages. Raises `error` as `read_json` does."""
+    """JSON `content` as a `schema`; `source` names it in messages. Raises `error` as `read_json` does.
+
+    `allow_nan`: NaN and Infinity, which JSON lacks and some programs write, are taken as numbers.
+    """
     _check_bounds(content, source, max_bytes, error)
     hint = f"; {hint}" if hint else ""
     try:
-        if b"NaN" in content or b"Infinity" in content:  # perhaps in a text; as numbers, which JSON lacks, pydantic takes them
+        if not allow_nan and (b"NaN" in content or b"Infinity" in content):  # perhaps in a text; as numbers pydantic takes them
             from_json(content, allow_inf_nan=False)
         return cast(T, _adapter(cast(Any, schema)).validate_json(content, strict=True))
     except ValidationError as problem:
@@ -90,7 +95,7 @@ def parse_json(
 def read_toml(path: Path) -> dict[str, Any]:
     """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML;
     OSError passes."""
-    return parse_toml(_read_bounded(path, MAX_BYTES, UserError), str(path))
+    return parse_toml(read_bounded(path), str(path))
 
 
 def parse_toml(content: bytes, source: str) -> dict[str, Any]:
@@ -128,8 +133,9 @@ def expectation(error: dict[str, Any]) -> str:
         return "not a known field"
     if kind == "value_error":
         return str(context["error"])
-    # An item of a list of tables, or a section.
-    expected = "a table" if kind == "model_type" and isinstance(error["loc"][-1], int) else EXPECTED.get(kind)
+    expected = EXPECTED.get(kind)
+    if kind == "model_type" and (not error["loc"] or isinstance(error["loc"][-1], int)):
+        expected = "a table" if error["loc"] else "an object"  # an item of a list of tables, or the content itself
     reason = error["msg"] if expected is None else f"expected {expected.format(**context)}"
     return f"{reason}, got {quoted(error['input'])}"
 
@@ -140,13 +146,19 @@ def quoted(value: Any) -> str:
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text):,} characters)"
 
 
-def _read_bounded(path: Path, max_bytes: int, error: Callable[[str], Exception]) -> bytes:
+def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], Exception] = UserError) -> bytes:
+    """The bytes of a file. Raises `error` where there are more than `max_bytes`; OSError passes."""
     with path.open("rb") as file:
-        # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
-        chunks = iter(partial(file.read, CHUNK_BYTES), b"")
-        content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
+        return read_stream(file, str(path), max_bytes, error)
+
+
+def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[str], Exception] = UserError) -> bytes:
+    """The rest of an open file. Raises `error` where there are more than `max_bytes`."""
+    # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
+    chunks = iter(partial(file.read, CHUNK_BYTES), b"")
+    content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
     if len(content) > max_bytes:
-        raise error(f"{path}: larger than {max_bytes:,} bytes, which no such file is")
+        raise error(f"{source}: larger than {max_bytes:,} bytes, which no such file is")
     return content
 
 

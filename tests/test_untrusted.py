@@ -1,11 +1,17 @@
 """The door for content from outside refuses what is not JSON, whatever the schema."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import MAX_DEPTH, parse_json, read_bounded
+
+
+class Section(BaseModel):
+    name: str = ""
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
@@ -17,3 +23,30 @@ def test_nan_and_infinity_are_refused(number: str, schema: Any) -> None:
 
 def test_a_text_may_name_them() -> None:
     assert parse_json(b'{"NaN": "-Infinity"}', dict[str, Any], "the file") == {"NaN": "-Infinity"}
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "null", '"text"', "[{}]"])
+def test_another_kind_of_value_than_an_object_is_refused_in_one_line(content: str) -> None:
+    with pytest.raises(UserError, match=r"^the file: expected an object, got "):
+        parse_json(content.encode(), Section, "the file")
+
+
+def test_only_where_it_is_allowed_are_they_numbers() -> None:
+    assert parse_json(b'{"x": Infinity}', dict[str, Any], "the file", allow_nan=True) == {"x": float("inf")}
+
+
+def test_brackets_count_outside_of_texts_only_and_a_text_without_end_costs_no_more_than_another() -> None:
+    quoted = '{"text": "' + '[\\"' * 200_000 + '"}'
+    assert len(parse_json(quoted.encode(), dict[str, str], "the file")["text"]) == 400_000
+    with pytest.raises(UserError, match="not valid JSON"):
+        # With a search that goes back from each place, this takes hours.
+        parse_json(b"[" * (MAX_DEPTH - 2) + b'[{}, "' + b'\\"[' * 300_000, list[Any], "the file")
+    with pytest.raises(UserError, match=f"nested more than {MAX_DEPTH} levels deep"):
+        parse_json(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), list[Any], "the file")
+
+
+def test_a_file_beyond_its_bound_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(11))
+    assert read_bounded(tmp_path / "a", 11) == bytes(11)
+    with pytest.raises(UserError, match="larger than 10 bytes"):
+        read_bounded(tmp_path / "a", 10)

@@ -31,7 +31,7 @@ def config_class(recipe: dict[str, object], source: str) -> type[StageConfig]:
     stage = run.get("stage") if isinstance(run, dict) else None
     if stage is None:
         return PretrainConfig
-    if stage not in STAGES:
+    if not isinstance(stage, str) or stage not in STAGES:
         raise UserError(f"{source}: run.stage: expected one of {', '.join(STAGES)}, got {stage!r}")
     return STAGES[stage]
 

@@ -24,7 +24,7 @@ class PrepareOptions(Options):
     tokenizer: Path | None = option(None, "a tokenizer.json, a folder with one, or a name on the hub (default: train one)")
     vocab_size: int = option(4096, "vocabulary size of a tokenizer that is trained here", gt=300, le=1_000_000)
     text_field: str = option("text", "field of the text in jsonl and parquet")
-    validation_ratio: float = option(0.02, "fraction of the documents kept for validation", ge=0, lt=1)
+    validation_ratio: float = option(0.02, "fraction of the documents kept for validation", gt=0, lt=1)
     shard_tokens: int = option(100_000_000, "tokens in one shard file", gt=0)
     seed: int = option(0, "seed of the order of documents", ge=0, le=LARGEST_SEED)
     workers: int | None = option(None, "worker processes (default: the number of cores)", gt=0)

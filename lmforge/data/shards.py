@@ -31,7 +31,7 @@ from lmforge.atomic_files import atomic_write, atomic_write_text
 from lmforge.checksums import ChecksummedFile, block_checksums
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_json
+from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, parse_json, read_bounded, read_json
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 65_536
@@ -122,7 +122,7 @@ def finished_shard_entry(folder: Path, name: str) -> ShardEntry | None:
     """The entry of a shard that an earlier run wrote, or None. Raises UserError if its manifest is damaged."""
     path = folder / (name + ".json")
     try:
-        content = path.read_bytes()
+        content = read_bounded(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     return _shard_entry(name, _parse_shard_manifest(content, path), content)
@@ -181,7 +181,7 @@ class _ShardReader:
     def __init__(self, folder: "TokenFolder", entry: ShardEntry):
         path = folder.path / (entry.name + ".json")
         try:
-            content = path.read_bytes()
+            content = read_bounded(path, MAX_MANIFEST_BYTES)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}: {RESTORE_HINT}") from None
         if xxhash.xxh3_128_hexdigest(content) != entry.xxh3:
@@ -313,6 +313,8 @@ def read_token_folder_manifest(folder: Path) -> TokenFolderManifest:
     try:
         return read_json(path, TokenFolderManifest, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
     except UserError:
-        if b'"hf_config"' in path.read_bytes():
+        with path.open("rb") as file:
+            head = file.read(CHUNK_BYTES)
+        if b'"hf_config"' in head:
             raise UserError(f"{folder}: a checkpoint, not a folder of token shards; name one that prepare made") from None
         raise

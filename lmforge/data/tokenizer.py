@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError, prefix_errors
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import parse_json, read_bounded
 
 EOS_TOKEN = "<|endoftext|>"
 # Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing it.
@@ -120,9 +120,9 @@ class Tokenizer:
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
-            text = file.read_text("utf-8")
+            text = read_bounded(file, MAX_TOKENIZER_BYTES).decode()
             companions = {
-                name: beside.read_text("utf-8") for name in COMPANION_FILES if (beside := file.parent / name).is_file()
+                name: read_bounded(beside).decode() for name in COMPANION_FILES if (beside := file.parent / name).is_file()
             }
         except FileNotFoundError:
             raise UserError(f"{file}: no such tokenizer: name a tokenizer.json or a folder that holds one") from None

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from lmforge.errors import UserError
+from lmforge.untrusted import read_stream
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**30
@@ -58,9 +59,7 @@ class SafeReader(dcp.FileSystemReader):
         """Where each tensor lies. Raises UserError where the metadata is damaged, or holds anything else."""
         path = self.path / METADATA_FILE  # type: ignore[operator]
         with self.fs.create_stream(path, "rb") as file:
-            content = file.read(MAX_METADATA_BYTES + 1)
-        if len(content) > MAX_METADATA_BYTES:
-            raise UserError(f"{path}: larger than {MAX_METADATA_BYTES:,} bytes, which no checkpoint metadata is")
+            content = read_stream(file, str(path), MAX_METADATA_BYTES)
         try:
             metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             files = {str(info.relative_path) for info in metadata.storage_data.values()}

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
-from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
@@ -22,17 +21,12 @@ from lmforge.model import build_model
 from lmforge.model.init_weights import LORA_SUFFIXES, copy_full_tensor, local_part
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, lora_delta
-from lmforge.untrusted import read_json
 
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
 # Our head, and the head of a classifier of transformers.
 LM_HEAD_WEIGHT, CLASSIFIER_HEAD_WEIGHT = "lm_head.weight", "score.weight"
 # Constants that older versions of transformers stored among the weights.
 _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-
-
-class _WeightIndex(TypedDict):
-    weight_map: dict[str, str]  # tensor name → file
 
 
 @torch.no_grad()
@@ -128,7 +122,7 @@ def _weight_files(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder}: has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; give a folder in Hugging Face's layout"
         )
-    names = sorted(set(read_json(index, _WeightIndex, hint="copy the file again")["weight_map"].values()))
+    names = indexed_weight_files(folder)
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise UserError(f"{index}: names {name}, which is not in {folder}; copy the missing file")

@@ -38,7 +38,7 @@ class DriftDetector:
         self._num_steps += step - self._last_step
         self._seconds += (step - self._last_step) * step_seconds
         self._last_step = step
-        if self._seconds < MIN_READING_SECONDS:
+        if self._seconds < MIN_READING_SECONDS or self._num_steps <= 0:  # after a rollback, steps are taken again
             return []
         self._readings.append((self._seconds / self._num_steps, step))
         self._seconds = self._num_steps = 0.0

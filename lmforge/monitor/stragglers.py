@@ -50,7 +50,7 @@ class StragglerDetector:
         self._tables.append(seconds_by_rank)
         self._steps += steps
         self._seconds += steps * step_seconds
-        if self._seconds < MIN_WINDOW_SECONDS:
+        if self._seconds < MIN_WINDOW_SECONDS or self._steps <= 0:  # after a rollback, steps are taken again
             return []
         lines = []
         for pipeline_rank in sorted(set(pipeline_ranks)):

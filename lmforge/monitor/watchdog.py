@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.errors import EXIT_PEER_LOST
+from lmforge.errors import EXIT_PEER_LOST, UserError
 from lmforge.monitor import stall
 from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.heartbeat import Heartbeat
@@ -111,12 +111,12 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             last = self._stopped.wait(self._heartbeat_seconds)
-            # A heartbeat that cannot be written or read must not stop the training.
-            with suppress(OSError):
+            # A heartbeat that cannot be written or read, as on a full disk, must not stop the training or this thread.
+            with suppress(OSError, UserError):
                 self._heartbeat.write()
             if last:
                 return
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 self._check_stall()
 
     def _check_stall(self) -> None:

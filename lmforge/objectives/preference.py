@@ -2,9 +2,9 @@
 
 Each method is a pure function of the log-probabilities of full completions and returns a *sum* over pairs; one objective
 serves them all. To add a loss of policy and reference log-probabilities, add a case to `dpo` and its name to
-`align.loss_type` (config/align.py); one without a reference is a function of `PairLogprobs` such as `simpo`. Completions that are labelled one
-at a time are in kto.py. The normalisations are TRL's, except that what TRL divides within a micro-batch is divided here once,
-by the number of pairs of the global batch.
+`align.loss_type` (config/align.py); one without a reference is a function of `PairLogprobs` such as `simpo`. Completions that
+are labelled one at a time are in kto.py. The normalisations are TRL's, except that what TRL divides within a micro-batch is
+divided here once, by the number of pairs of the global batch.
 
 In a batch the documents of a sequence are numbered so that 2i is the chosen and 2i + 1 the rejected side of a pair, prompt
 and completion together, and only completions have labels. Where a side has no label there is no pair.

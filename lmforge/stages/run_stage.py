@@ -113,5 +113,8 @@ def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) ->
         f"trained {done - trainer.start_step} steps in {format_duration(seconds)}: {ctx.run.checkpoint_path(done)}"
     )
     if ctx.dist_ctx.is_rank0 and any(record.get("loss") is not None for record in ctx.run.read_metrics()):
-        ctx.console.info(f"loss curve: {draw_loss_curve(ctx.run)}")
+        try:
+            ctx.console.info(f"loss curve: {draw_loss_curve(ctx.run)}")
+        except UserError as problem:  # such as a full disk; the run itself has ended well
+            ctx.console.warn(f"no loss curve: {problem}")
     return 0

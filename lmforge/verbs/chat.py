@@ -53,14 +53,19 @@ def run_chat(options: ChatOptions) -> int:
         try:
             if (line := read_line()) is None:
                 return 0
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
+            continue
+        try:
             session.handle_line(line)
         except ExitChat:
             return 0
-        except (UserError, KeyboardInterrupt) as problem:
+        except UserError as problem:
             if not interactive:
                 raise
-            reason = f"lmforge: {problem}" if isinstance(problem, UserError) else "\n(/exit or Ctrl-D leaves)"
-            print(reason, file=sys.stderr)
+            print(f"lmforge: {problem}", file=sys.stderr)
 
 
 def _read_piped_lines() -> Iterator[str]:

@@ -540,7 +540,7 @@ def test_a_corpus_of_nothing_but_blanks_is_empty(tmp_path: Path) -> None:
 
 def test_texts_that_are_all_the_same_cannot_be_split(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["same"] * 5)
-    with pytest.raises(UserError, match="too few different texts to set any aside for validation: give validation_ratio = 0"):
+    with pytest.raises(UserError, match="too few different texts to set any aside for validation: give more text"):
         prepare(str(source), tmp_path / "out", vocab_size=261)
 
 

@@ -40,3 +40,9 @@ def test_a_run_that_becomes_slower_and_stays_so_is_told_of_with_when_it_was_quic
     assert lines[-1].endswith("no longer slow")
     # Once, and once more for each fifth of the baseline on top.
     assert len(lines) - 1 <= math.ceil((slower - 1) / 0.2)
+
+
+def test_steps_that_are_taken_again_after_a_rollback_do_no_harm() -> None:
+    drift = DriftDetector()
+    for step, seconds in [(10, 1.0), (20, 1.0), (100, 1.0), (70, 1.0), (80, 1.05), (90, 1.05), (100, 1.05), (110, 1.0)]:
+        assert drift.update(step, seconds) == []

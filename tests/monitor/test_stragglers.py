@@ -47,3 +47,9 @@ def test_ranks_of_another_part_of_the_model_are_not_compared(chance: random.Rand
     judge, uneven = StragglerDetector(), {0: 1.0, 1: 1.0, 2: 2.5, 3: 2.5}
     for _ in range(20):
         assert judge.update(own(chance, 4, uneven), [0, 0, 1, 1], 10, 0.5) == []
+
+
+def test_steps_that_are_taken_again_after_a_rollback_do_no_harm(chance: random.Random) -> None:
+    detector = StragglerDetector()
+    for steps, seconds in [(10, 0.01), (-30, 0.5), (20, 2.0), (10, 0.5), (10, 0.5)]:
+        assert detector.update(own(chance, 4), [0] * 4, steps, seconds) == []

@@ -262,7 +262,7 @@ def _split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_do
     if not ratio:
         return {TRAIN_SPLIT: np.flatnonzero(~validation)}
     if not validation.any():
-        raise UserError("too few different texts to set any aside for validation: give validation_ratio = 0, or more text")
+        raise UserError("too few different texts to set any aside for validation: give more text")
     return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}
 
 

@@ -63,7 +63,7 @@ def _json_list_or_lines(path: Path) -> Iterator[Record]:
         if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
             content = file.read(MAX_RECORD_BYTES + 1).removeprefix(BYTE_ORDER_MARK)
             hint = "a file that begins with [ must be one JSON list of objects"
-            yield from parse_json(content, list[Record], str(path), max_bytes=MAX_RECORD_BYTES, hint=hint)
+            yield from parse_json(content, list[Record], str(path), max_bytes=MAX_RECORD_BYTES, hint=hint, allow_nan=True)
             return
     yield from (record for _, record in json_lines(path))
 
@@ -87,7 +87,7 @@ def json_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Ite
 
 def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
     try:
-        return parse_json(line.removeprefix(BYTE_ORDER_MARK), Record, "", max_bytes=MAX_RECORD_BYTES)
+        return parse_json(line.removeprefix(BYTE_ORDER_MARK), Record, "", max_bytes=MAX_RECORD_BYTES, allow_nan=True)
     except UserError as problem:
         decode_utf8(line, path, offset)  # names the byte, where that is the reason
         surrogate = ": half of a surrogate pair, which no encoding holds" if "of hex escape" in str(problem) else ""
