@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -59,7 +59,7 @@ class SafeReader(dcp.FileSystemReader):
         """Where each tensor lies. Raises UserError where the metadata is damaged, or holds anything else."""
         path = self.path / METADATA_FILE  # type: ignore[operator]
         with self.fs.create_stream(path, "rb") as file:
-            content = read_stream(file, str(path), MAX_METADATA_BYTES)
+            content = read_stream(cast(BinaryIO, file), str(path), MAX_METADATA_BYTES)
         try:
             metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             files = {str(info.relative_path) for info in metadata.storage_data.values()}
