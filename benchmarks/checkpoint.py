@@ -1,6 +1,6 @@
 """What checkpoints cost: the speed of saving and loading beside a plain write, and how long training is held up by them.
 
-Saving is timed from the call until the checkpoint is sealed, hashing and syncing included; a plain write is the same
+Saving is timed from the call until the checkpoint has its final name, hashing and syncing included; a plain write is the same
 number of bytes from memory into one file, in large pieces, with an fsync. They take turns on the same disk. Then a run is
 trained through the command itself, saving once a minute.
 """

@@ -104,14 +104,14 @@ def theirs(work: Work) -> Write:
         chosen = drawn if sampling.temperature else {"do_sample": False}
         length: dict[str, Any] = {"max_new_tokens": work.new_tokens, "eos_token_id": None, "pad_token_id": 0}
         with torch.inference_mode():
-            found = model.generate(tokens, attention_mask=mask, **length, **chosen)
-        return [row[longest:] for row in found.tolist()]
+            generated = model.generate(tokens, attention_mask=mask, **length, **chosen)
+        return [row[longest:] for row in generated.tolist()]
 
     return write
 
 
 def contend(name: str, work: Work, pipe: Connection) -> None:
-    """In a process of its own: write once to warm up, then whenever asked. Answers (seconds, tokens)."""
+    """Run in a process of its own: generate once to warm up, then once per request. Sends (seconds, tokens)."""
     torch.set_num_threads(work.threads)
     write = ours(work) if name == OURS else theirs(work)
     write(SAMPLINGS["sampled"])

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contender_process import Contender, EndedEarly
 from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
-from judge import Contender, EndedEarly
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory

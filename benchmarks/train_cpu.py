@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
-from judge import Contender
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank

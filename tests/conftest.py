@@ -1,6 +1,6 @@
-"""What many tests share: a small corpus, prepared once, a small run trained on it, and the command itself.
+"""Shared fixtures: a small corpus, prepared once, a small run trained on it, and the command itself.
 
-And what pytest does here around each test: where its draws come from, what it needs of the machine, and how often it is run.
+And pytest hooks: seeds of random numbers, tools that a test needs, and repetitions.
 """
 
 import os
@@ -28,14 +28,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A folder that is not there may be the name of a model: no test but those with a hub of their own asks for it.
+# A folder that is not there may be the name of a model: only tests with a hub of their own look for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Refusal = Callable[..., str]
 
 
-# --- what pytest does around a test ------------------------------------------------------------------------------------
+# --- pytest hooks -----------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,8 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--repeat repeats in one process: leave --numprocesses out")
     try:
         origin = seeds.settle()
-    except ValueError as wrong:
-        raise pytest.UsageError(str(wrong)) from None
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
     config.stash[_SEED] = f"seed {seeds.run_seed()}, {origin} (to repeat what is drawn: {seeds.VARIABLE}={seeds.run_seed()})"
 
 
@@ -67,7 +67,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """All tests as often as asked for. Between two repetitions everything is torn down, what a session shares too."""
+    """Run all tests `--repeat` times. Between two repetitions all fixtures are torn down, those of the session too."""
     times = session.config.getoption("repeat")
     if times == 1 or session.testsfailed or session.config.option.collectonly:
         return None
@@ -91,7 +91,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # What draws without a seed of its own draws the same whatever ran before.
+    # Random numbers without a seed of their own do not depend on earlier tests.
     torch.manual_seed(0)
     test = getattr(item, "obj", None)
     if hypothesis.is_hypothesis_test(test):
@@ -105,7 +105,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
-    """What is shared by several tests draws the same whichever of them is the first to ask for it."""
+    """A shared fixture draws the same random numbers whichever test uses it first."""
     if fixturedef.scope == "function":
         return (yield)
     with seeds.drawing(f"{fixturedef.baseid}:{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
@@ -121,7 +121,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Once for each thing that is missing: how many tests were not run for it, and how to get it."""
+    """For each missing tool: how many tests were not run, and how to install it."""
     skipped = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
     reasons = [reason[2].removeprefix("Skipped: ") for reason in skipped if isinstance(reason, tuple)]
     for reason, count in sorted(Counter(reason for reason in reasons if reason.startswith(tools.REASON)).items()):
@@ -130,7 +130,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(terminalreporter.config.stash[_SEED])
 
 
-# --- what many tests share -----------------------------------------------------------------------------------------------
+# --- shared fixtures --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -144,15 +144,15 @@ def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """`lmforge(*words, stdin="", cwd=None, **variables)`: the command in a process of its own, awaited.
+    """`lmforge(*args, stdin="", cwd=None, **variables)`: runs the command in a process of its own and waits for it.
 
-    With variables it is started anew: some are read by what is imported.
+    With variables a new interpreter is started, because some variables are read by imports.
     """
 
-    def command(*words: object, stdin: str = "", cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        line = [str(word) for word in words]
+    def command(*args: object, stdin: str = "", cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        line = [str(arg) for arg in args]
         if not variables:
-            return preloaded().run(line, tmp_path_factory.mktemp("said"), stdin=stdin, cwd=cwd)
+            return preloaded().run(line, tmp_path_factory.mktemp("output"), stdin=stdin, cwd=cwd)
         return subprocess.run(
             [sys.executable, "-m", "lmforge", *line],
             input=stdin,
@@ -167,7 +167,7 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 
 def only_line(errors: str) -> str:
-    """The one `lmforge: ...` line of standard error, without its first word."""
+    """The one `lmforge: ...` line of standard error, without that prefix."""
     assert errors.startswith("lmforge: "), errors
     assert errors.count("\n") == 1, errors
     assert errors.endswith("\n")
@@ -176,25 +176,25 @@ def only_line(errors: str) -> str:
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
-    """`refused(*words, status=2)`: carries out a command line here and returns its only line of complaint."""
+    """`refused(*args, status=2)`: runs a command line in this process and returns its one line of error."""
 
-    def complaint(*words: object, status: int = 2) -> str:
+    def error_of(*args: object, status: int = 2) -> str:
         capfd.readouterr()
-        assert run([str(word) for word in words]) == status
+        assert run([str(arg) for arg in args]) == status
         return only_line(capfd.readouterr().err)
 
-    return complaint
+    return error_of
 
 
 def without_shape(options: list[str]) -> list[str]:
-    """Options of a run whose model is named otherwise."""
+    """The options without those of the model config."""
     pairs = zip(options[::2], options[1::2], strict=True)
     return [word for name, value in pairs if not name.startswith("--model.") for word in (name, value)]
 
 
 @pytest.fixture(scope="session")
 def tiny_options(tiny_tokens: Path) -> list[str]:
-    """Options of a run of 6 steps of 4 rows of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line a step."""
+    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line a step."""
     chosen = {
         "data.folder": tiny_tokens,
         "data.sequence_length": 48,

@@ -1,7 +1,7 @@
-"""The whole of the tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
+"""All tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
 
-Every file of tests is in exactly one part. Two parts are more than files: `chaos` is faults at random over runs, and
-`repetitions` are tests that draw and take little time, again and again with other seeds. The seed is fresh and printed.
+Every test file is in exactly one part. Two parts are not files: `chaos` injects random faults into runs, and `repetitions`
+repeats fast tests that use random numbers, each time with another seed. The seed is new and printed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CHAOS_MINUTES = 10
 
 @dataclass(frozen=True)
 class Part:
-    """Files of tests by patterns below tests/, or a command of its own (words after `python`)."""
+    """Test files by patterns below tests/, or a command of its own (arguments of `python`)."""
 
     patterns: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Part:
         return sorted(str(path.relative_to(ROOT)) for pattern in self.patterns for path in (ROOT / "tests").glob(pattern))
 
 
-# Tests that draw and take little time.
+# Fast tests that use random numbers.
 REPEATED = (
     *("data/test_examples.py", "data/test_order.py", "generate/test_sampling.py", "objectives/test_cross_entropy.py"),
     *("checkpoint/test_blocks.py", "train/test_bad_steps.py", "train/test_rollouts.py"),
@@ -58,10 +58,10 @@ PARTS = {
 def carry_out(name: str, jobs: int) -> int:
     """Run a part and return its exit status."""
     part = PARTS[name]
-    words = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
+    args = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
     if name == "chaos":
-        words += ["--seed", str(seeds.run_seed())]
-    return subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+        args += ["--seed", str(seeds.run_seed())]
+    return subprocess.run([sys.executable, *args], cwd=ROOT).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     os.environ.setdefault(seeds.VARIABLE, "fresh")
     origin = seeds.settle()
-    told = []
+    results = []
     for name in chosen.parts or PARTS:
         print(f"--- {name}, seed {seeds.run_seed()} ({origin}) ---", flush=True)
         began = time.monotonic()
         status = carry_out(name, chosen.jobs)
         outcome = "passed" if status == 0 else f"FAILED (status {status})"
-        told.append((status, f"{name:<12} {outcome}, {(time.monotonic() - began) / 60:.1f} minutes"))
+        results.append((status, f"{name:<12} {outcome}, {(time.monotonic() - began) / 60:.1f} minutes"))
     print(f"\nseed {seeds.run_seed()} (to repeat: {seeds.VARIABLE}={seeds.run_seed()} make test-all)")
-    print("\n".join(line for _, line in told))
-    return 1 if any(status for status, _ in told) else 0
+    print("\n".join(line for _, line in results))
+    return 1 if any(status for status, _ in results) else 0
 
 
 if __name__ == "__main__":

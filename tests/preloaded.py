@@ -1,8 +1,8 @@
-"""Processes that need not import torch first: forked, one or many ranks, from one that has.
+"""A fork server: starts one or more ranks without importing torch again.
 
-Most of what a small run costs is starting. This file is that process: `Preloaded` starts it, once for all tests, and asks
-it for processes by lines of JSON. Each is a process of its own, with its own output, environment, folder and exit, which
-begins where `python -m lmforge` is after its imports. What is about starting itself is tested with real starts elsewhere.
+Most of the time of a small run is spent on imports. `Preloaded` runs this file as a server process, once for all tests, and
+sends it requests as lines of JSON. The server forks a process for each rank, with its own output, environment, folder and
+exit status; it continues where `python -m lmforge` is after its imports. Other tests cover real starts.
 """
 
 import gc
@@ -21,14 +21,14 @@ from typing import Any
 
 
 class Preloaded:
-    """The process that forks. It ends when nobody is left to ask it."""
+    """The fork server. It ends when its standard input is closed."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(
         self,
-        words: Sequence[str],
+        args: Sequence[str],
         folder: Path,
         *,
         script: Path | None = None,
@@ -38,73 +38,73 @@ class Preloaded:
         variables: Mapping[str, str] | None = None,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """The command `lmforge WORDS`, or a script with these words, on so many ranks, awaited; its output goes to `folder`.
+        """Run `lmforge ARGS`, or a script with these arguments, on `ranks` ranks and wait; its output goes to `folder`.
 
-        The status is the first that is not 0. On several ranks, when one fails the others have ten seconds to follow.
+        The status is the first that is not 0. When one of several ranks fails, the others are killed after ten seconds.
         """
-        places: list[dict[str, str]] = [{}]
+        rank_variables: list[dict[str, str]] = [{}]
         if ranks > 1:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
                 common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
                 common |= {"MASTER_PORT": free.getsockname()[1]}
-            places = [
+            rank_variables = [
                 {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
                 for rank in range(ranks)
             ]
         number = len(list(folder.glob("out-*")))
-        wanted = [
+        requests = [
             {
-                "words": [str(word) for word in words],
+                "args": [str(arg) for arg in args],
                 "script": str(script) if script else None,
-                "environment": {**os.environ, **(variables or {}), **place},
+                "environment": {**os.environ, **(variables or {}), **of_rank},
                 "cwd": str(cwd or os.getcwd()),
                 "stdin": stdin,
                 "out": str(folder / f"out-{number + at}"),
                 "errors": str(folder / f"errors-{number + at}"),
             }
-            for at, place in enumerate(places)
+            for at, of_rank in enumerate(rank_variables)
         ]
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.write(json.dumps({"processes": wanted, "timeout": timeout}) + "\n")
+        self._process.stdin.write(json.dumps({"processes": requests, "timeout": timeout}) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        if answer["timed_out"]:
-            raise subprocess.TimeoutExpired(list(words), timeout)
-        said, complained = (
-            "".join(Path(each[kind]).read_text(errors="replace") for each in wanted) for kind in ("out", "errors")
+        response = json.loads(self._process.stdout.readline())
+        if response["timed_out"]:
+            raise subprocess.TimeoutExpired(list(args), timeout)
+        stdout, stderr = (
+            "".join(Path(request[kind]).read_text(errors="replace") for request in requests) for kind in ("out", "errors")
         )
-        status = next((status for status in answer["statuses"] if status), 0)
-        return subprocess.CompletedProcess(list(words), status, said, complained)
+        status = next((status for status in response["statuses"] if status), 0)
+        return subprocess.CompletedProcess(list(args), status, stdout, stderr)
 
 
 @cache
 def preloaded() -> Preloaded:
-    """The one of this test run."""
+    """The fork server of this test run."""
     return Preloaded()
 
 
-def on_ranks(ranks: int, script: Path, folder: Path, *words: object, timeout: float = 500) -> str:
-    """Carry out a script on so many ranks that succeed; what they said, which goes to a new folder in `folder`, too."""
-    said = folder / f"said-{len(list(folder.glob('said-*')))}"
-    said.mkdir()
-    done = preloaded().run([str(word) for word in words], said, script=script, ranks=ranks, timeout=timeout)
+def on_ranks(ranks: int, script: Path, folder: Path, *args: object, timeout: float = 500) -> str:
+    """Run a script on `ranks` ranks, which must succeed. Returns their output, which is also in a new folder in `folder`."""
+    output = folder / f"output-{len(list(folder.glob('output-*')))}"
+    output.mkdir()
+    done = preloaded().run([str(arg) for arg in args], output, script=script, ranks=ranks, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork what is asked for until nobody asks any more. Returns what to be in a child, None in the end of the parent."""
+    """Fork the processes of each request until the input ends. Returns its request in a child, None in the parent."""
     for line in sys.stdin:
-        asked = json.loads(line)
+        message = json.loads(line)
         children = []
-        for wanted in asked["processes"]:
+        for request in message["processes"]:
             child = os.fork()
             if child == 0:
-                return dict(wanted)
+                return dict(request)
             children.append(child)
-        statuses, timed_out = _await(children, asked["timeout"])
+        statuses, timed_out = _await(children, message["timeout"])
         print(json.dumps({"statuses": statuses, "timed_out": timed_out}), flush=True)
     return None
 
@@ -115,8 +115,8 @@ def _await(children: list[int], timeout: float) -> tuple[list[int], bool]:
     while len(ended) < len(children):
         for child in children:
             if child not in ended:
-                found, status = os.waitpid(child, os.WNOHANG)
-                if found:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
                     ended[child] = os.waitstatus_to_exitcode(status)
                     if ended[child]:
                         deadline = min(deadline, time.monotonic() + 10)
@@ -127,44 +127,44 @@ def _await(children: list[int], timeout: float) -> tuple[list[int], bool]:
                     os.kill(child, signal.SIGKILL)
             deadline += 60
         time.sleep(0.005)
-    # Who failed first by itself speaks for all; those that were ended for it come last.
+    # A rank that failed by itself comes before those that were killed because of it.
     order = [ended[child] for child in children]
     return sorted(order, key=lambda status: status < 0), timed_out
 
 
-def _become(wanted: dict[str, Any]) -> None:
+def _run_request(request: dict[str, Any]) -> None:
     reading, writing = os.pipe()
-    os.write(writing, wanted["stdin"].encode()[:60_000])
+    os.write(writing, request["stdin"].encode()[:60_000])
     os.close(writing)
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for number, file in enumerate((reading, os.open(wanted["out"], append), os.open(wanted["errors"], append))):
+    for number, file in enumerate((reading, os.open(request["out"], append), os.open(request["errors"], append))):
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
-    os.environ.update(wanted["environment"])
-    os.chdir(wanted["cwd"])
-    if wanted["script"]:
-        sys.argv = [wanted["script"], *wanted["words"]]
-        sys.path.insert(0, str(Path(wanted["script"]).parent))
-        runpy.run_path(wanted["script"], run_name="__main__")
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    if request["script"]:
+        sys.argv = [request["script"], *request["args"]]
+        sys.path.insert(0, str(Path(request["script"]).parent))
+        runpy.run_path(request["script"], run_name="__main__")
         cli.exit_process(0)
     else:
-        sys.argv = ["lmforge", *wanted["words"]]
+        sys.argv = ["lmforge", *request["args"]]
         cli.main()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import matplotlib.pyplot  # noqa: F401  what a training imports as it ends
+    import matplotlib.pyplot  # noqa: F401  imported at the end of a training run
 
     from lmforge import cli
     from lmforge.verbs.table import VERBS
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called
         verb.load()
-    gc.freeze()  # what is here to stay need not be looked through by every child again and again
-    asked_to_be = _serve()
-    if asked_to_be is not None:
-        _become(asked_to_be)
+    gc.freeze()  # the collector of a child does not scan what is loaded already
+    own_request = _serve()
+    if own_request is not None:
+        _run_request(own_request)

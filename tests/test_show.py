@@ -147,7 +147,7 @@ def trained_on(shown: str) -> list[str]:
 
 
 ASKED, ANSWERED = {"role": "user", "content": "One or two?"}, {"role": "assistant", "content": "Two."}
-# "<|end|>" without the bounds between tokens, which `learnt` takes away.
+# "<|end|>" without the bounds between tokens, which `trained_on` removes.
 END = "<end>"
 
 
@@ -194,7 +194,10 @@ def test_a_file_is_shown_with_what_is_trained_on_of_it_as_its_options_say(
         (["data", "FILE"], "not the file of a bad step; with --tokenizer MODEL a file of examples is shown"),
         (["data", "FILE", "--tokenizer", "RUN", "--fields", "chat"], "--fields: expected OURS=THEIRS, such as messages=chat"),
         (["data", "FILE", "--tokenizer", "RUN", "--fields", "prompt=ask"], "file.jsonl, record 1: no field 'ask'"),
-        (["data", "PAIRS", "--tokenizer", "RUN", "--mask", "all"], "--mask all: is for conversations; of pairs the answers"),
+        (
+            ["data", "PAIRS", "--tokenizer", "RUN", "--mask", "all"],
+            "--mask all: is for conversations, not for pairs; leave it out",
+        ),
         (
             ["data", "FILE", "--tokenizer", "RUN", "--apply_chat_template"],
             "--apply_chat_template: is for pairs, labelled completions and prompts",

@@ -1,8 +1,8 @@
-"""What tests need that a machine may lack: how it is found and how it is had. `pip` brings everything else.
+"""Tools that tests need and `pip` does not install: how to find and how to install each of them.
 
-A test says what it needs by `@pytest.mark.needs("chromium")`, a fixture or helper by `need("chromium")`. Where it is missing
-the test is skipped, and the end of the run says once how many were and how to get it. With LMFORGE_ALL_TOOLS=1, as in
-continuous integration, a tool that can be installed and is missing is a failure.
+A test requires a tool with `@pytest.mark.needs("chromium")`, a fixture with `need("chromium")`. If the tool is missing, the
+test is skipped, and the summary of the run says how many tests were and how to install it. With LMFORGE_ALL_TOOLS=1, as in
+continuous integration, a missing tool that can be installed is a failure.
 """
 
 import os
@@ -20,7 +20,7 @@ REASON = "need "
 
 @dataclass(frozen=True)
 class Tool:
-    """Something a machine may lack. `how` to get it stands in brackets at the end of a run."""
+    """A tool that a machine may not have. The summary of a run prints `how` to install it in brackets."""
 
     find: Callable[[], object]
     how: str
@@ -62,8 +62,8 @@ def has_gpu() -> bool:
 
 def may_mount() -> bool:
     """Whether this user may mount a small disk for a test, in a namespace of its own."""
-    words = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /tmp"]
-    return shutil.which("unshare") is not None and subprocess.run(words, capture_output=True).returncode == 0
+    command = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /tmp"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
 TOOLS = {
@@ -83,7 +83,7 @@ def _is_there(name: str) -> bool:
 
 
 def need(name: str) -> None:
-    """Skip the test that calls this where the machine lacks the tool, or fail it where it must not be lacking."""
+    """Skip the calling test if the tool is missing; fail it if LMFORGE_ALL_TOOLS requires the tool."""
     if _is_there(name):
         return
     reason = f"{REASON}{name} ({TOOLS[name].how})"

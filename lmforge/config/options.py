@@ -1,7 +1,7 @@
 """Declaring options, and reading them: a TOML recipe and a command line become one validated tree of pydantic models.
 
 Nothing here knows what an option means: it merges, validates and explains. Recipe and command line go through the same
-validation, so that a mistake has one wording. The other way round, `to_toml` writes a tree as a recipe.
+validation, so both give the same error message. `to_toml` writes a tree as a recipe.
 """
 
 import copy

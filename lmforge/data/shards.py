@@ -74,7 +74,7 @@ class ShardManifest:
 
 @dataclass(frozen=True)
 class TokenFolderManifest:
-    """The manifest of a folder. `plan` is what the preparation was asked to do; `text_bytes` and `splits` go by split."""
+    """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split."""
 
     format: int
     source: str

@@ -317,7 +317,7 @@ def explain_out_of_memory(
         traceback.clear_frames(problem.__traceback__)
         request = _REQUESTED_BYTES_PATTERN.search(str(problem))
         size = _format_bytes(float(request[1]) * _UNITS[request[2]]) if request else ""
-        reason = f"{size} were asked for" if request else "a request was refused"
+        reason = f"{size} were requested" if request else "a request was refused"
         if then is not None:
             used, free = _format_bytes(then.used_bytes), _format_bytes(then.free_bytes)
             reason += f", with {used} in use and {free} left of {then.limited_by}"

@@ -198,7 +198,7 @@ def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> 
         for descriptor, _ in poll.poll(timeout_ms):
             if descriptor == pidfd:
                 ended = True
-            elif descriptor == 0:  # no request comes before this one's response: whoever asked is gone
+            elif descriptor == 0:  # no request comes before this one's response: the client has exited
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 _remove(folder)

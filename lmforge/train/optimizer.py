@@ -92,7 +92,7 @@ def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[
 
 
 def _closest_names(group: GroupOptions, names: list[str]) -> str:
-    """The three names that look most like a group's pattern, as a whole or in a part; blocks are told apart by number only."""
+    """The three names most like a group's pattern, as a whole or in a part. Names that differ only in digits count once."""
     kinds = {re.sub(r"\d+", "", name): name for name in reversed(names)}
 
     def likeness(name: str) -> float:
@@ -156,7 +156,7 @@ def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: floa
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """One step, or where `skip` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
 
-    torch's fused AdamW is told on the device. For the others the host waits for the answer.
+    torch's fused AdamW reads `skip` on the device. For the others the host waits for its value.
     """
     if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]:
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ TRAINING_STAGES = (
         "align",
         "quickstart-align",
         "val/reward",
-        "reward of validation requests: it parses, runs, is what was asked for",
+        "reward of validation requests: the code parses, compiles, runs, has the requested signature",
         "higher",
     ),
 )
@@ -57,7 +57,7 @@ def quickstart(options: QuickstartOptions) -> int:
     tokens, functions = options.folder / "data" / "stdlib", options.folder / "data" / "functions"
     _print_title("1 of 6  text → tokenizer → token shards", "prepare", "stdlib", tokens)
     run_prepare(PrepareOptions(source="stdlib", out=tokens, overwrite=options.overwrite))
-    _print_title("2 of 6  functions of the library, to be asked for", "prepare", "functions", functions)
+    _print_title("2 of 6  functions of the standard library → conversations", "prepare", "functions", functions)
     if not (functions / TRAIN_FILE).exists():
         run_prepare(PrepareOptions(source="functions", out=functions))
     runs: list[Path] = []

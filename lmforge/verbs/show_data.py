@@ -117,7 +117,7 @@ def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple
     _, record = next(read_renamed_records(file, fields), ("", {}))
     kind = _record_format(options, record)
     if kind != "conversations" and options.mask != "assistant":
-        raise UserError(f"--mask {options.mask}: is for conversations; of {kind} the answers are learnt: leave it out")
+        raise UserError(f"--mask {options.mask}: is for conversations, not for {kind}; leave it out")
     reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": fields}
     if kind == "pairs":
         for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
@@ -167,8 +167,8 @@ def show_examples(options: ShowOptions, model: Path) -> str:
         if number >= after:
             break
         if number >= first:
-            learnt = "to be answered" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} of them learnt"
-            lines.append(f"{title}: {len(example.tokens)} tokens, {learnt}\n{_render_example(example, tokenizer)}\n")
+            in_loss = "no completion" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} in the loss"
+            lines.append(f"{title}: {len(example.tokens)} tokens, {in_loss}\n{_render_example(example, tokenizer)}\n")
     if not lines:
         raise UserError(f"{options.of}: has no record {first}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Real ranks: processes of their own, talking through gloo; what torch's launcher adds is tested where it matters."""
+"""Real ranks: processes that communicate through gloo. A few tests use torch's launcher."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -22,35 +22,35 @@ Case = tuple[str, list[str]]
 
 
 def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
-    """Carry out pretraining command lines on `ranks` ranks that are started once."""
+    """Run pretraining command lines on `ranks` ranks that are started once."""
     file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
     file.write_text(json.dumps(cases))
     on_ranks(ranks, HERE / "several_runs.py", folder, file)
 
 
 class Trials(dict[int, Path]):
-    """Folders with what strategies.py measured, by the number of ranks; its cases run when the first of them is needed."""
+    """Folders with results of strategies.py, by the number of ranks; the cases of a number run when it is first used."""
 
     def __init__(self, folder: Path, kind: str = "plain", which: str = "all") -> None:
         super().__init__()
-        self._folder, self._words = folder, [kind, which]
+        self._folder, self._args = folder, [kind, which]
 
     def __missing__(self, ranks: int) -> Path:
-        folder, seed = self._folder / f"ranks-{ranks}", fresh_seed(13, of=f"strategies {self._words} on {ranks} ranks")
+        folder, seed = self._folder / f"ranks-{ranks}", fresh_seed(13, of=f"strategies {self._args} on {ranks} ranks")
         folder.mkdir(parents=True)
-        on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._words)
+        on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._args)
         return self.setdefault(ranks, folder)
 
 
 class SampledTrials:
-    """What strategies.py measured of the cases of `make test`, and, when a slow test needs them, of the others."""
+    """Results of strategies.py for the cases of `make test`, and, when a slow test uses them, for the others."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._kind = kind
         self._trials = {which: Trials(folder / which, kind, which) for which in ("sample", "rest")}
 
     def read(self, world_size: int, name: str, rank: int | None = None) -> Any:
-        """What was measured of a case; with `rank`, what that rank held."""
+        """The result of a case; with `rank`, the memory of that rank."""
         which = "sample" if is_sampled(self._kind, world_size, name) else "rest"
         file = f"{name}.json" if rank is None else f"{name}-{rank}.json"
         return json.loads((self._trials[which][world_size] / file).read_text())
@@ -75,13 +75,13 @@ def sampled(kind: str, cases: Iterable[tuple[Any, ...]], shape: str = "") -> lis
 
 
 def with_needs(cases: Iterable[tuple[Any, ...]], name_at: int = -1) -> list[ParameterSet]:
-    """Cases to parametrize a test with, each with its name at `name_at`; those that are compiled say what they need."""
+    """Cases to parametrize a test with, each with its name at `name_at`; compiled cases need a C++ compiler."""
     compiler = pytest.mark.needs("a C++ compiler")
     return [pytest.param(*case, marks=[compiler] if "compiled" in case[name_at] else []) for case in cases]
 
 
 def losses(run: Run, name: str = "loss") -> dict[int, float]:
-    """Loss by step, as the run's metrics tell it."""
+    """Loss by step, from the metrics of the run."""
     return {record["step"]: record[name] for record in run.read_metrics() if name in record}
 
 
@@ -118,14 +118,14 @@ Recipe = Callable[..., list[str]]
 
 @pytest.fixture(scope="session")
 def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """`recipe(run_folder, name, *more)`: a command line of 20 steps of 12 rows of 48 tokens in fp32.
+    """`recipe(run_folder, name, *more)`: a command line of 20 steps of 12 sequences of 48 tokens in fp32.
 
     A larger epsilon than one trains with: AdamW's step then follows the size of a gradient. With the usual one a gradient
     that is zero but for rounding becomes a whole step, in a direction that the order of a sum decides.
     """
 
     def line(folder: Path, name: str, *more: str) -> list[str]:
-        words = [
+        args = [
             "--data.folder",
             str(tiny_tokens),
             "--data.sequence_length",
@@ -135,7 +135,7 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
             "--run.name",
             name,
         ]
-        words += [
+        args += [
             "--train.steps",
             "20",
             "--train.global_batch_size",
@@ -147,8 +147,8 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
             "--train.seed",
             "3",
         ]
-        # More threads would only wait for each other over so little work, and for whatever else is running.
-        words += [
+        # With so little work, more threads would only wait for each other.
+        args += [
             "--train.device",
             "cpu",
             "--train.threads",
@@ -162,7 +162,7 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
             "--log.every_steps",
             "1",
         ]
-        words += ["--checkpoint.every_steps", "10", "--validation.sequences", "5"]
-        return [*words, *small_shape, *more]
+        args += ["--checkpoint.every_steps", "10", "--validation.sequences", "5"]
+        return [*args, *small_shape, *more]
 
     return line

@@ -112,7 +112,7 @@ def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (message,) = failed.stderr.splitlines()
     print(message)
-    assert re.match(r"lmforge: rank [01], step [01], (forward|backward): out of memory: \d+ MiB were asked for, with ", message)
+    assert re.match(r"lmforge: rank [01], step [01], (forward|backward): out of memory: \d+ MiB were requested, with ", message)
     assert "GiB of address space (ulimit -v)" in message
     ways = suggestions(message)
     assert ["--train.micro_batch_size", "32"] in ways or ["--train.micro_batch_size", "64"] in ways

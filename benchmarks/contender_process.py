@@ -1,4 +1,4 @@
-"""A contender as the judge sees it: a process behind a pipe, which may end early and then says why."""
+"""A contender as a process of its own, controlled through a pipe. If it ends early, EndedEarly says why."""
 
 import multiprocessing
 from typing import Any
@@ -7,7 +7,7 @@ from contenders import Contest, Turn, contend
 
 
 class EndedEarly(SystemExit):
-    """A contender that failed: its exit status, what it said last, and a message with both."""
+    """A contender failed. `status` is its exit status (None: time-out), `said` the end of its log."""
 
     def __init__(self, name: str, status: int | None, said: str) -> None:
         super().__init__(f"{name} ended early, status {status}:\n{said}")
@@ -15,7 +15,7 @@ class EndedEarly(SystemExit):
 
 
 class Contender:
-    """A process of its own, from its start until `leave`. `limit_seconds`: how long to wait for anything that it does."""
+    """A process of its own, from its start until `leave`. `limit_seconds` is the time-out of each response."""
 
     def __init__(self, name: str, contest: Contest, limit_seconds: float | None = None) -> None:
         self.name = name
@@ -27,9 +27,9 @@ class Contender:
         self._process.start()
         theirs.close()
 
-    def _hear(self) -> Any:
+    def _receive(self) -> Any:
         if not self._pipe.poll(self._limit):
-            raise EndedEarly(self.name, None, f"nothing was heard of it for {self._limit:.0f} s")
+            raise EndedEarly(self.name, None, f"no message for {self._limit:.0f} s")
         try:
             return self._pipe.recv()
         except EOFError:
@@ -40,12 +40,12 @@ class Contender:
     def take_turn(self, seconds: float) -> Turn:
         """Let it step for so long, the first time through its warm-up. Raises EndedEarly where it fails."""
         self._pipe.send(seconds)
-        return self._hear()
+        return self._receive()
 
     def finish(self) -> float:
         """Mean loss of its first steps."""
         self._pipe.send(None)
-        return self._hear()
+        return self._receive()
 
     def leave(self) -> None:
         self._pipe.close()
