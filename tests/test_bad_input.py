@@ -805,7 +805,7 @@ def test_a_folder_that_cannot_be_wrapped_is_refused_by_one_of_several_ranks(
     (source / "config.json").write_text(json.dumps({"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2}))
     done = lmforge("pretrain", *options, *runs)
     assert done.returncode == 2
-    assert only_line(done.stderr).startswith(f"{source}/config.json: RwkvForCausalLM has layers that are no attention")
+    assert only_line(done.stderr).startswith(f"{source}/config.json: RwkvForCausalLM has layers without attention")
 
 
 def test_an_unknown_model_family_is_refused_with_the_way_out(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:

@@ -353,6 +353,8 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), f"link to {target}"
     reader.outcome(LAST_OF_README if page == README else len(PIECES) - 1)
+    if page.name == "CHANGELOG.md":  # the first column of its tables has what is no more
+        text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.M)
     names = re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)*/?)`", text)
     for name in names:
         if name.startswith(METRICS) or ("/" not in name and Path(name).suffix not in OF_FILES):
@@ -361,7 +363,8 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
             assert (BIN / Path(name).name).exists(), name
             continue
         pattern = name.rstrip("/").replace("NAME", "*")
-        assert (ROOT / pattern).exists() or any(reader.folder.rglob(pattern)), name
+        in_package = any((ROOT / "lmforge").rglob(pattern))
+        assert in_package or (ROOT / pattern).exists() or any(reader.folder.rglob(pattern)), name
 
 
 def test_the_readme_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
