@@ -519,7 +519,7 @@ def test_a_wrong_option_is_named(tmp_path: Path, corpus: Path, options: dict[str
     ("option", "value", "expected"),
     [
         ("validation_ratio", "1.0", "below 1"),
-        ("validation_ratio", "-0.1", "at least 0"),
+        ("validation_ratio", "-0.1", "a number above 0"),
         ("shard_tokens", "0", "above 0"),
         ("workers", "0", "above 0"),
     ],
