@@ -73,7 +73,7 @@ def load_resume_point(
             break
         except CorruptCheckpoint as error:
             reason = f"{point.checkpoint_folder}: {error}"
-            ctx.console.warn(f"{reason}; skipped")
+            ctx.console.info(f"{reason}; skipped")
             point = ctx.dist_ctx.decide_on_rank0(partial(find_resume_point, ctx.run, ctx.config.train.steps, point.step))
             if point.manifest is None:
                 raise UserError(NO_USABLE_CHECKPOINT.format(run=ctx.run.path, reason=reason)) from None
