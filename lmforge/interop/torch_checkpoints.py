@@ -11,6 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, EnumType
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
@@ -116,6 +117,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickles a member of an enum
+            return _enum_member
         if name not in self.ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
@@ -190,3 +193,10 @@ def flatten_names(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def _enum_member(enum: object, name: object) -> Enum:
+    if not (isinstance(enum, EnumType) and isinstance(name, str) and name in enum.__members__):
+        raise pickle.UnpicklingError(f"it asks for the attribute {name} of {enum}")
+    member: Enum = enum.__members__[name]
+    return member
