@@ -1,4 +1,4 @@
-"""The options of the verbs that are no training stage, and the contents of a pipeline file."""
+"""The options of the verbs that do not train, and the contents of a pipeline file."""
 
 import re
 from collections.abc import Iterator

@@ -400,7 +400,9 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     assert Path(spec).is_relative_to(world.folder / "reward")
     job: dict[str, object] = {name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")}
     job["columns"] = {}
-    [given] = (told.rewards for told in RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values())
+    [given] = (
+        scores.rewards for scores in RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values()
+    )
     assert [record["parts"][spec] for record in records] == pytest.approx(given, abs=1e-5)
     assert [record["reward"] for record in records] == pytest.approx(given, abs=1e-5)
 

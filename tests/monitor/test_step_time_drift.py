@@ -14,18 +14,18 @@ def chance() -> random.Random:
     return fresh_random()
 
 
-def told(series: list[float]) -> list[str]:
+def report(series: list[float]) -> list[str]:
     drift = DriftDetector()
     return [line for number, seconds in enumerate(series) for line in drift.update(10 * (number + 1), seconds)]
 
 
 def noise(chance: random.Random, readings: int) -> list[float]:
-    """Step times as log steps show them: a spread of a few per cent, and now and then a neighbour's moment."""
+    """Step times as log steps show them: a few per cent apart, and now and then one that another process disturbed."""
     return [chance.lognormvariate(0, 0.06) + (chance.expovariate(1) if chance.random() < 0.08 else 0) for _ in range(readings)]
 
 
 def test_noise_is_no_drift(chance: random.Random) -> None:
-    assert told(noise(chance, 3000)) == []
+    assert report(noise(chance, 3000)) == []
 
 
 @pytest.mark.parametrize("slower", [1.31, 2.0])
@@ -34,7 +34,7 @@ def test_a_run_that_becomes_slower_and_stays_so_is_told_of_with_when_it_was_quic
 ) -> None:
     quick = noise(chance, 60)
     slowing = [(1 + (slower - 1) * min(1.0, number / 40)) * each for number, each in enumerate(noise(chance, 100))]
-    lines = told(quick + slowing + noise(chance, 40))
+    lines = report(quick + slowing + noise(chance, 40))
     assert "slower" in lines[0]
     assert "around step" in lines[0]
     assert lines[-1].endswith("no longer slow")

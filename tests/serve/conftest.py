@@ -45,8 +45,8 @@ class Server:
         """Whether nothing is being written within a minute."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            _, told = self.ask("/health")
-            if (told["running"], told["waiting"]) == (0, 0):
+            _, health = self.ask("/health")
+            if (health["running"], health["waiting"]) == (0, 0):
                 return True
             time.sleep(0.02)
         return False
