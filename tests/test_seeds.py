@@ -46,8 +46,8 @@ def test_fails():
 """
 
 
-def pytest_on(folder: Path, *words: str, **variables: str) -> tuple[str, list[str]]:
-    """What pytest says of FILE, and what was drawn there."""
+def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables: str) -> tuple[str, list[str]]:
+    """What pytest says of FILE or of some tests in it, and what was drawn there."""
     file = folder / "test_drawing.py"
     file.write_text(FILE)
     drawn = folder / "test_drawing.py.drawn"
@@ -64,7 +64,8 @@ def pytest_on(folder: Path, *words: str, **variables: str) -> tuple[str, list[st
         str(folder),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run([*command, *words, str(file)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    asked = [f"{file}::{test}" for test in only] or [str(file)]
+    done = subprocess.run([*command, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout, drawn.read_text().splitlines()
 
@@ -81,7 +82,8 @@ def test_a_seed_repeats_what_is_drawn_and_repetitions_draw_anew(tmp_path: Path) 
     repeat = re.findall(r"LMFORGE_TEST_SEED=(\d+) python -m pytest '", said)
     assert len(set(repeat)) == 2
     # The second repetition by itself, one test alone of those that share a fixture.
-    _, again = pytest_on(tmp_path, "-k", "2 or examples or fails", LMFORGE_TEST_SEED=repeat[1], LMFORGE_ALL_TOOLS="0")
+    some = ("test_draws[2]", "test_examples", "test_fails")
+    _, again = pytest_on(tmp_path, only=some, LMFORGE_TEST_SEED=repeat[1], LMFORGE_ALL_TOOLS="0")
     assert again == drawn[6:]
 
 
