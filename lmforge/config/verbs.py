@@ -185,8 +185,8 @@ class QuickstartOptions(Options):
     """lmforge quickstart: the whole way on the Python standard library's source, at most 10 minutes on 2 cores."""
 
     folder: Path = option(Path("."), "folder for data and runs")
-    steps: int | None = option(None, "steps of each stage (default: the recipe's)", gt=0)
-    processes: int = option(2, "ranks to start", gt=0)
+    steps: int | None = option(None, "steps of each stage (default: the recipe's)", gt=1)
+    processes: int | None = option(None, "ranks to start (default: one for each GPU, or one)", gt=0)
     prompt: str = option("def ", "prompt that the model continues at the end")
     overwrite: bool = option(False, "begin again instead of continuing")
 

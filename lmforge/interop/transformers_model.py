@@ -33,7 +33,7 @@ from lmforge.interop.transformers_causal_lm import (
 )
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import LORA_SUFFIXES, initial_value, tensor_seed
-from lmforge.model.layers import LanguageModel, LMHead
+from lmforge.model.layers import LanguageModel, LMHead, to_autocast_dtype
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class TransformersModel(LanguageModel):
         self.blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
         embedding = causal.get_input_embeddings()
         self.embedding_names = tuple(name for name, module in causal.named_modules() if module is embedding)
+        embedding.register_forward_hook(lambda module, args, hidden: to_autocast_dtype(hidden))
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if not self._takes_positions and config.model_type not in ALIBI_MODEL_TYPES:
             raise UserError(f"model: a {config.model_type} model cannot be told where documents begin; use another model")

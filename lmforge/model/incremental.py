@@ -210,9 +210,9 @@ class LlamaDecodeModel:
         rotations = self._rotations[positions]
         # The weights already have the dtype of autocast, which would cast them again for each product.
         with torch.inference_mode(), torch.autocast(tokens.device.type, enabled=False):
-            hidden = self._model.embed(tokens, positions)
+            hidden = self._model.embed(tokens, positions).to(self._dtype)
             for layer, (block, fused) in enumerate(zip(self._model.blocks, self._layers, strict=True)):
-                qkv = fused.qkv(block.input_layernorm(hidden).to(self._dtype))
+                qkv = fused.qkv(block.input_layernorm(hidden))
                 heads = qkv.view(sequences, length, -1, self._width)
                 q, k, v = heads.split([self._heads, self._groups, self._groups], dim=2)
                 # Queries and keys are normalized, if the model does that, and rotated in place, in fp32.
@@ -227,7 +227,7 @@ class LlamaDecodeModel:
                     # Of the other tokens only keys and values are needed.
                     hidden, attended = hidden[last_tokens], attended[last_tokens]
                 hidden = hidden + fused.o_proj(attended)
-                gate, up = fused.gate_up(block.post_attention_layernorm(hidden).to(self._dtype)).chunk(2, dim=-1)
+                gate, up = fused.gate_up(block.post_attention_layernorm(hidden)).chunk(2, dim=-1)
                 hidden = hidden + fused.down_proj(silu(gate).mul_(up))
             normed: Tensor = self._model.final_norm(hidden)
             return normed

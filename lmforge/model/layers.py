@@ -20,6 +20,15 @@ def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Ten
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
 
 
+def to_autocast_dtype(hidden: Tensor) -> Tensor:
+    """Embeddings in the dtype of autocast, where it is on: it casts none, and the residual stream would stay fp32.
+
+    FSDP computes in bf16 from the embedding on. With this the other engines do, too.
+    """
+    device_type = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else hidden
+
+
 def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: int) -> Tensor:
     """hidden + dropout(x) at a site of the block; without `token_rng` there is no dropout."""
     return hidden + (x if token_rng is None else token_rng.apply_dropout(x, site))
@@ -120,7 +129,7 @@ class LanguageModel(nn.Module):
         return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
 
     def embed(self, tokens: Tensor, positions: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        """The input of the first block: [sequences, length, hidden_size].
+        """The input of the first block: [sequences, length, hidden_size], in the compute dtype: the residual stream stays in it.
 
         Raises UserError for sequences longer than the learned positions.
         """
@@ -129,7 +138,7 @@ class LanguageModel(nn.Module):
         hidden = token_embedding(tokens)
         for embedding in position_embeddings:
             hidden = hidden + embedding(positions)
-        return perturb_embeddings(hidden, token_rng)
+        return perturb_embeddings(to_autocast_dtype(hidden), token_rng)
 
     def run_blocks(
         self,

@@ -1,24 +1,29 @@
 """The whole way in a few minutes: the standard library's source → tokenizer → shards → a model that writes → one that answers.
 
 It calls the same verbs that a user types, and prints each before it runs, so that it can be repeated by hand. Each stage is
-measured on what it was not trained on, before and after.
+measured on what it was not trained on, before and after. Pretraining ends twice: in one process, and, from the same
+checkpoint, under FSDP2 on two; the losses are compared.
 """
 
 import shlex
+import shutil
 import time
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from lmforge.atomic_files import atomic_folder
 from lmforge.cluster.launch import launch_local
 from lmforge.config.load import load_config
 from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed
+from lmforge.parallel.precision import choose_dtype
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare
 from lmforge.verbs.table import VERBS
@@ -48,6 +53,12 @@ TRAINING_STAGES = (
 )
 
 
+# How far the losses of FSDP2 on two processes may be from those of one, relative to these, from the same checkpoint on: a
+# sum of fp32 numbers in another order, and bf16 numbers that round otherwise. tests/test_quickstart.py checks both.
+LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-3}
+STEPS_CONTINUED = 50
+
+
 def quickstart(options: QuickstartOptions) -> int:
     """Prepare, pretrain, fine-tune, align, measure. Returns the exit status. Called again, it continues where it stopped.
 
@@ -55,27 +66,27 @@ def quickstart(options: QuickstartOptions) -> int:
     """
     start = time.perf_counter()
     tokens, functions = options.folder / "data" / "stdlib", options.folder / "data" / "functions"
-    _print_title("1 of 6  text → tokenizer → token shards", "prepare", "stdlib", tokens)
+    _print_title("1 of 7  text → tokenizer → token shards", "prepare", "stdlib", tokens)
     run_prepare(PrepareOptions(source="stdlib", out=tokens, overwrite=options.overwrite))
-    _print_title("2 of 6  functions of the standard library → conversations", "prepare", "functions", functions)
+    _print_title("2 of 7  functions of the standard library → conversations", "prepare", "functions", functions)
     if not (functions / TRAIN_FILE).exists():
         run_prepare(PrepareOptions(source="functions", out=functions))
+    # The fastest on one machine: a process for each GPU, or one that uses all cores.
+    processes = options.processes or max(1, torch.cuda.device_count())
     runs: list[Path] = []
-    for number, stage in enumerate(TRAINING_STAGES, start=3):
-        recipe = Path(str(resources.files("lmforge") / "recipes" / f"{stage.recipe}.toml"))
-        words = [str(recipe), *_stage_arguments(stage, options, runs)]
-        config = load_config(words, stage.verb)
-        _print_title(f"{number} of 6  {stage.verb}, {options.processes} local ranks", stage.verb, *words)
-        processes = config.launch.processes
-        status = launch_local(processes, [stage.verb, *words]) if processes > 1 else VERBS[stage.verb].load()(config)
-        if status == 1:
-            raise RunFailed(f"{config.run.folder / config.run.name}: training failed; the lines above say why")
-        if status:
-            return status
-        runs.append(config.run.folder / config.run.name)
+    number = 3
+    for stage in TRAINING_STAGES:
+        words = [*_stage_arguments(stage, options, runs), "--launch.processes", str(processes)]
+        runs.append(_train(f"{number} of 7  {stage.verb}, {_count_processes(processes)}", stage, words))
+        if stage.verb == "pretrain":
+            number += 1
+            sharded, begun = _continue_sharded(f"{number} of 7  the same run under FSDP2", stage, options, runs[0])
+            print(f"\nThe same run from its checkpoint at step {begun} on:\n")
+            Console(highlight=False).print(_comparison_table(runs[0], sharded, begun, _count_processes(processes)))
+        number += 1
 
     base, _, last = runs
-    _print_title("6 of 6  what the first model generates, and its loss", "generate", base, options.prompt, "--seed", 0)
+    _print_title("7 of 7  what the first model generates, and its loss", "generate", base, options.prompt, "--seed", 0)
     from lmforge.verbs.evaluate import run_evaluate
     from lmforge.verbs.generate import run_generate
 
@@ -92,21 +103,85 @@ def quickstart(options: QuickstartOptions) -> int:
     return 0
 
 
-def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: list[Path]) -> list[str]:
+def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
+    """Run a training verb as typed, on ranks that are started for it where it asks for several. Returns its run's directory.
+
+    Raises UserError or RunFailed where it did not end well.
+    """
+    recipe = str(resources.files("lmforge") / "recipes" / f"{stage.recipe}.toml")
+    words = [recipe, *words]
+    config = load_config(words, stage.verb)
+    _print_title(title, stage.verb, *words)
+    processes = config.launch.processes
+    status = launch_local(processes, [stage.verb, *words]) if processes > 1 else VERBS[stage.verb].load()(config)
+    path: Path = config.run.folder / config.run.name
+    if status:
+        reason = "the lines above say why" if status < 128 else "lmforge quickstart continues from here"
+        failure = RunFailed(f"{path}: training ended with status {status}; {reason}")
+        failure.exit_status = status
+        raise failure
+    return path
+
+
+def _continue_sharded(title: str, stage: QuickstartStage, options: QuickstartOptions, base: Path) -> tuple[Path, int]:
+    """Copy the run as it was at its last checkpoint but one, and train the copy to the end under FSDP2.
+
+    Returns the copy and the step of that checkpoint.
+    """
+    run, copy = Run(base), Run(base.with_name(f"{base.name}-fsdp2"))
+    begun = run.checkpoint_steps()[-2]
+    if options.overwrite:
+        copy.delete()
+    if not copy.exists():
+        with atomic_folder(copy.path, replace=True) as folder:
+            shutil.copy(run.recipe_path, folder)
+            shutil.copytree(run.checkpoint_path(begun), Run(folder).checkpoint_path(begun))
+    # NCCL takes no two ranks on one GPU.
+    processes = 1 if torch.cuda.device_count() == 1 else 2
+    words = _stage_arguments(stage, options, [], name=copy.path.name)
+    words += ["--run.resume", "required", "--run.overwrite", "false", "--parallel.engine", "fsdp2"]
+    words += ["--launch.processes", str(processes), "--train.compile", "off"]
+    return _train(f"{title}, {_count_processes(processes)}, from step {begun}", stage, words), begun
+
+
+def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: list[Path], name: str = "") -> list[str]:
     """What is typed after the recipe of a stage; `runs` are those of the stages before it."""
     data = options.folder / "data"
     functions = data / "functions"
-    words: list[Any] = ["--run.folder", options.folder / "runs", "--run.name", stage.recipe]
-    words += ["--launch.processes", options.processes]
+    words: list[Any] = ["--run.folder", options.folder / "runs", "--run.name", name or stage.recipe]
     if runs:
         words += ["--data.files", functions / TRAIN_FILE, "--data.validation_files", functions / VALIDATION_FILE]
         words += ["--model.source", runs[-1]]
     words += ["--data.folder", data / ("examples" if runs else "stdlib")]
     if options.steps:
         words += ["--train.steps", options.steps]
+        # A checkpoint before the last one, for the comparison.
         words += [] if runs else ["--schedule.warmup_steps", options.steps // 10]
+        words += [] if runs else ["--checkpoint.every_steps", max(options.steps // 2, options.steps - STEPS_CONTINUED)]
     words += ["--run.overwrite"] if options.overwrite else []
     return [str(word) for word in words]
+
+
+def _count_processes(processes: int) -> str:
+    return f"{processes} {'process' if processes == 1 else 'processes'}"
+
+
+def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
+    """Losses of both runs after the step where they part, and whether they differ by less than LOSS_BOUNDS."""
+    config = Run(base).load_config()
+    bound = LOSS_BOUNDS[choose_dtype(config.train.dtype, torch.device("cpu" if not torch.cuda.is_available() else "cuda"))[0]]
+    table = Table("step", "measured", processes, "FSDP2", "difference", "")
+    metrics = {run: {record["step"]: record for record in Run(run).read_metrics()} for run in (base, sharded)}
+    for step, record in metrics[base].items():
+        if step <= begun:
+            continue
+        for name in ("loss", "val/loss"):
+            if name in record:
+                ours, theirs = record[name], metrics[sharded][step][name]
+                difference = abs(theirs / ours - 1)
+                verdict = f"equal within {bound:g}" if difference <= bound else "NOT EQUAL"
+                table.add_row(str(step), name, f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}", verdict)
+    return table
 
 
 def _results_table(runs: list[Path]) -> Table:

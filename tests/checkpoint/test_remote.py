@@ -56,7 +56,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_e
     tmp_path: Path, tiny_options: list[str], tiny_run: Path, lmforge: Command
 ) -> None:
     options = [*tiny_options, "--schedule.name", "constant", "--checkpoint.folder", BUCKET, "--run.name", "a"]
-    done = lmforge("pretrain", *options, "--run.folder", tmp_path / "here", "--train.steps", 4, "--launch.processes", 2)
+    done = lmforge("pretrain", *options, "--run.folder", tmp_path / "here", "--train.steps", 4, ranks=2)
     assert done.returncode == 0, done.stderr
     here = Run.open(tmp_path / "here" / "a")
     assert not (here.path / "checkpoints").exists()

@@ -114,11 +114,12 @@ def small_shape() -> list[str]:
 
 
 Recipe = Callable[..., list[str]]
+RECIPE_STEPS = 10  # a checkpoint is saved after the first half
 
 
 @pytest.fixture(scope="session")
 def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """`recipe(run_folder, name, *more)`: a command line of 20 steps of 12 sequences of 48 tokens in fp32.
+    """`recipe(run_folder, name, *more)`: a command line of 10 steps of 12 sequences of 48 tokens in fp32.
 
     A larger epsilon than one trains with: AdamW's step then follows the size of a gradient. With the usual one a gradient
     that is zero but for rounding becomes a whole step, in a direction that the order of a sum decides.
@@ -137,7 +138,7 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
         ]
         args += [
             "--train.steps",
-            "20",
+            str(RECIPE_STEPS),
             "--train.global_batch_size",
             "12",
             "--train.dtype",
@@ -162,7 +163,7 @@ def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.T
             "--log.every_steps",
             "1",
         ]
-        args += ["--checkpoint.every_steps", "10", "--validation.sequences", "5"]
+        args += ["--checkpoint.every_steps", str(RECIPE_STEPS // 2), "--validation.sequences", "5"]
         return [*args, *small_shape, *more]
 
     return line

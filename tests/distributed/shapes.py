@@ -51,6 +51,16 @@ CASES_OF_SPLIT_SHAPES = {
 SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"llama": ("one process, 2 micro-batches", "fsdp2 full-shard"), "gpt2": ("fsdp2, CPU offload",)},
     2: {
+        "llama": (
+            "ddp, checkpointing full, 2 micro-batches",
+            "fsdp1 grad-shard",
+            "fsdp2 no-shard",
+            "fsdp2, CPU offload",
+            "fsdp2, checkpointing selective-blocks",
+            "fsdp2, 2 micro-batches reduced once",
+            "fsdp2, prefetch 2, embedding not wrapped",
+            "context 2, checkpointing selective-ops",
+        ),
         "tied": ("ddp", "fsdp2 hybrid-full-shard, groups of 1"),
         "qwen3": ("fsdp1 full-shard", "fsdp2, checkpointing selective-ops"),
         "gpt2": ("fsdp2 full-shard",),
@@ -61,22 +71,10 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
         "llama": (
-            "ddp, checkpointing full, 2 micro-batches",
             "fsdp1 hybrid-full-shard, groups of 2",
-            "fsdp1 grad-shard",
-            "fsdp2 full-shard",
-            "fsdp2 no-shard",
             "fsdp2 hybrid-grad-shard, groups of 2",
             "fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches",
-            "fsdp2, CPU offload",
-            "fsdp2, checkpointing selective-blocks",
-            "fsdp2, 2 micro-batches reduced once",
-            "fsdp2, prefetch 2, embedding not wrapped",
-            "tensor 2",
-            "context 2, checkpointing selective-ops",
-            "pipeline 2, 4 micro-batches",
             "tensor 2 × pipeline 2, 2 micro-batches",
-            "context 4, grad-shard",
         ),
     },
 }
@@ -99,10 +97,21 @@ CASES_OF_DROPOUT = {
 SAMPLE_OF_DROPOUT: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"llama": ("one process, 2 micro-batches",)},
     2: {
-        "llama": ("fsdp2, checkpointing full, compiled", "ddp, checkpointing full, 2 micro-batches", "tensor 2", "context 2"),
+        "llama": (
+            "fsdp1 full-shard",
+            "fsdp2, checkpointing selective-ops",
+            "ddp, checkpointing full, 2 micro-batches",
+            "tensor 2",
+            "context 2",
+        ),
         "split gpt2": ("pipeline 2, 4 micro-batches",),
     },
-    3: {"llama": ("fsdp1 full-shard", "fsdp2, checkpointing selective-ops")},
+}
+SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "llama": ("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, CPU offload", "context 2"),
+        "gpt2": ("fsdp2, checkpointing selective-ops",),
+    },
 }
 
 # Cases in which frozen and trained parameters share a unit, bucket or flat tensor, or are recomputed.
@@ -169,7 +178,7 @@ def _add_lora_and_neftune(model: LanguageModel, alpha: float) -> None:
 
 
 CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases}
-SAMPLES = {"plain": SAMPLE, "dropout": SAMPLE_OF_DROPOUT}
+SAMPLES = {"plain": SAMPLE, "dropout": SAMPLE_OF_DROPOUT, "lora": SAMPLE_OF_LORA}
 
 
 def select_cases(kind: str, which: str, world_size: int) -> dict[str, list[ParityCase]]:

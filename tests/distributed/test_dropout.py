@@ -8,7 +8,7 @@ import torch
 
 from lmforge.cli import run as lmforge_here
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, SampledTrials, losses, run_cases, sampled, weights
+from tests.distributed.conftest import RECIPE_STEPS, Recipe, SampledTrials, losses, run_cases, sampled, weights
 from tests.distributed.shapes import dropout_cases, shapes_on
 
 # fp32 sums in another order; with other masks losses differ from the second digit on.
@@ -42,7 +42,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     run_cases(1, [recipe(folder, name, *more) for name, more in single.items()], folder)
     run_cases(2, [recipe(folder, "two", *drop)], folder)
     shutil.copytree(folder / "two", folder / "resumed")
-    shutil.rmtree(Run(folder / "resumed").checkpoint_path(20))
+    shutil.rmtree(Run(folder / "resumed").checkpoint_path(RECIPE_STEPS))
     run_cases(2, [recipe(folder, "resumed", *drop)], folder)
     return {name: Run(folder / name) for name in (*single, "two", "resumed")}
 
@@ -54,15 +54,15 @@ def test_a_run_with_dropout_is_the_same_on_any_ranks_and_in_any_micro_batches(ru
 
 
 def test_a_resumed_run_with_dropout_has_the_same_bits(runs: dict[str, Run]) -> None:
-    assert max(record["step"] for record in runs["resumed"].read_metrics()) == 20
+    assert max(record["step"] for record in runs["resumed"].read_metrics()) == RECIPE_STEPS
     assert losses(runs["resumed"]) == losses(runs["two"])
     theirs = weights(runs["two"])
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(runs["resumed"]).items())
 
 
 def test_dropout_is_in_training_and_not_in_validation(runs: dict[str, Run], capsys: pytest.CaptureFixture[str]) -> None:
-    assert losses(runs["single"])[20] != pytest.approx(losses(runs["without"])[20], rel=1e-4)
+    assert losses(runs["single"])[RECIPE_STEPS] != pytest.approx(losses(runs["without"])[RECIPE_STEPS], rel=1e-4)
     # Evaluation of the checkpoint has no dropout.
     assert lmforge_here(["evaluate", str(runs["single"].path), "--sequences", "5", "--output", "json"]) == 0
     expected = json.loads(capsys.readouterr().out)["loss"]
-    assert losses(runs["single"], "val/loss")[20] == pytest.approx(expected, rel=TOLERANCE)
+    assert losses(runs["single"], "val/loss")[RECIPE_STEPS] == pytest.approx(expected, rel=TOLERANCE)

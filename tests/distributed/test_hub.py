@@ -32,15 +32,15 @@ def test_a_run_of_two_ranks_begins_from_a_name_that_one_of_them_fetches(
 ) -> None:
     env = variables(hub, tmp_path / "home")
     options = without_shape(tiny_options)
-    run = ["--run.folder", tmp_path, "--run.name", "a", "--launch.processes", 2]
+    run = ["--run.folder", tmp_path, "--run.name", "a"]
     hub.gated = {"org/model"}
-    refused = lmforge("pretrain", *options, *run, "--model.source", "org/model", **env)
+    refused = lmforge("pretrain", *options, *run, "--model.source", "org/model", ranks=2, **env)
     assert refused.returncode == 2
     assert [line for line in refused.stderr.splitlines() if line.startswith("lmforge: ")] == refused.stderr.splitlines()[-1:]
     assert "org/model: gated: accept its terms" in refused.stderr
     hub.gated = set()
     hub.requests.clear()
-    done = lmforge("pretrain", *options, *run, "--model.source", "org/model@main", "--train.steps", 4, **env)
+    done = lmforge("pretrain", *options, *run, "--model.source", "org/model@main", "--train.steps", 4, ranks=2, **env)
     assert done.returncode == 0, done.stderr
     assert hub.sent("model.safetensors") == [None]
     assert "of org/model@main" in done.stdout

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import HERE, Trials, with_needs
+from tests.distributed.conftest import HERE, SampledTrials, sampled
 from tests.distributed.shapes import lora_cases, shapes_on
 from tests.preloaded import on_ranks
 
@@ -16,16 +16,18 @@ OF_WEIGHTS = 5e-6
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trials' results on two ranks."""
-    return Trials(tmp_path_factory.mktemp("lora"), "lora")[2]
+def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
+    return SampledTrials(tmp_path_factory.mktemp("lora"), "lora")
 
 
 @pytest.mark.parametrize(
-    "name", with_needs((f"{shape} {case.name}",) for shape in shapes_on(2) for case in lora_cases(shape, 2))
+    ("world_size", "name"),
+    sampled("lora", ((2, f"{shape} {case.name}") for shape in shapes_on(2) for case in lora_cases(shape, 2))),
 )
-def test_losses_gradient_norms_and_adapters_are_those_of_one_process(measured: Path, name: str) -> None:
-    found = json.loads((measured / f"{name}.json").read_text())
+def test_losses_gradient_norms_and_adapters_are_those_of_one_process(
+    trials: SampledTrials, world_size: int, name: str
+) -> None:
+    found = trials.read(world_size, name)
     assert len(set(found["losses"])) == len(found["losses"])
     differences = {what: found[what] for what in ("loss", "gradient_norm")}
     assert max(differences.values()) < TOLERANCE, differences
@@ -33,13 +35,13 @@ def test_losses_gradient_norms_and_adapters_are_those_of_one_process(measured: P
 
 
 @pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])
-def test_only_adapters_have_gradients_and_optimizer_state(measured: Path, name: str, shards: int) -> None:
+def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials, name: str, shards: int) -> None:
     # 4 blocks, rank 3, each layer's inputs and outputs: 4 of attention and 3 of the feed-forward.
     width, kept, inner = 72, 24, 100
     sizes = [(width, width), (width, kept), (width, kept), (width, width), (width, inner), (width, inner), (inner, width)]
     adapters = 4 * 3 * sum(inputs + outputs for inputs, outputs in sizes) * 4
     for rank in range(2):
-        held = json.loads((measured / f"llama {name}-{rank}.json").read_text())
+        held = trials.read(2, f"llama {name}", rank)
         # Uneven parts: three rows do not divide by two. The optimizer's counts of steps come on top.
         assert held["gradients"] <= 1.25 * adapters / shards
         assert held["optimizer"] <= 2 * held["gradients"] + 1000

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lmforge.data.labels import CHUNK_TOKENS
-from tests.conftest import Command
+from tests.preloaded import preloaded
 
 BLOCKS = 3
 LENGTH = 640
@@ -53,7 +53,7 @@ class Trace:
         return self.one(f"FSDP::pre_backward ({unit})")[1], self.one(f"FSDP::post_backward_accumulate ({unit})")[0]
 
 
-def traced(lmforge: Command, file: Path, *words: object) -> Trace:
+def traced(file: Path, *words: object) -> Trace:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": BLOCKS}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     shape = [word for name, size in sizes.items() for word in (f"--model.{name}", size)]
@@ -65,19 +65,19 @@ def traced(lmforge: Command, file: Path, *words: object) -> Trace:
         "--train.global_batch_size",
         2 * ROWS_A_RANK,
     ]
-    shape += ["--launch.processes", 2, "--bench.steps", 1, "--bench.warmup_steps", 1, "--parallel.engine", "fsdp2"]
-    done = lmforge("bench", *shape, "--trace", file, *words)
+    shape += ["--bench.steps", 1, "--bench.warmup_steps", 1, "--parallel.engine", "fsdp2"]
+    done = preloaded().run(["bench", *map(str, [*shape, "--trace", file, *words])], file.parent, ranks=2)
     assert done.returncode == 0, done.stderr
     complete = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"]
     return Trace(sorted(complete, key=lambda event: event["ts"]))
 
 
 @pytest.fixture(scope="module")
-def traces(lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trace]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trace]:
     """By how many blocks are gathered ahead."""
     folder = tmp_path_factory.mktemp("traces")
     cpu = ["--train.device", "cpu", "--train.dtype", "fp32", "--train.compile", "off"]
-    return {ahead: traced(lmforge, folder / f"{ahead}.json", *cpu, "--parallel.prefetch_blocks", ahead) for ahead in (0, 1)}
+    return {ahead: traced(folder / f"{ahead}.json", *cpu, "--parallel.prefetch_blocks", ahead) for ahead in (0, 1)}
 
 
 @pytest.mark.parametrize("number", range(BLOCKS - 1))
@@ -124,9 +124,9 @@ def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(tra
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", ["AllGather", "ReduceScatter"])
-def test_on_gpus_collectives_run_while_blocks_compute(lmforge: Command, tmp_path: Path, kind: str) -> None:
+def test_on_gpus_collectives_run_while_blocks_compute(tmp_path: Path, kind: str) -> None:
     large = ["--model.hidden_size", 2048, "--model.intermediate_size", 8192, "--model.num_attention_heads", 16]
-    trace = traced(lmforge, tmp_path / "step.json", *large, "--train.device", "cuda", "--parallel.prefetch_blocks", 1)
+    trace = traced(tmp_path / "step.json", *large, "--train.device", "cuda", "--parallel.prefetch_blocks", 1)
     kernels = [event for event in trace.events if event.get("cat") == "kernel"]
     products = [event for event in kernels if re.search(r"gemm|nvjet|cutlass", event["name"])]
     moving = [event for event in kernels if f"_{kind}" in event["name"]]

@@ -133,7 +133,7 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
     words = [*without_shape(tiny_options), "--model.source", source, "--run.folder", tmp_path, "--train.steps", 40]
     words += ["--validation.every_steps", "none", "--validation.sequences", 1, "--optimizer.lr", 1e-3]
     alone = lmforge("pretrain", *words, "--run.name", "single")
-    ranks = lmforge("pretrain", *words, "--run.name", "ranks", "--launch.processes", 2)
+    ranks = lmforge("pretrain", *words, "--run.name", "ranks", ranks=2)
     for done, name in ((alone, "single"), (ranks, "ranks")):
         assert done.returncode == 0, done.stderr
         run = Run(tmp_path / name)
@@ -175,7 +175,7 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
     (tmp_path / "examples.jsonl").write_text("".join(lines))
     words = ["sft"] if method == "sft" else ["align", "--method", method]
     words += ["--model.source", broken, "--data.files", "examples.jsonl", "--data.packing", packing]
-    done = lmforge(*words, *FEW, "--train.steps", 2, "--run.name", "bad", cwd=tmp_path)
+    done = lmforge(*words, *FEW, "--train.steps", 2, "--run.name", "bad", cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     first, second = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
     assert f"not used, and its samples are named in {first.relative_to(tmp_path)}" in done.stderr
@@ -202,8 +202,8 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
         "--rollout.max_completion_length",
         4,
     ]
-    words += ["--rollout.num_iterations", 2, "--rollout.log_completions_every", every, "--launch.processes", 2]
-    done = lmforge("align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path)
+    words += ["--rollout.num_iterations", 2, "--rollout.log_completions_every", every]
+    done = lmforge("align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     bad = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
     assert len(bad) == 4

@@ -335,9 +335,9 @@ def test_columns_of_any_kind_do_no_harm_where_no_reward_takes_them(place: Path, 
 def test_a_function_that_fails_on_another_rank_is_told_in_its_log_and_counted(
     place: Path, tiny_run: Path, lmforge: Command
 ) -> None:
-    about = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_size", "8", "--launch.processes", "2"]
+    about = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_size", "8"]
     about += ["--rollout.reward_functions", "rewards.py:failing_elsewhere", "rewards.py:right"]
-    done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
+    done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place, ranks=2)
     assert done.returncode == 0, done.stderr
     log = (place / "runs" / "run" / "logs" / "attempt-1" / "rank-1.log").read_text()
     assert log.count("reward rewards.py:failing_elsewhere: KeyError: ") == 1
