@@ -10,12 +10,12 @@ from lmforge.runs import Run
 def draw_loss_curve(run: Run) -> Path:
     """Draw training and validation loss over tokens as `loss.png` in the run. Returns its path.
 
-    Raises UserError where the run has no metrics yet.
+    Raises UserError where the run has no metrics yet. Records without `tokens` are left out.
     """
     records = run.read_metrics()
 
     def points(name: str) -> list[tuple[int, float]]:
-        return [(record["tokens"], record[name]) for record in records if record.get(name) is not None]
+        return [(record["tokens"], record[name]) for record in records if None not in (record.get("tokens"), record.get(name))]
 
     train, validation, bits = points("loss"), points("val/loss"), points("val/bits_per_byte")
     if not train:
