@@ -270,7 +270,7 @@ def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path: 
 
 
 def test_an_end_of_text_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no token '<z>', which tokenizer_config\.json says is its eos_token"):
+    with pytest.raises(UserError, match=r"has no token \"<z>\", which tokenizer_config\.json says is its eos_token"):
         Tokenizer.open(write(tmp_path, byte_level(["<a>"]), eos_token="<z>"))
 
 

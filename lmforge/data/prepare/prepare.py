@@ -42,6 +42,7 @@ from lmforge.data.shards import (
     ShardEntry,
     TokenFolder,
     TokenFolderManifest,
+    hash_tokenizer_files,
     read_token_folder_manifest,
 )
 from lmforge.data.sources.text_sources import SourceUnit, TextSource, open_text_source
@@ -138,7 +139,7 @@ def _summary(out: Path, already_done: bool) -> PreparationSummary:
         folder=out,
         tokens={split: sum(entry.tokens for entry in entries) for split, entries in manifest.splits.items()},
         documents={split: sum(entry.documents for entry in entries) for split, entries in manifest.splits.items()},
-        text_bytes=manifest.text_bytes,
+        text_bytes={split: manifest.text_bytes.get(split, 0) for split in manifest.splits},
         empty_documents=manifest.empty_documents,
         vocab_size=manifest.vocab_size,
         already_done=already_done,
@@ -322,6 +323,7 @@ class _Preparation:
             empty_documents=index.num_empty,
             text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
             splits=splits,
+            tokenizer_files=hash_tokenizer_files(tokenizer),
         )
 
     def _write_tokenizer(self, readers: list[UnitReader]) -> Tokenizer:
