@@ -46,7 +46,7 @@ PRE_TOKENIZE_PATTERN = "|".join(
 # Where a long text may be cut, how much around a cut is compared, and how many places are tried.
 PIECE_CHARACTERS = 1 << 20
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-LINE_END = re.compile(r"\S\r?\n(?=\S)")
+LINE_END = re.compile(r"\S\s*\n(?=\S)")
 CUT_CONTEXT_CHARACTERS = 200
 MAX_CUT_ATTEMPTS = 20
 
