@@ -85,8 +85,8 @@ class Preparation:
             "def die():\n"
             f"    time.sleep({die_after})\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
-            "def progress(step, done, total, size):\n"
-            "    print(step, done, total, size, flush=True)\n"
+            "def progress(step, done, total, read, size):\n"
+            "    print(step, done, total, read, size, flush=True)\n"
             f"    at = {die_at!r}\n"
             "    if at and step == at[0] and done >= at[1]:\n"
             f"        {'threading.Thread(target=die, daemon=True).start()' if die_after else 'die()'}\n"
@@ -394,7 +394,7 @@ def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == f"{[[int(signal.SIGINT)]] * 6} set()"
+    assert done.stdout.strip() == f"{[[int(signal.SIGINT), int(signal.SIGTERM)]] * 6} set()"
 
 
 def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Pat
         "if __name__ == '__main__':\n"
         "    try:\n"
         f"        prepare({str(corpus)!r}, {str(out)!r}, vocab_size=300, workers=2,\n"
-        "            progress=lambda step, done, total, size: kill() if (step, done) == ('tokens', 3) else None)\n"
+        "            progress=lambda step, done, *rest: kill() if (step, done) == ('tokens', 3) else None)\n"
         "    except RunFailed as failure:\n"
         "        raise SystemExit(f'failed: {failure}')\n"
     )
