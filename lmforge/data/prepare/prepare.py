@@ -179,7 +179,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
     """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
-    begun = finished or path.exists()
+    begun = finished or path.is_file()
     if begun and overwrite:
         _remove_preparation(out)
         finished = begun = False
@@ -215,7 +215,7 @@ def _is_preparation(out: Path) -> bool:
 
 def _is_interrupted_preparation(unfinished: Path) -> bool:
     expected = ("part-", "plan.json", ".part-", ".plan.json")
-    return unfinished.is_dir() and all(entry.name.startswith(expected) for entry in unfinished.iterdir())
+    return unfinished.is_dir() and all(entry.name.startswith(expected) and entry.is_file() for entry in unfinished.iterdir())
 
 
 def _remove_preparation(folder: Path) -> None:
