@@ -14,6 +14,7 @@ from lmforge.data.chat.library_functions import write_function_conversations
 from lmforge.data.prepare.prepare import ProgressCallback, prepare
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
+from lmforge.untrusted import describe_os_error
 
 PRINT_EVERY_SECONDS = 5.0
 
@@ -32,8 +33,7 @@ def run_prepare(options: PrepareOptions) -> int:
         with _progress() as progress:
             summary = prepare(options.source, options.out, progress=progress, warn=_warn, **chosen)
     except OSError as problem:  # such as a folder in the place of a file
-        place = problem.filename or options.out
-        raise UserError(f"{place}: {problem.strerror or problem}; mend that, or name another folder") from problem
+        raise UserError(f"{describe_os_error(problem, options.out)}; mend that, or name another") from problem
     if summary.already_done:
         print(f"{summary.folder}: prepared already, nothing to do")
     for split, tokens in summary.tokens.items():

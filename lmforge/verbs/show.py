@@ -19,7 +19,7 @@ from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, format_bytes, read_checkpoint_manifest
-from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
+from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_json
 from lmforge.verbs.dry_run import describe_cost, dry_run
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -36,7 +36,7 @@ def run_show(options: ShowOptions) -> int:
     try:
         text = _show_data(options) if of_data else show(options.thing)
     except OSError as problem:  # such as a folder in the place of a file
-        raise UserError(f"{problem.filename or options.thing}: cannot be read ({problem.strerror or problem})") from None
+        raise UserError(f"{describe_os_error(problem, options.thing)}; name something else") from None
     print(text)
     return 0
 

@@ -199,7 +199,7 @@ class BadStepFile(BaseModel, extra="allow"):
     reason: str = Field(max_length=200)
     samples: tuple[Count, Count] | None = None
     data: str = Field("", pattern=r"^[^\x00]*$")
-    sequence_length: int = Field(1, ge=1)
+    sequence_length: int = Field(1, ge=1, le=2**24)
     seed: Count = 0
     plan_hash: str = ""
     packing: str = "best-fit"
