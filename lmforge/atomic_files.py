@@ -119,7 +119,12 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; renamed first, so that a deletion that is cut off leaves nothing under its name."""
+    """Delete a folder; renamed first, so that a deletion that is cut off leaves nothing under its name.
+
+    Raises NotADirectoryError where it is a file, which is left as it is.
+    """
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     beside = folder.with_name(f".{folder.name}{DELETED_SUFFIX}")
     shutil.rmtree(beside, ignore_errors=True)
     folder.rename(beside)

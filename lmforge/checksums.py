@@ -32,11 +32,18 @@ class ChecksummedFile(ABC):
         size: bytes of the file as it was written.
         checksums: xxh3-64 of each block, as hex digits.
         remember: verify each block only the first time that it is read. Otherwise it is verified on each read.
+
+    Raises DamagedFile where the checksums cannot be those of a file of this size.
     """
 
     def __init__(self, size: int, checksums: Sequence[str], block_bytes: int, *, remember: bool) -> None:
         self._size, self._block_bytes, self._remember = size, block_bytes, remember
-        self._checksums = np.array([int(digest, 16) for digest in checksums], np.uint64)
+        try:
+            self._checksums = np.array([int(digest, 16) for digest in checksums], np.uint64)
+        except (ValueError, OverflowError):
+            raise DamagedFile(errno.EIO, "its checksums are not hexadecimal numbers of 64 bits") from None
+        if len(checksums) != (blocks := -(-size // block_bytes)):
+            raise DamagedFile(errno.EIO, f"{len(checksums):,} checksums were recorded for its {blocks:,} blocks")
         self._verified = np.zeros(len(checksums), bool)
         self._last_block: tuple[int, bytearray] = (-1, bytearray())
 

@@ -6,39 +6,55 @@
       health/            a heartbeat per rank           checkpoints/step-00000100/, unless they are kept elsewhere
       loss.png           the loss curve                 bad/               the samples of skipped steps
 
-What is inside a checkpoint is for `checkpoint/`. No torch here, so that looking at a run is quick.
+Of a checkpoint, its name and its manifest are here; the rest is for `checkpoint/`. No torch here, so that looking at a run is
+quick.
 """
 
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self, TypeVar, cast
 
-from pydantic import BaseModel
+import xxhash
+from pydantic import BaseModel, Field, FiniteFloat
 
-from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_folder
+from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, quoted, read_bounded
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
+CHECKPOINT_FORMAT = 3
+# What a run keeps in its directory beside the lock.
+RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "loss.png")
+RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", "completions", "tensorboard")
+MAX_METRICS_LINE_BYTES = 2**20
+MAX_HOLDER_CHARACTERS = 200
+CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"
+
+T = TypeVar("T")
 
 
 class MetricsRecord(BaseModel, extra="allow"):
     """A line of metrics.jsonl: the step, and metrics by name."""
 
-    step: int
+    __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
+    step: int = Field(ge=0)
 
 
 def format_bytes(count: float) -> str:
@@ -49,6 +65,46 @@ def format_bytes(count: float) -> str:
 def is_local(path: Path) -> bool:
     """Whether this is a path of this machine, and not an address through fsspec."""
     return getattr(path, "protocol", "") in ("", "file", "local")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"{STEP_PREFIX}{step:08d}"
+
+
+def checkpoint_step(folder: Path) -> int | None:
+    """The step whose checkpoint a folder is by its name; None for any other name."""
+    found = re.fullmatch(rf"{STEP_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})", folder.name)
+    return int(found[1]) if found else None
+
+
+def checkpoint_checksum(fields: dict[str, Any]) -> str:
+    """The xxh3-64 that a checkpoint's manifest holds of its other fields, so that a flipped bit in a number is noticed."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
+
+
+def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str], Exception] = UserError) -> T:
+    """The manifest of a checkpoint folder, or the part of it that is in `schema`.
+
+    Raises `error` where there is none, or it is damaged, of another format, or of another step than the folder's name says.
+    """
+    path = folder / MANIFEST
+    try:
+        content = read_bounded(path, MAX_MANIFEST_BYTES, error)
+    except FileNotFoundError:
+        raise error(f"{folder}: it has no manifest, so it was never finished") from None
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror or problem})") from None
+    fields = parse_json(content, dict[str, Any], str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
+    if fields.get("format") != CHECKPOINT_FORMAT:
+        found = quoted(fields.get("format"))
+        raise error(f"{folder}: its format is {found}, this version of lmforge reads {CHECKPOINT_FORMAT}")
+    if fields.pop("xxh3", None) != checkpoint_checksum(fields):
+        raise error(f"{folder}: {MANIFEST} does not hold what was written (its checksum differs)")
+    step = fields.get("step")
+    if checkpoint_step(folder) not in (None, step) and isinstance(step, int):
+        raise error(f"{folder}: its manifest is of step {step}; rename the folder to {checkpoint_name(step)}")
+    return parse_json(content, schema, str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -78,6 +134,31 @@ def parse_location(text: str) -> Path:
         raise UserError(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
     except ValueError as problem:
         raise UserError(f"{text}: {problem}") from None
+
+
+@contextmanager
+def storage_errors(path: Path, problem_text: str, hint: str) -> Iterator[None]:
+    """Any error of reading or writing `path` as a UserError, `PATH: PROBLEM (reason); HINT`: a store has its own exceptions.
+
+    A full disk passes, and on a local path everything but OSError.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as problem:
+        if is_local(path) and (not isinstance(problem, OSError) or problem.errno in DISK_FULL_ERRNOS):
+            raise
+        raise UserError(f"{path}: {problem_text} ({describe_storage_error(problem)}); {hint}") from problem
+
+
+def describe_storage_error(problem: Exception) -> str:
+    """Why a file could not be read or written, in a few words."""
+    if isinstance(problem, NotImplementedError):
+        return "a store of this kind cannot be written"
+    if isinstance(problem, FileExistsError | NotADirectoryError):
+        return "there is a file where a folder would be"
+    return (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
 
 
 _held_locks: dict[Path, IO[str]] = {}  # the system releases a lock with its process, however that ends
@@ -146,17 +227,21 @@ class Run:
         return validate_options(config_class(table, str(self.recipe_path)), table, str(self.recipe_path))
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, oldest first; `checkpoint/` says whether it is intact."""
-        if not self.checkpoints_folder.is_dir():
-            return []
-        folders = [entry for entry in self.checkpoints_folder.iterdir() if entry.is_dir()]
-        if not is_local(self.checkpoints_folder):  # a store has no rename: without a manifest it is incomplete
-            folders = [folder for folder in folders if (folder / MANIFEST).exists()]
-        numbers = (folder.name.removeprefix(STEP_PREFIX) for folder in folders if folder.name.startswith(STEP_PREFIX))
-        return sorted(int(number) for number in numbers if number.isdigit())
+        """Steps that have a checkpoint folder, oldest first; `checkpoint/` says whether it is intact.
+
+        Raises UserError where the folder or store cannot be read.
+        """
+        place = self.checkpoints_folder
+        with storage_errors(place, "checkpoints cannot be listed", CHECKPOINT_FOLDER_HINT):
+            if not place.is_dir():
+                return []
+            folders = [entry for entry in place.iterdir() if checkpoint_step(entry) is not None and entry.is_dir()]
+            if not is_local(place):  # a store has no rename: without a manifest it is incomplete
+                folders = [folder for folder in folders if (folder / MANIFEST).exists()]
+        return sorted(step for folder in folders if (step := checkpoint_step(folder)) is not None)
 
     def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints_folder / f"{STEP_PREFIX}{step:08d}"
+        return self.checkpoints_folder / checkpoint_name(step)
 
     def start_attempt(self, config: StageConfig) -> int:
         """Create the directory, record recipe and environment, and return the number of this attempt (1 for the first).
@@ -176,8 +261,8 @@ class Run:
         shutil.rmtree(self.health_folder, ignore_errors=True)
         for folder in (self.path, self.health_folder, *([] if self.external_checkpoints else [self.checkpoints_folder])):
             folder.mkdir(parents=True, exist_ok=True)
-        attempts = [int(entry.name.removeprefix("attempt-")) for entry in self.logs_folder.glob("attempt-*")]
-        attempt = max(attempts, default=0) + 1
+        names = (re.fullmatch(r"attempt-([0-9]{1,9})", entry.name) for entry in self.logs_folder.glob("attempt-*"))
+        attempt = 1 + max((int(found[1]) for found in names if found), default=0)
         (self.logs_folder / f"attempt-{attempt}").mkdir(parents=True)
         atomic_write_json(self.path / "environment.json", describe_environment())
         return attempt
@@ -188,24 +273,40 @@ class Run:
     def lock(self) -> None:
         """Lock the run for this process until it unlocks it or ends.
 
-        Raises UserError when another process trains it, or the directory cannot be created.
+        Raises UserError when another process trains it, or the directory cannot be created or written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise UserError(f"{self.path}: cannot be made a folder: {problem.strerror}; choose another --run.folder") from None
-        file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the lock is held
+        lock = self.path / ".lock"
+        try:
+            file = open(lock, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the lock is held
+        except OSError as problem:
+            if problem.errno in DISK_FULL_ERRNOS:
+                raise
+            raise UserError(f"{lock}: cannot be written ({problem.strerror}); choose another --run.name") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
             hint = "wait for it, stop it, or choose another --run.name"
             raise UserError(f"{self.path}: being trained by {holder}; {hint}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
         _held_locks[self.path] = file
+
+    def check_layout(self) -> None:
+        """Raise UserError where a folder is in the place of one of the run's files, or a file in that of a folder."""
+        for names, is_wrong, found, expected in (
+            (RUN_FILES, Path.is_dir, "folder", "file"),
+            (RUN_FOLDERS, Path.is_file, "file", "folder"),
+        ):
+            for path in (self.path / name for name in names):
+                if is_wrong(path):
+                    raise UserError(f"{path}: a {found}, where the run keeps a {expected}; move it away")
 
     def unlock(self) -> None:
         """Release the lock."""
@@ -229,12 +330,13 @@ class Run:
         """Every record of metrics.jsonl; of a step that was trained twice (after a resume), the last one counts.
 
         Lines that are no record with a step are skipped, such as the last one of a process that was killed while writing it.
+        Raises UserError where the file cannot be read.
         """
         records: list[dict[str, Any]] = []
         if not self.metrics_path.exists():
             return records
-        with self.metrics_path.open("rb") as file:
-            for line in file:
+        with storage_errors(self.metrics_path, "cannot be read", "move it away"), self.metrics_path.open("rb") as file:
+            for line in iter(partial(file.readline, MAX_METRICS_LINE_BYTES), b""):
                 with suppress(UserError):
                     record = parse_json(line, MetricsRecord, str(self.metrics_path)).model_dump()
                     while records and records[-1]["step"] >= record["step"]:

@@ -6,6 +6,7 @@ pydantic can check: a model, a dataclass, a TypedDict, or a type such as `dict[s
 their readers and parsed here. No torch here.
 """
 
+import errno
 import json
 import re
 import tomllib
@@ -144,6 +145,12 @@ def quoted(value: Any) -> str:
     """`value` as JSON, cut where it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text):,} characters)"
+
+
+def describe_os_error(problem: OSError, path: str | Path) -> str:
+    """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long for one."""
+    name = str(problem.filename or path)
+    return f"{quoted(name) if problem.errno == errno.ENAMETOOLONG else name}: {problem.strerror or problem}"
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], Exception] = UserError) -> bytes:

@@ -186,6 +186,12 @@ def tensors(newest: Path) -> Path:
     return next(newest.glob("*.distcp"))
 
 
+def put_a_folder(path: Path) -> None:
+    """In the place of a file."""
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -199,8 +205,13 @@ def tensors(newest: Path) -> Path:
             "does not hold what was written (its checksum differs); skipped",
         ),
         (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
+        (lambda newest: put_a_folder(newest / MANIFEST), "manifest.json: cannot be read (Is a directory); skipped"),
+        (lambda newest: put_a_folder(tensors(newest)), "__0_0.distcp has "),
     ],
-    ids=["partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"],
+    ids=[
+        *("partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"),
+        *("folder as manifest", "folder as tensors"),
+    ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_is_used(
     trained: Run,
@@ -219,6 +230,49 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_is
     for name, tensor in weights(Run(tiny_run)).items():
         assert torch.equal(weights(trained)[name], tensor), name
     assert not list(trained.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}"))
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_used(
+    trained: Run, onwards: list[str], refused: Refusal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    misnamed = trained.checkpoint_path(9)
+    trained.checkpoint_path(6).rename(misnamed)
+    reason = "its manifest is of step 6; rename the folder to step-00000006"
+    assert refused("generate", misnamed, "To be") == f"{misnamed}: {reason}"
+    assert refused("show", misnamed) == f"{misnamed}: {reason}"
+    assert run(["show", str(trained.path)]) == 0
+    assert f"damaged    {misnamed}: {reason}\ncheckpoint {trained.checkpoint_path(4)}\n" in capfd.readouterr().out
+    assert run([*onwards, "--train.steps", "5"]) == 0
+    printed = capfd.readouterr().out
+    assert f"{misnamed}: {reason}; skipped\n" in printed
+    assert f"continuing {trained.path} from step 4\n" in printed
+    assert trained.checkpoint_steps() == [2, 4, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda newest: (newest / MANIFEST).write_bytes(bytes(range(256))), "/manifest.json: not valid JSON: "),
+        (lambda newest: change_a_number(newest / MANIFEST), ": manifest.json does not hold what was written"),
+        (lambda newest: put_a_folder(newest / MANIFEST), "/manifest.json: cannot be read (Is a directory)"),
+        (lambda newest: (newest / MANIFEST).unlink(), ": it has no manifest, so it was never finished"),
+        (lambda newest: tensors(newest).unlink(), "/__0_0.distcp: missing"),
+        (lambda newest: os.truncate(tensors(newest), 5000), "/__0_0.distcp: 5,000 bytes instead of "),
+    ],
+    ids=["binary manifest", "other manifest", "folder as manifest", "no manifest", "missing file", "truncated"],
+)
+def test_a_run_whose_newest_checkpoint_is_damaged_is_shown_with_its_newest_intact_one(
+    trained: Run, refused: Refusal, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], object], reason: str
+) -> None:
+    newest = trained.checkpoint_path(6)
+    spoil(newest)
+    assert run(["show", str(trained.path)]) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert sum(line.startswith(f"damaged    {newest}{reason}") for line in printed.out.splitlines()) == 1
+    assert f"\ncheckpoint {trained.checkpoint_path(4)}\nstep       4: " in printed.out
+    if (newest / MANIFEST).exists():  # without one it is no checkpoint
+        assert refused("show", newest).startswith(f"{newest}{reason}")
 
 
 def test_a_run_with_no_intact_checkpoint_left_is_not_silently_restarted(
@@ -295,6 +349,8 @@ def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, be
     *warnings, last = [line for line in done.stderr.splitlines(keepends=True) if "free, and the next checkpoint" not in line]
     for number, warning in enumerate(warnings, start=1):
         assert warning.endswith(f"; saves failed in a row: {number}\n"), warning
+    # Both count the same.
+    assert re.findall(r"(\d+) saves in a row have failed: ", last) == ([str(len(warnings))] if warnings else [])
     return only_line(last)
 
 
@@ -304,7 +360,7 @@ def assert_failed_and_kept(done: subprocess.CompletedProcess[str], left: Run, be
         # Room for the tensors, and not for what goes around them.
         pytest.param(
             670_000,
-            "step 8: could not be saved in 3 tries: disk/tiny/checkpoints: the checkpoint step-00000008 could not be",
+            "step 8: 3 saves in a row have failed: disk/tiny/checkpoints: the checkpoint step-00000008 could not be",
             id="at a checkpoint",
             marks=pytest.mark.slow,
         ),
@@ -331,14 +387,18 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
 
 
 def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained: Run, onwards: list[str]) -> None:
-    """What a quota or a file system without large files does, and what can be had without mounting one."""
+    """What a quota or a file system without large files does, and what can be had without mounting one.
+
+    The save of step 7 fails, and then all tries of the last step.
+    """
     before = contents(trained.path)
-    command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8", "--checkpoint.retry_seconds", "0.1"]
+    command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8", "--checkpoint.every_steps", "1"]
+    command += ["--checkpoint.retry_seconds", "0.1", "--checkpoint.max_failures", "9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     message = assert_failed_and_kept(done, trained, before)
-    message = message.removeprefix("step 8: could not be saved in 3 tries: ")
     assert message.startswith(
-        f"{trained.checkpoints_folder}: the checkpoint step-00000008 could not be written: the disk is full"
+        f"step 8: 4 saves in a row have failed: {trained.checkpoints_folder}: the checkpoint step-00000008 could not be"
+        " written: the disk is full"
     )
     assert f"last checkpoint: {trained.checkpoint_path(6)}" in message
 
@@ -417,6 +477,75 @@ def test_a_file_where_a_run_would_be_is_refused_and_kept(tmp_path: Path, tiny_op
     printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "taken")
     assert printed == f"{tmp_path}/taken: a file, where the run's directory would be; choose another --run.name"
     assert (tmp_path / "taken").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder", "said"),
+    [
+        ("recipe.toml", True, "{path}: a folder, where the run keeps a file; move it away"),
+        ("metrics.jsonl", True, "{path}: a folder, where the run keeps a file; move it away"),
+        ("environment.json", True, "{path}: a folder, where the run keeps a file; move it away"),
+        (".lock", True, "{path}: cannot be written (Is a directory); choose another --run.name"),
+        ("logs", False, "{path}: a file, where the run keeps a folder; move it away"),
+        ("health", False, "{path}: a file, where the run keeps a folder; move it away"),
+        ("checkpoints", False, "{path}: a file, where the run keeps a folder; move it away"),
+        ("bad", False, "{path}: a file, where the run keeps a folder; move it away"),
+        ("checkpoints/step-00000008", False, "{path}: a file, where a checkpoint would be; move it away"),
+        ("checkpoints/step-00000008.partial", False, "{path}: a file, where a checkpoint would be; move it away"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_file_of_a_run_or_the_other_way_round_is_refused_and_kept(
+    trained: Run, onwards: list[str], refused: Refusal, name: str, is_folder: bool, said: str
+) -> None:
+    path = trained.path / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    if is_folder:
+        path.mkdir()
+        (path / "thesis.txt").write_text("years of it")
+    else:
+        path.write_text("years of it")
+    before = contents(trained.path)
+    assert refused(*onwards, "--train.steps", 8) == said.format(path=path)
+    assert contents(trained.path) == before
+
+
+def test_strange_names_among_the_checkpoints_and_logs_of_a_run_do_no_harm(trained: Run, onwards: list[str]) -> None:
+    for folder in (trained.checkpoints_folder / "step-\u00b2", trained.checkpoints_folder / "step-7"):
+        folder.mkdir()
+    for name in ("attempt-", "attempt-x", "attempt-\u0663", f"attempt-{'9' * 200}"):
+        (trained.logs_folder / name).mkdir()
+    assert run([*onwards, "--train.steps", "7"]) == 0
+    assert trained.checkpoint_steps() == [4, 6, 7]
+    assert (trained.logs_folder / "attempt-2" / "rank-0.log").exists()
+
+
+def damaged_metrics() -> bytes:
+    """Lines of what may be in such a file after a crash of the machine, one good one, and one too long for a record."""
+    strange = [{"step": -1}, {"step": 7, "loss": "low"}, {"step": 7, "loss": [1]}, {"loss": 2.0}, [7], {"step": 7, "loss": 1.5}]
+    lines = [
+        *(json.dumps(each).encode() for each in strange),
+        b'{"step": 8, "loss": 1e999}',
+        b'{"step": 9, "loss": ' + b"9" * 400,
+    ]
+    return bytes(range(256)) * 20 + b"\n" + b"\n".join(lines) + b"\n" + b"\0" * 2**21
+
+
+def test_damaged_metrics_are_skipped_by_all_who_read_them(
+    trained: Run, onwards: list[str], refused: Refusal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained.metrics_path.write_bytes(damaged_metrics())
+    assert trained.read_metrics() == [{"step": 7, "loss": 1.5}]
+    assert run(["show", str(trained.path)]) == 0
+    assert "last       loss 1.5\n" in capfd.readouterr().out
+    assert run([*onwards, "--train.steps", "8"]) == 0
+    printed = capfd.readouterr()
+    assert (printed.err, (trained.path / "loss.png").is_file()) == ("", True)
+    assert [record["step"] for record in trained.read_metrics()] == [7, 8]
+    trained.metrics_path.unlink()
+    trained.metrics_path.mkdir()
+    assert refused("show", trained.path) == f"{trained.metrics_path}: cannot be read (Is a directory); move it away"
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(

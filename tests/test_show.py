@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lmforge.cli import run
+from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
@@ -18,7 +20,7 @@ from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import Run
 from lmforge.verbs.show import show
-from tests.conftest import Command, Refusal
+from tests.conftest import Command, Refusal, only_line
 
 
 def line(shown: str, name: str) -> str:
@@ -237,6 +239,68 @@ def test_the_samples_of_a_run_of_examples_show_what_is_trained_on_of_them(
     assert len(asked) >= 2
     numbers = [int(text.replace("|", "").split()[0]) for text in asked]
     assert trained_on(shown.stdout) == [f"Not {number}.{END}" for number in numbers]
+
+
+STRANGE = [None, True, "x", "", -1, 0, 1.5, 2**63, 10**30, 1e308, [], {}, [1], [3, 1], [0, 10**30], [-1, 2], "\0", "a" * 5000]
+
+
+def test_the_file_of_a_bad_step_with_any_content_is_refused_in_one_line_or_shown(
+    tiny_tokens: Path, tmp_path: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan_hash = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=48).plan_hash
+    of_samples = {"step": 3, "reason": "loss is nan", "samples": [0, 2], "data": str(tiny_tokens), "sequence_length": 48}
+    of_samples |= {"seed": 0, "plan_hash": plan_hash}
+    of_rollouts = {"step": 3, "reason": "loss is nan", "answers": "completions/set-000000-rank-*.jsonl", "ranks": 2}
+    of_rollouts |= {"part": [0, 1]}
+    (tmp_path / "completions").mkdir()
+    completion = {"prompt": "1 + 1 =", "completion": " 2", "reward": 1.0, "tokens": 2, "ended": True}
+    write_lines(tmp_path / "completions" / "set-000000-rank-1.jsonl", completion)
+    file = tmp_path / "bad" / "step-00000003-batch-2.json"
+    file.parent.mkdir()
+    for record in (of_samples, of_rollouts):
+        file.write_text(json.dumps(record))
+        assert run(["show", "data", str(file)]) == 0
+        contents = [json.dumps(record | {name: value}) for name in record for value in STRANGE]
+        contents += [json.dumps({key: record[key] for key in record if key != name}) for name in record]
+        for content in ["", "[" * 10_000, "\x00", *contents]:
+            file.write_text(content)
+            capfd.readouterr()
+            status, printed = run(["show", "data", str(file)]), capfd.readouterr()
+            assert status == 0 or (status == 2 and len(only_line(printed.err)) < 400), (content[:300], printed.err)
+    file.write_text(json.dumps(of_samples))
+    for samples in ("0:1000000000000", "5:5", "0:99999999999999999999999", "\u0663:\u0664"):
+        assert f"--samples {samples}: " in refused("show", "data", file, "--samples", samples)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "1 + 1 ="}\n', "record 1: no field 'completion'"),
+        (b"\xff\xfe\x00", ": not UTF-8 at byte 0"),
+        (b'{"prompt": ', ":1: not valid JSON"),
+        (b"", "set-000000-rank-*.jsonl: no such files"),
+    ],
+)
+def test_damaged_completions_of_a_bad_step_are_refused_in_one_line(
+    tmp_path: Path, refused: Refusal, content: bytes, said: str
+) -> None:
+    for name in ("bad", "completions"):
+        (tmp_path / name).mkdir()
+    record = {"step": 3, "reason": "loss is nan", "answers": "completions/set-000000-rank-*.jsonl", "ranks": 1, "part": [0, 1]}
+    file = tmp_path / "bad" / "step-00000003-batch-2.json"
+    file.write_text(json.dumps(record))
+    (tmp_path / "completions" / "set-000000-rank-0.jsonl").write_bytes(content)
+    assert said in refused("show", "data", file)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "recipe.toml"])
+def test_a_folder_in_the_place_of_what_says_what_a_thing_is_is_refused(tmp_path: Path, refused: Refusal, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert refused("show", tmp_path).startswith(f"{tmp_path / name}: Is a directory")
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(refused: Refusal) -> None:
+    assert refused("show", "a" * 300) == f'"{"a" * 79}… (302 characters): File name too long; name something else'
 
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:

@@ -29,4 +29,4 @@ from lmforge.checkpoint.manifest import (
     set_rng_state,
     verify,
 )
-from lmforge.checkpoint.storage import CorruptCheckpoint
+from lmforge.checkpoint.storage import CorruptCheckpoint, check_writable

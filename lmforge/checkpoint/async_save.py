@@ -131,6 +131,11 @@ class AsyncCheckpointer:
         if self._thread is not None:
             self._thread.join(DRAIN_SECONDS)
 
+    def describe_failures(self) -> str:
+        """How many saves have failed in a row, and why the last one did."""
+        count = self.consecutive_failures
+        return f"{'a save has' if count == 1 else f'{count} saves in a row have'} failed: {self.last_error}"
+
     def _raise_thread_error(self) -> None:
         if self._thread_error is not None:
             error, self._thread_error = self._thread_error, None
@@ -200,13 +205,9 @@ class AsyncCheckpointer:
                 self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
-        """Raise RunFailed where the disk has no space for one more checkpoint, or the store cannot be written to."""
+        """Raise RunFailed where the disk has no space for one more checkpoint. A store does not say how much it has."""
         folder = self.run.checkpoints_folder
         if not is_local(folder):
-            with translate_storage_errors(f"{folder}: checkpoints", HashingFileSystem()):
-                make_folder(folder)
-                (folder / ".probe").write_text("", encoding="utf-8")
-                (folder / ".probe").unlink()
             return
         try:
             make_folder(folder)

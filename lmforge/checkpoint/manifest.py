@@ -2,26 +2,24 @@
 
 import base64
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
-import xxhash
+from pydantic import Field, FiniteFloat
 
 from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_file
 from lmforge.errors import UserError
 from lmforge.interop.config_json import model_config_from_json
 from lmforge.model.config import ModelConfig
-from lmforge.runs import MANIFEST, Run
-from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
+from lmforge.runs import CHECKPOINT_FORMAT, MANIFEST, Run, checkpoint_checksum, checkpoint_step, read_checkpoint_manifest
 
-FORMAT = 3
 TENSOR_SUFFIX = ".distcp"
 T = TypeVar("T")
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -37,21 +35,21 @@ class Manifest:
     bad_step_detector   the state of what decides which steps are bad, such as recent losses
     """
 
-    step: int
-    consumed_sequences: int
-    global_batch_size: int
+    step: Count
+    consumed_sequences: Count
+    global_batch_size: Annotated[int, Field(ge=1)]
     plan_hash: str
     hf_config: dict[str, Any]
-    recipe: dict[str, Any]
+    recipe: dict[str, dict[str, Any]]
     tokenizer_hash: str
     rng: str
     written_by: dict[str, Any]
     files: dict[str, FileDigests]
     contents: list[str] = field(default_factory=lambda: ["model", "optimizer"])
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, FiniteFloat | None] = field(default_factory=dict)
     kept: bool = False
     bad_step_detector: dict[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
 
     @property
     def model_config(self) -> ModelConfig:
@@ -62,16 +60,12 @@ class Manifest:
     def json_text(self) -> str:
         """What is written: the fields, and a digest of them, so that a flipped bit in a number is noticed."""
         table = asdict(self)
-        return json.dumps({**table, "xxh3": _checksum(table)}, indent=1) + "\n"
+        return json.dumps({**table, "xxh3": checkpoint_checksum(table)}, indent=1) + "\n"
 
     @property
     def batch_offset(self) -> int:
         """Step k trains on batch k + batch_offset: 0, unless the run rolled back and went on with later batches."""
         return self.consumed_sequences // self.global_batch_size - self.step
-
-
-def _checksum(table: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(table, sort_keys=True).encode())
 
 
 def get_rng_state() -> str:
@@ -80,25 +74,20 @@ def get_rng_state() -> str:
 
 
 def set_rng_state(state: str) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+    """Raises CorruptCheckpoint where it is not such a state."""
+    try:
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+    except (ValueError, TypeError, RuntimeError):
+        raise CorruptCheckpoint(f"{MANIFEST}: its rng is not a state of torch's generator") from None
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CorruptCheckpoint where there is none that can be read."""
 
     def corrupt(message: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(message.removeprefix(f"{folder}/"))
+        return CorruptCheckpoint(message.removeprefix(f"{folder}/").removeprefix(f"{folder}: "))
 
-    path = folder / MANIFEST
-    try:
-        table = read_json(path, dict[str, Any], max_bytes=MAX_MANIFEST_BYTES, error=corrupt)
-        if table.get("format") != FORMAT:
-            raise CorruptCheckpoint(f"its format is {table.get('format')}, this version of lmforge reads {FORMAT}")
-        if table.pop("xxh3", None) != _checksum(table):
-            raise CorruptCheckpoint(f"{MANIFEST} does not hold what was written (its checksum differs)")
-        return read_json(path, Manifest, max_bytes=MAX_MANIFEST_BYTES, error=corrupt)
-    except FileNotFoundError:
-        raise CorruptCheckpoint("it has no manifest, so it was never finished") from None
+    return read_checkpoint_manifest(folder, Manifest, corrupt)
 
 
 def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
@@ -145,7 +134,7 @@ def open_checkpoint(path: Path, open_with: Callable[[Path, Manifest], T]) -> tup
     Returns what `open_with` returns, and a line for each checkpoint that was skipped. Tensors are not read here: `open_with`
     raises CorruptCheckpoint for what it reads, and the next older checkpoint is tried. Raises UserError where there is none.
     """
-    if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
+    if (path / MANIFEST).exists() or checkpoint_step(path) is not None:
         try:
             return open_with(path, verify(path, with_tensors=False)), []
         except CorruptCheckpoint as reason:

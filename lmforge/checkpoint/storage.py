@@ -10,18 +10,20 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from pydantic import Field
 from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import TypedDict
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS
+from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX
 from lmforge.checksums import ChecksummedFile, DamagedFile
 from lmforge.errors import RunFailed, UserError
-from lmforge.runs import is_local
+from lmforge.runs import CHECKPOINT_FOLDER_HINT, Run, checkpoint_step, describe_storage_error, is_local, storage_errors
 
 BLOCK_BYTES = 1 << 22
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
@@ -30,7 +32,7 @@ OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 class FileDigests(TypedDict):
     """Size of a file, and the xxh3-64 of each block of BLOCK_BYTES as hex digits."""
 
-    bytes: int
+    bytes: Annotated[int, Field(ge=0)]
     xxh3: list[str]
 
 
@@ -170,6 +172,27 @@ class VerifyingFileSystem(_PathFileSystem):
                 yield _VerifiedFile(raw, path.name, self._files[path.name])
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path.name} is missing") from None
+        except OSError as problem:
+            raise CorruptCheckpoint(f"{path.name} cannot be read ({problem.strerror or problem})") from None
+
+
+def check_writable(run: Run) -> None:
+    """Raise UserError where the checkpoints of a run cannot be written: before it trains, not at its first save.
+
+    A folder of their own is made. The one in the run's directory is made with that; here it is checked if it is there.
+    """
+    folder = run.checkpoints_folder
+    if run.external_checkpoints is None and not folder.is_dir():
+        return
+    with storage_errors(folder, "checkpoints cannot be written", CHECKPOINT_FOLDER_HINT):
+        make_folder(folder)
+        probe = folder / f".probe-{uuid4().hex}"
+        probe.write_text("", encoding="utf-8")
+        probe.unlink()
+        for entry in folder.iterdir() if is_local(folder) else ():
+            place = entry.with_name(entry.name.removesuffix(PARTIAL_SUFFIX))
+            if checkpoint_step(place) is not None and not entry.is_dir():
+                raise UserError(f"{entry}: a file, where a checkpoint would be; move it away")
 
 
 def make_folder(path: Path) -> None:
@@ -213,7 +236,7 @@ def translate_storage_errors(where: str, files: HashingFileSystem) -> Iterator[N
         if isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
             what = "the disk is full"
         else:
-            what = (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
+            what = describe_storage_error(problem)
         raise RunFailed(f"{where} could not be written: {what}") from raised
     finally:
         torch.serialization.set_crc32_options(before)

@@ -16,7 +16,7 @@ import xxhash
 from lmforge.data.order import Permutation, derive_key, permutation
 from lmforge.data.packing import ConcatPacking, PackedSequence
 from lmforge.data.shards import TokenFolder
-from lmforge.errors import prefix_errors
+from lmforge.errors import UserError, prefix_errors
 
 # Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.
 PACKING_VERSION = 1
@@ -93,8 +93,10 @@ class TokenDataset(PackedDataset):
     """The packed sequences of one split of a folder of token shards."""
 
     def __init__(self, folder: TokenFolder, *, split: str = "train", sequence_length: int, seed: int = 0, shuffle: bool = True):
-        """Raises UserError if the folder has no such split."""
+        """Raises UserError if the folder has no such split, or it has too few tokens to train on."""
         tokens = folder.split(split)
+        if shuffle and tokens.num_tokens < 2:
+            raise UserError(f"{folder.path}: {split}: one token, and none to predict from it; prepare more text")
         super().__init__(
             ConcatPacking(tokens, sequence_length),
             name=split,

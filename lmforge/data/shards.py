@@ -17,7 +17,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
@@ -28,8 +28,8 @@ import xxhash
 from pydantic import Field
 
 from lmforge.atomic_files import atomic_write, atomic_write_text
-from lmforge.checksums import ChecksummedFile, block_checksums
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.checksums import ChecksummedFile, DamagedFile, block_checksums
+from lmforge.data.tokenizer import COMPANION_FILES, Tokenizer
 from lmforge.errors import UserError
 from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, parse_json, read_bounded, read_json
 
@@ -50,7 +50,7 @@ TokenDtype = Literal["uint16", "uint32"]
 class ShardEntry:
     """What the folder's manifest holds of a shard. `xxh3` is that of the shard's manifest, so that no two can be swapped."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
     tokens: Count
     documents: Count
     xxh3: str
@@ -60,13 +60,13 @@ class ShardEntry:
 class ShardManifest:
     """The manifest of one shard; checksums are xxh3 in hexadecimal, one for each block of `block_bytes`."""
 
-    format: int
+    format: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
     bytes: Count
     tokens: Count
     documents: Count
     dtype: TokenDtype
     tokenizer: str
-    block_bytes: Count
+    block_bytes: Annotated[int, Field(ge=BLOCK_BYTES, le=BLOCK_BYTES)]
     token_blocks: list[str]
     document_blocks: list[str]
     document_block_firsts: list[Count]  # the first document end in each block: finds a document with one read
@@ -74,7 +74,10 @@ class ShardManifest:
 
 @dataclass(frozen=True)
 class TokenFolderManifest:
-    """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split."""
+    """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split.
+
+    `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name.
+    """
 
     format: int
     source: str
@@ -86,6 +89,7 @@ class TokenFolderManifest:
     empty_documents: Count
     text_bytes: dict[str, Count]
     splits: dict[str, list[ShardEntry]]
+    tokenizer_files: dict[str, str] = field(default_factory=dict)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -118,6 +122,15 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray
     return _shard_entry(name, manifest, text.encode())
 
 
+def hash_tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """The `tokenizer_files` of a folder with this tokenizer."""
+    return {name: _hash_text(text) for name, text in tokenizer.files.items() if name in COMPANION_FILES}
+
+
+def _hash_text(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
 def finished_shard_entry(folder: Path, name: str) -> ShardEntry | None:
     """The entry of a shard that an earlier run wrote, or None. Raises UserError if its manifest is damaged."""
     path = folder / (name + ".json")
@@ -143,7 +156,10 @@ class _ShardFile(ChecksummedFile):
     """One file read by position; each block is verified against its xxh3 the first time it is read."""
 
     def __init__(self, path: Path, size: int, checksums: list[str]):
-        super().__init__(size, checksums, BLOCK_BYTES, remember=True)
+        try:
+            super().__init__(size, checksums, BLOCK_BYTES, remember=True)
+        except DamagedFile as problem:
+            raise UserError(f"{path}: {problem.strerror}: {RESTORE_HINT}") from None
         self.path = path
         self._file: io.FileIO | None = None
 
@@ -186,17 +202,29 @@ class _ShardReader:
             raise UserError(f"{path}: {error.strerror}: {RESTORE_HINT}") from None
         if xxhash.xxh3_128_hexdigest(content) != entry.xxh3:
             raise UserError(f"{path}: is not the one written for {folder.path}: changed or swapped; {RESTORE_HINT}")
-        manifest = _parse_shard_manifest(content, path)
-        assert (manifest.dtype, manifest.tokenizer) == (folder.manifest.dtype, folder.manifest.tokenizer)
-        self._dtype = folder.dtype
-        self._block_first_ends = manifest.document_block_firsts
+        manifest, of_folder, size = _parse_shard_manifest(content, path), folder.manifest, folder.dtype.itemsize
+        expected = of_folder.dtype, of_folder.tokenizer, entry.tokens, entry.documents, size * entry.tokens
+        firsts = manifest.document_block_firsts
+        if (
+            (manifest.dtype, manifest.tokenizer, manifest.tokens, manifest.documents, manifest.bytes) != expected
+            or len(firsts) != len(manifest.document_blocks)
+            or firsts != sorted(set(firsts))
+        ):
+            raise UserError(f"{path}: does not describe the shard that {folder.path} has: {RESTORE_HINT}")
+        self._dtype, self._vocab_size = folder.dtype, of_folder.vocab_size
+        self._block_first_ends = firsts
         self._documents_bytes = 8 * entry.documents
         self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest.bytes, manifest.token_blocks)
         self._ends = _ShardFile(path.with_suffix(".documents"), self._documents_bytes, manifest.document_blocks)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         size = self._dtype.itemsize
-        return np.frombuffer(self._tokens.read(start * size, (stop - start) * size), self._dtype)
+        tokens = np.frombuffer(self._tokens.read(start * size, (stop - start) * size), self._dtype)
+        if (largest := tokens.max()) >= self._vocab_size:  # a model would read beyond its embedding
+            at = start + int(tokens.argmax())
+            reason = f"token {at:,} is {largest:,}, beyond the vocabulary of {self._vocab_size:,}"
+            raise UserError(f"{self._tokens.path}: {reason}: {RESTORE_HINT}")
+        return tokens
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """Where documents end strictly between tokens `start` and `stop` of this shard, int64."""
@@ -205,6 +233,8 @@ class _ShardReader:
         offset = first * BLOCK_BYTES
         size = min(last * BLOCK_BYTES, self._documents_bytes) - offset
         ends = np.frombuffer(self._ends.read(offset, size), "<u8").astype(np.int64)
+        if ends[0] != self._block_first_ends[first] or (ends[1:] <= ends[:-1]).any():
+            raise UserError(f"{self._ends.path}: its documents do not follow each other: {RESTORE_HINT}")
         return ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "left")]
 
 
@@ -280,6 +310,8 @@ class TokenFolder:
                     size = file.stat().st_size
                 except FileNotFoundError:
                     raise UserError(f"{file}: missing: {RESTORE_HINT}") from None
+                except OSError as error:
+                    raise UserError(f"{file}: {error.strerror}: {RESTORE_HINT}") from None
                 if size != expected:
                     problem = "truncated" if size < expected else "too long"
                     raise UserError(f"{file}: {problem}: {size} bytes of {expected}: {RESTORE_HINT}")
@@ -294,17 +326,33 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of these tokens. Raises UserError if the one in the folder is another."""
-        tokenizer = Tokenizer.open(self.path / "tokenizer")
+        """The tokenizer of these tokens. Raises UserError if one of its files is missing or another."""
+        folder, written = self.path / "tokenizer", self.manifest.tokenizer_files
+        for file in (folder / name for name in COMPANION_FILES if name in written):
+            if not file.is_file():
+                raise UserError(f"{file}: missing: {RESTORE_HINT}")
+        try:
+            tokenizer = Tokenizer.open(folder)
+        except UserError as problem:
+            raise UserError(f"{problem}: {RESTORE_HINT}") from None
         if tokenizer.hash != self.manifest.tokenizer:
             raise UserError(f"{self.path}: its tokenizer is not the one that made its tokens: {RESTORE_HINT}")
+        for name, digest in written.items():
+            if _hash_text(tokenizer.files.get(name, "")) != digest:
+                raise UserError(f"{folder / name}: changed since the tokens were made: {RESTORE_HINT}")
+        if tokenizer.vocab_size != self.manifest.vocab_size:
+            reason = f"says that the vocabulary is {self.manifest.vocab_size:,}, its tokenizer has {tokenizer.vocab_size:,}"
+            raise UserError(f"{self.path / SHARDS_MANIFEST}: {reason}: {RESTORE_HINT}")
         return tokenizer
 
     def split(self, name: str) -> TokenSplit:
-        """One split by name. Raises UserError naming those there are."""
+        """One split by name. Raises UserError naming those there are, or if it is empty."""
         if name not in self.splits:
             raise UserError(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
-        return TokenSplit(self, self.manifest.splits[name])
+        split = TokenSplit(self, self.manifest.splits[name])
+        if not split.num_tokens:
+            raise UserError(f"{self.path}: its split {name!r} has no tokens: {RESTORE_HINT}")
+        return split
 
 
 def read_token_folder_manifest(folder: Path) -> TokenFolderManifest:

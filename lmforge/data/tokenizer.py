@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError, prefix_errors
-from lmforge.untrusted import parse_json, read_bounded
+from lmforge.untrusted import parse_json, quoted, read_bounded
 
 EOS_TOKEN = "<|endoftext|>"
 # Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing it.
@@ -45,7 +45,8 @@ PRE_TOKENIZE_PATTERN = "|".join(
 
 # Where a long text may be cut, how much around a cut is compared, and how many places are tried.
 PIECE_CHARACTERS = 1 << 20
-LINE_END = re.compile(r"\S\r?\n(?=\S)")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+LINE_END = re.compile(r"\S\s*\n(?=\S)")
 CUT_CONTEXT_CHARACTERS = 200
 MAX_CUT_ATTEMPTS = 20
 
@@ -53,6 +54,7 @@ MAX_CUT_ATTEMPTS = 20
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
 MAX_TOKENIZER_BYTES = 2**28
+MAX_VOCAB_SIZE = 2**24
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -105,7 +107,9 @@ class Tokenizer:
         self._backend.encode_special_tokens = True
         self.added_tokens: list[dict[str, Any]] = self._json.get("added_tokens") or []
         self._vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(self._vocab.values())
+        self.vocab_size = 1 + max(self._vocab.values(), default=-1)
+        if not 0 < self.vocab_size <= MAX_VOCAB_SIZE:
+            raise UserError(f"{location}: its ids go up to {self.vocab_size - 1:,}: expected 1 to {MAX_VOCAB_SIZE:,} tokens")
         with prefix_errors(location):
             self.eos_token_id = self._find_eos_token_id()
             self.bos_token_id = self._named_token_id("bos_token")
@@ -229,7 +233,7 @@ class Tokenizer:
                 token = token.get("content")
             if token is not None:
                 if not isinstance(token, str) or token not in self._vocab:
-                    raise UserError(f"has no token {token!r}, which {name} says is its {role}")
+                    raise UserError(f"has no token {quoted(token)}, which {name} says is its {role}")
                 return self._vocab[token]
         return None
 
@@ -276,8 +280,9 @@ class Tokenizer:
             if id in added:
                 pieces[id] = token.encode()
             elif "ByteLevel" in kinds:
-                pieces[id] = bytes(_BYTE_OF_CHARACTER[character] for character in token)
-            elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+                known = all(character in _BYTE_OF_CHARACTER for character in token)
+                pieces[id] = bytes(map(_BYTE_OF_CHARACTER.__getitem__, token)) if known else token.encode()
+            elif "ByteFallback" in kinds and BYTE_TOKEN.fullmatch(token):
                 pieces[id] = bytes([int(token[3:5], 16)])
             elif "WordPiece" in kinds:
                 prefix = kinds["WordPiece"]["prefix"]

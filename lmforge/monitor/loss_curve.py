@@ -6,16 +6,19 @@ from lmforge.atomic_files import atomic_write
 from lmforge.errors import UserError
 from lmforge.runs import Run
 
+LARGEST_DRAWN = 1e30  # beyond it matplotlib computes no ticks
+
 
 def draw_loss_curve(run: Run) -> Path:
     """Draw training and validation loss over tokens as `loss.png` in the run. Returns its path.
 
-    Raises UserError where the run has no metrics yet.
+    Raises UserError where the run has no metrics yet. Records that cannot be drawn are left out.
     """
     records = run.read_metrics()
 
-    def points(name: str) -> list[tuple[int, float]]:
-        return [(record["tokens"], record[name]) for record in records if record.get(name) is not None]
+    def points(name: str) -> list[tuple[float, float]]:
+        pairs = [(record.get("tokens"), record.get(name)) for record in records]
+        return [(x, y) for x, y in pairs if x is not None and y is not None and max(x, abs(y)) < LARGEST_DRAWN]
 
     train, validation, bits = points("loss"), points("val/loss"), points("val/bits_per_byte")
     if not train:

@@ -120,7 +120,7 @@ def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_secon
     """
     path = folder / f"rank-{rank}.json"
     for _ in range(3):  # it may be read half-written
-        with suppress(UserError, FileNotFoundError):
+        with suppress(UserError, OSError):
             written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
             break
     else:

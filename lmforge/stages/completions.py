@@ -16,14 +16,15 @@ from torch import Tensor
 from lmforge.config.align import RolloutOptions
 from lmforge.data.batch import Batch
 from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
-from lmforge.data.sources.records import read_records
+from lmforge.data.sources.records import read_records, require_fields
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
 from lmforge.rewards.functions import FunctionResult, RewardFunctions
 
 FOLDER = "completions"
+TABLE_FIELDS = ("prompt", "completion", "reward", "tokens", "ended")
 SCORING_BATCH_SIZE = 16
 
 
@@ -136,7 +137,8 @@ def locate_completions(batch_index: int, options: RolloutOptions, world_size: in
 
 
 def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records that `locate_completions` has located, rank by rank. Raises UserError where there are none."""
+    """The records that `locate_completions` has located, rank by rank. Raises UserError where there are none or one is not
+    such a record."""
     if location["answers"] is None:
         raise UserError(
             f"{run_folder}: the completions of this step were not written; --rollout.log_completions_every 1 writes those of"
@@ -150,7 +152,11 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[st
         if not path.exists():
             # On the disk of another host.
             continue
-        table = [record for _, record in read_records(path)]
+        table = []
+        for place, record in read_records(path):
+            with prefix_errors(place):
+                require_fields(record, *TABLE_FIELDS)
+            table.append(record)
         size = len(table) // parts
         records += table[part * size : (part + 1) * size]
     if not records:

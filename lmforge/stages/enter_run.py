@@ -44,6 +44,8 @@ def enter_run(
 
     Raises UserError; the run is as it was then, its lock apart.
     """
+    if run.external_checkpoints is not None:  # before its checkpoints are looked for
+        dist_ctx.run_once_per_host(partial(checkpoint.check_writable, run))
     resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     with dist_ctx.raise_on_all():
         if config.log.tensorboard and find_spec("tensorboard") is None:
@@ -68,7 +70,7 @@ def enter_run(
 def lock_run(run: Run, config: StageConfig) -> bool:
     """Lock a run directory that may be trained in. Returns whether the run is resumed. Changes nothing but the lock.
 
-    Raises UserError where there is something else, or `run.resume` forbids it.
+    Raises UserError where there is something else, or it cannot be written, or `run.resume` forbids it.
     """
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
@@ -83,7 +85,11 @@ def lock_run(run: Run, config: StageConfig) -> bool:
             f"{run.path}: this run exists; continue it (leave out --resume never), delete it with --run.overwrite,"
             " or give this one another --run.name"
         )
+    if not config.run.overwrite:
+        run.check_layout()
     run.lock()
+    if run.external_checkpoints is None:
+        checkpoint.check_writable(run)
     return exists and not config.run.overwrite
 
 
@@ -108,10 +114,9 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
 
 def next_checkpoint_bytes(run: Run) -> int:
     """How large the next checkpoint will be: as large as the newest one; 0 where there is none yet."""
-    steps = run.checkpoint_steps()
-    if not steps:
-        return 0
     try:
+        if not (steps := run.checkpoint_steps()):
+            return 0
         return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
     except (UserError, OSError):
         # It is being written or deleted.

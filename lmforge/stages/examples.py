@@ -128,7 +128,7 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
         _check_pairs_of_completions(train, length)
     counts, splits = folder.manifest["counts"], folder.manifest["splits"]
     in_train, in_validation = splits["train"], splits["validation"]
-    left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts[name]]
+    left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
     return RunInputs(
         tokenizer,
         train,

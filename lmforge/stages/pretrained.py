@@ -153,7 +153,7 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     """
     if manifest is None:
         return config, []
-    original, source = manifest.recipe["model"].get("source"), config.model.source
+    original, source = manifest.recipe.get("model", {}).get("source"), config.model.source
     notes = []
     if original is not None and source is not None and Path(original) != source:
         if is_hub_name(original) or Path(original).exists():

@@ -82,8 +82,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
             watch.set_phase("barrier", step)
             signal, save_request = stop_signals.exchange(schedule.requested_by_clock())
             if save_request == SaveRequest.GIVE_UP:
-                failures, error = trainer.checkpointer.consecutive_failures, trainer.checkpointer.last_error
-                raise RunFailed(f"step {done}: {failures} saves in a row have failed: {error}")
+                raise RunFailed(f"step {done}: {trainer.checkpointer.describe_failures()}")
             is_last = done == config.train.steps
             stopping = is_last or signal != 0
             save_request = SaveRequest(max(save_request, schedule.requested_by_step(done, stopping)))

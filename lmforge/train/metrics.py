@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -84,8 +85,11 @@ class MetricsFile:
     """Appends one JSON object a log step; with `tensorboard`, the same numbers as events."""
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        with open(path, "rb") as written:
+            size = written.seek(0, os.SEEK_END)
+            written.seek(max(0, size - 1))
+            is_torn = written.read() not in (b"", b"\n")
         if is_torn:
             # A killed process left half a line.
             self._file.write("\n")

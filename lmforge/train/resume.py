@@ -70,6 +70,9 @@ def load_resume_point(
         try:
             with ctx.dist_ctx.raise_on_all():
                 checkpoint.load(point.checkpoint_folder, state)
+                # Weights, order, dropout and samples are functions of seeds and numbers; nothing here draws from torch's
+                # generator. Its state is restored for other code in this process that may.
+                checkpoint.set_rng_state(point.manifest.rng)
             break
         except CorruptCheckpoint as error:
             reason = f"{point.checkpoint_folder}: {error}"
@@ -80,9 +83,6 @@ def load_resume_point(
             for line in point.messages:
                 ctx.console.info(line)
     parallel_model.load_state_dict(optimizer, state)
-    # Weights, order, dropout and samples are functions of seeds and numbers; nothing here draws from torch's generator.
-    # Its state is restored for other code in this process that may.
-    checkpoint.set_rng_state(point.manifest.rng)
     return point
 
 
@@ -125,7 +125,7 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
     """Raise UserError where the checkpoint belongs to another run than `config` describes."""
     if (manifest := point.manifest) is None:
         return
-    optimizer, batch_size = manifest.recipe["optimizer"]["name"], inputs.batch_plan.global_batch_size
+    optimizer, batch_size = manifest.recipe.get("optimizer", {}).get("name"), inputs.batch_plan.global_batch_size
     differs = ""
     if manifest.model_config != inputs.model_config:
         differs = f"another model config ({_model_difference(manifest.model_config, inputs.model_config)})"
@@ -167,5 +167,9 @@ def _changed_options(manifest: Manifest, config: StageConfig) -> Iterator[str]:
 
 
 def last_checkpoint_message(run: Run) -> str:
-    steps = run.checkpoint_steps()
+    """Where the newest checkpoint is, or why that is not known."""
+    try:
+        steps = run.checkpoint_steps()
+    except UserError as problem:
+        return str(problem)
     return f"last checkpoint: {run.checkpoint_path(steps[-1])}" if steps else "no checkpoint had been saved"

@@ -190,7 +190,7 @@ class Trainer:
             self.checkpointer.wait()
             if not self.checkpointer.consecutive_failures:
                 return
-        raise RunFailed(f"step {step}: could not be saved in {FINAL_SAVE_ATTEMPTS} tries: {self.checkpointer.last_error}")
+        raise RunFailed(f"step {step}: {self.checkpointer.describe_failures()}")
 
     def _state_dict(self, model_only: bool) -> StateDict:
         state: StateDict = self.parallel_model.state_dict(self.optimizer, named_optimizer_state)

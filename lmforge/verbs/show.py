@@ -1,8 +1,10 @@
 """`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, validate_options
@@ -16,8 +18,8 @@ from lmforge.interop.resolve import resolve_model_config
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
-from lmforge.runs import MANIFEST, Run, format_bytes
-from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
+from lmforge.runs import MANIFEST, Run, format_bytes, read_checkpoint_manifest
+from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_json
 from lmforge.verbs.dry_run import describe_cost, dry_run
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -28,15 +30,22 @@ def run_show(options: ShowOptions) -> int:
     reading = [name for name in options.changed() if name in ("mask", "format", "fields", "apply_chat_template")]
     if reading and options.tokenizer is None:
         raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
-    if options.thing != "data" or options.of is None:
-        if options.of is not None or options.samples is not None or options.tokenizer is not None:
-            raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
-        print(show(options.thing))
-        return 0
+    of_data = options.thing == "data" and options.of is not None
+    if not of_data and (options.of is not None or options.samples is not None or options.tokenizer is not None):
+        raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
+    try:
+        text = _show_data(options) if of_data else show(options.thing)
+    except OSError as problem:  # such as a folder in the place of a file
+        raise UserError(f"{describe_os_error(problem, options.thing)}; name something else") from None
+    print(text)
+    return 0
+
+
+def _show_data(options: ShowOptions) -> str:
     from lmforge.verbs.show_data import show_examples, show_samples
 
-    print(show_examples(options, options.tokenizer) if options.tokenizer else show_samples(options.of, options.samples))
-    return 0
+    assert options.of is not None
+    return show_examples(options, options.tokenizer) if options.tokenizer else show_samples(options.of, options.samples)
 
 
 def show(thing: str) -> str:
@@ -111,6 +120,23 @@ class _FileEntry:
 
 
 @dataclass(frozen=True)
+class _DataOptions:
+    folder: str
+    sequence_length: Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class _ModelOptions:
+    implementation: str = "lmforge"
+
+
+@dataclass(frozen=True)
+class _RecipeSummary:
+    data: _DataOptions
+    model: _ModelOptions = field(default_factory=_ModelOptions)
+
+
+@dataclass(frozen=True)
 class _Writer:
     ranks: int
     engine: str
@@ -124,24 +150,28 @@ class _CheckpointSummary:
     step: int
     consumed_sequences: int
     hf_config: dict[str, Any]
-    recipe: dict[str, dict[str, Any]]
+    recipe: _RecipeSummary
     written_by: _Writer
     files: dict[str, _FileEntry]
 
 
 def _describe_checkpoint(path: Path) -> str:
-    manifest = read_json(path / MANIFEST, _CheckpointSummary, max_bytes=MAX_MANIFEST_BYTES)
-    data, writer = manifest.recipe["data"], manifest.written_by
-    implementation = manifest.recipe.get("model", {}).get("implementation", "lmforge")
-    config = model_config_from_json(manifest.hf_config, str(path / MANIFEST), implementation)
-    length, consumed = data["sequence_length"], manifest.consumed_sequences
+    manifest = read_checkpoint_manifest(path, _CheckpointSummary)
+    for name, file in manifest.files.items():
+        if not (path / name).is_file():
+            raise UserError(f"{path / name}: missing")
+        if (size := (path / name).stat().st_size) != file.bytes:
+            raise UserError(f"{path / name}: {size:,} bytes instead of {file.bytes:,}")
+    data, writer = manifest.recipe.data, manifest.written_by
+    config = model_config_from_json(manifest.hf_config, str(path / MANIFEST), manifest.recipe.model.implementation)
+    length, consumed = data.sequence_length, manifest.consumed_sequences
     size = sum(file.bytes for file in manifest.files.values())
     return (
         f"checkpoint {path}\n"
         f"step       {manifest.step:,}: {consumed:,} sequences, {consumed * length:,} tokens\n"
         f"written by {writer.ranks} {'rank' if writer.ranks == 1 else 'ranks'}, engine {writer.engine}, {writer.dtype}\n"
         f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
-        + _describe_model(config, f"trained on {data['folder']}", length)
+        + _describe_model(config, f"trained on {data.folder}", length)
     )
 
 
@@ -154,6 +184,10 @@ def _describe_run(run: Run) -> str:
         shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
         lines.append("last       " + ", ".join(f"{name} {last[name]:,.4g}" for name in shown if name in last))
     lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
-    if steps and (run.checkpoint_path(steps[-1]) / MANIFEST).exists():
-        lines.append(_describe_checkpoint(run.checkpoint_path(steps[-1])))
+    for step in reversed(steps):
+        try:
+            lines.append(_describe_checkpoint(run.checkpoint_path(step)))
+            break
+        except (UserError, OSError) as problem:  # the newest intact one is shown
+            lines.append(f"damaged    {problem}")
     return "\n".join(lines)

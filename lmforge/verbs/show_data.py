@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig, renamed_fields
@@ -24,6 +24,9 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json
+
+MAX_SAMPLES = 10_000  # printed at once
+Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 def show_samples(source: Path, sample_range: str | None) -> str:
@@ -101,12 +104,14 @@ def _show_completions(source: Path, record: "BadStepFile", title: str, sample_ra
 
 
 def _parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int, int]:
-    """FIRST:AFTER_LAST as numbers."""
+    """FIRST:AFTER_LAST as numbers, or as many of the default as are printed at once. Raises UserError."""
     if sample_range is None:
-        return default
-    match = re.fullmatch(r"(\d+):(\d+)", sample_range)
+        return default[0], min(default[1], default[0] + MAX_SAMPLES)
+    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", sample_range)
     if not match or int(match[1]) >= int(match[2]):
         raise UserError(f"--samples {sample_range}: expected FIRST:AFTER_LAST, such as 0:3")
+    if int(match[2]) - int(match[1]) > MAX_SAMPLES:
+        raise UserError(f"--samples {sample_range}: more than {MAX_SAMPLES:,} samples; give fewer")
     return int(match[1]), int(match[2])
 
 
@@ -190,22 +195,23 @@ def _data_folder(config: StageConfig) -> tuple[Path, bool]:
 class BadStepFile(BaseModel, extra="allow"):
     """What a run writes of a bad step: its samples, or with rollouts its completions."""
 
-    step: int
-    reason: str
-    samples: tuple[int, int] | None = None
-    data: str = ""
-    sequence_length: int = 0
-    seed: int = 0
+    step: Count
+    reason: str = Field(max_length=200)
+    samples: tuple[Count, Count] | None = None
+    data: str = Field("", pattern=r"^[^\x00]*$")
+    sequence_length: int = Field(1, ge=1, le=2**24)
+    seed: Count = 0
     plan_hash: str = ""
     packing: str = "best-fit"
-    answers: str | None = None
-    ranks: int = 1
-    part: tuple[int, int] = (0, 1)
+    answers: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
+    ranks: int = Field(1, ge=1, le=1_000_000)
+    part: tuple[Count, Annotated[int, Field(ge=1)]] = (0, 1)
 
 
 def _read_bad_step(file: Path) -> BadStepFile:
     with suppress(UserError):
         record = read_json(file, BadStepFile)
-        if (record.samples is not None and record.data and record.plan_hash) or "answers" in record.model_fields_set:
+        samples = record.samples
+        if (samples and samples[0] < samples[1] and record.data and record.plan_hash) or "answers" in record.model_fields_set:
             return record
     raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")

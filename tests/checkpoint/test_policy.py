@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from lmforge import checkpoint
 from lmforge.checkpoint import Manifest, RetentionPolicy
 from lmforge.cli import run as command
 from lmforge.runs import Run
-from tests.conftest import Command
 from tests.distributed.conftest import weights
 
 Train = Callable[..., Run]
@@ -113,22 +113,29 @@ def test_what_is_saved_beside_the_training_is_the_step_it_says_and_the_same_as_s
 
 
 def test_a_save_that_fails_is_told_and_tried_again_and_some_in_a_row_end_the_run(
-    tmp_path: Path, tiny_options: list[str], lmforge: Command
+    tmp_path: Path, tiny_options: list[str]
 ) -> None:
-    """A file lies where checkpoints would be: as good as a disk that cannot be written, and there are no rights to lack."""
-    (tmp_path / "elsewhere").mkdir()
-    in_the_way = tmp_path / "elsewhere" / "a"
-    in_the_way.write_text("in the way")
-    words = ["--run.folder", tmp_path, "--run.name", "a", "--train.steps", 2000, "--checkpoint.folder", tmp_path / "elsewhere"]
+    """While it trains, the folder of the checkpoints is moved away and a file takes its place: a mount that is lost, and there
+    are no rights to lack."""
+    elsewhere = tmp_path / "elsewhere"
+    words = ["--run.folder", tmp_path, "--run.name", "a", "--train.steps", 100_000, "--checkpoint.folder", elsewhere]
     words += ["--checkpoint.retry_seconds", 0.2, "--checkpoint.max_failures", 3]
-    done = lmforge("pretrain", *tiny_options, *words)
-    assert done.returncode == 1, done.stderr
-    *told, last = done.stderr.splitlines()
+    line = [sys.executable, "-m", "lmforge", "pretrain", *tiny_options, *map(str, words)]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        run = Run(tmp_path / "a", elsewhere / "a")
+        while not run.checkpoint_steps():
+            assert process.poll() is None
+            time.sleep(0.05)
+        elsewhere.rename(tmp_path / "gone")
+        elsewhere.write_text("in the way")
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    *told, last = [line for line in errors.splitlines() if "old checkpoints could not be deleted" not in line]
     assert [line.rpartition(" ")[2] for line in told] == ["1", "2", "3"]
-    assert all(line.startswith(f"lmforge: {in_the_way}: the checkpoint step-0") for line in told)
+    assert all(line.startswith(f"lmforge: {elsewhere / 'a'}: the checkpoint step-0") for line in told)
     assert ": 3 saves in a row have failed: " in last
     assert last.split()[1] == "step"
-    assert in_the_way.read_text() == "in the way"
+    assert elsewhere.read_text() == "in the way"
 
 
 def test_a_run_moved_to_another_folder_and_host_goes_on_there(

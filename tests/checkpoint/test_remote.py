@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
 import torch
 
 from lmforge import checkpoint
 from lmforge.runs import MANIFEST, Run, parse_location
-from tests.conftest import Command
+from tests.conftest import Command, Refusal
 from tests.distributed.conftest import weights
 
 BUCKET = "s3://models/runs"
@@ -87,12 +88,40 @@ def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_e
 
 
 @pytest.mark.usefixtures("store")
-def test_a_store_that_is_not_there_is_one_line(tmp_path: Path, tiny_options: list[str], lmforge: Command) -> None:
-    words = ["--run.folder", tmp_path, "--run.name", "a", "--checkpoint.folder"]
-    done = lmforge("pretrain", *tiny_options, *words, "s3://absent/runs")
-    assert done.returncode == 1, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("lmforge: s3://absent/runs/a: checkpoints could not be written: ")
-    done = lmforge("pretrain", *tiny_options, *words, "nothing://absent/runs")
-    assert done.returncode == 2
-    assert done.stderr.startswith("lmforge: nothing://absent/runs: ")
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("s3://absent/runs", "s3://absent/runs/a: checkpoints cannot be written (FileNotFoundError: The specified bucket does"),
+        ("http://127.0.0.1:9/runs", "http://127.0.0.1:9/runs/a: checkpoints cannot be written (a store of this kind cannot be"),
+        ("nothing://absent/runs", "nothing://absent/runs: "),
+    ],
+)
+def test_a_store_that_cannot_be_written_is_refused_before_the_run_begins(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal, address: str, said: str
+) -> None:
+    words = ["--run.folder", tmp_path, "--run.name", "a", "--checkpoint.folder", address]
+    assert refused("pretrain", *tiny_options, *words).startswith(said)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("store")
+def test_a_store_without_credentials_is_refused_before_the_run_begins_and_in_looking_at_a_run(
+    tmp_path: Path, tiny_options: list[str], tiny_run: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "nothing"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    words = ["--run.folder", tmp_path, "--run.name", "a", "--checkpoint.folder", BUCKET]
+    reason = "(NoCredentialsError: Unable to locate credentials); check the folder or address"
+    assert refused("pretrain", *tiny_options, *words).startswith(f"{BUCKET}/a: checkpoints cannot be written {reason}")
+    assert not (tmp_path / "a").exists()
+    # A run whose recipe names the store.
+    shutil.copytree(tiny_run, tmp_path / "tiny")
+    recipe = tmp_path / "tiny" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("[checkpoint]\n", f'[checkpoint]\nfolder = "{BUCKET}"\n'))
+    for words in (["show", recipe.parent], ["generate", recipe.parent, "To be"]):
+        assert refused(*words).startswith(f"{BUCKET}/tiny: checkpoints cannot be listed {reason}")
+    s3fs.S3FileSystem.clear_instance_cache()

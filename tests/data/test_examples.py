@@ -17,7 +17,7 @@ from lmforge.data.batch import Batch
 from lmforge.data.chat.examples import ExampleFolder, best_fit, example_dataset, write_examples
 from lmforge.data.chat.spill_buffer import ExampleGroup
 from lmforge.data.packing import IGNORE_INDEX, TokenizedExample
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random
 
@@ -37,7 +37,7 @@ def rng() -> random.Random:
 def drawn(rng: random.Random, longest: int) -> TokenizedExample:
     """A prompt that is not scored, and an answer that is."""
     prompt, answer = rng.randint(1, longest - 1), rng.randint(1, longest // 2)
-    tokens = np.array([rng.randrange(300) for _ in range(prompt + answer)], np.int32)
+    tokens = np.array([rng.randrange(MIN_VOCAB_SIZE) for _ in range(prompt + answer)], np.int32)
     return TokenizedExample(tokens, np.arange(prompt + answer) >= prompt)
 
 
@@ -50,7 +50,7 @@ def make(tmp_path: Path, tokenizer: Tokenizer) -> Make:
             folder,
             read.__getitem__,
             tokenizer,
-            plan={},
+            plan={"kind": "conversations", "tokenizer": tokenizer.hash},
             sequence_length=length,
             limit_description=f"data.sequence_length = {length}",
             overlong=overlong,

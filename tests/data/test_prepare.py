@@ -2,11 +2,13 @@
 
 import argparse
 import fcntl
+import gzip
 import hashlib
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
+from lmforge.cli import run
 from lmforge.data.prepare.prepare import TRAIN_SPLIT, VALIDATION_SPLIT, prepare
 from lmforge.data.shards import SHARDS_MANIFEST, UNFINISHED, TokenFolder
 from lmforge.data.sources import text_sources
@@ -85,8 +91,8 @@ class Preparation:
             "def die():\n"
             f"    time.sleep({die_after})\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
-            "def progress(step, done, total, size):\n"
-            "    print(step, done, total, size, flush=True)\n"
+            "def progress(step, done, total, read, size):\n"
+            "    print(step, done, total, read, size, flush=True)\n"
             f"    at = {die_at!r}\n"
             "    if at and step == at[0] and done >= at[1]:\n"
             f"        {'threading.Thread(target=die, daemon=True).start()' if die_after else 'die()'}\n"
@@ -379,6 +385,79 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path
     assert second.end()[0] == 0
 
 
+def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path) -> None:
+    """As `kill` and a scheduler do, whose SIGTERM may reach every process. Semaphores that were left would be warned of."""
+    corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
+    small = "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
+    for number, send in enumerate((os.kill, os.killpg)):
+        first = Preparation(corpus, tmp_path / f"out{number}", small, vocab_size=400, workers=2)
+        first.wait_for("tokens 3 ")
+        send(first.process.pid, signal.SIGTERM)
+        assert first.end() == (128 + signal.SIGTERM, "")
+        assert no_process_left(first.process.pid)
+        assert len(list((tmp_path / f"out{number}" / UNFINISHED).glob("*.npz"))) >= 3
+    assert Preparation(corpus, tmp_path / "out0", small, vocab_size=400, workers=2).end() == (0, "")
+
+
+@pytest.mark.parametrize(("name", "workers"), [("a.jsonl.zst", 1), ("a.jsonl.gz", 2), ("a.txt.zst", 1), ("a.parquet", 1)])
+def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, workers: int
+) -> None:
+    monkeypatch.setattr("lmforge.data.prepare.worker_pool.REPORT_SECONDS", 0)
+    texts = some_texts(20_000 // workers**2)
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
+    else:
+        raw = raw if "jsonl" in name else "\n".join(texts).encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw))
+    told: list[tuple[Any, ...]] = []
+    source = tmp_path / name
+    if workers > 1:  # of which each is its own process's
+        source = tmp_path / "several"
+        source.mkdir()
+        for number in range(2):
+            shutil.copy(tmp_path / name, source / f"{number}{name}")
+    prepare(str(source), tmp_path / "out", vocab_size=261, workers=workers, progress=lambda *step: told.append(step))
+    sizes = {size for step, _, _, _, size in told if step != "shards"}
+    if name != "a.parquet":  # whose row groups say how large they are unpacked
+        assert sizes == {sum(file.stat().st_size for file in [*source.glob("*"), source] if file.is_file())}
+    for wanted in ("tokenizer", "tokens"):
+        read = [read for step, _, _, read, _ in told if step == wanted]
+        assert read == sorted(read)
+        assert (read[0], read[-1]) == (0, *sizes)
+        assert (wanted == "tokenizer" and "txt" in name) or len(set(read)) >= 3, "in between too"
+
+
+def test_the_command_says_how_much_of_a_file_is_done_and_how_long_the_rest_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lmforge.verbs.prepare.PRINT_EVERY_SECONDS", 0)
+    monkeypatch.setattr("lmforge.data.prepare.worker_pool.REPORT_SECONDS", 0)
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(20_000)).encode()
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
+    assert run(["prepare", str(tmp_path / "a.jsonl.zst"), str(tmp_path / "out"), "--vocab_size", "512"]) == 0
+    size = f"{(tmp_path / 'a.jsonl.zst').stat().st_size / 1e6:,.1f}"
+    printed = capsys.readouterr().out
+    shares = [int(share) for share in re.findall(rf"^tokens: (\d+)%, [\d.]+ of {size} MB, 0:\d\d:\d\d left$", printed, re.M)]
+    assert len(set(shares)) >= 2
+    assert shares == sorted(shares)
+
+
+def test_what_a_user_should_know_of_a_source_is_said_once_and_it_is_prepared_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.html", "b.HTM", "c.txt", "d.csv", "e.pdf"):
+        (tmp_path / "in" / name).write_text(f"<p>Some text of {name}.</p>\n" * 20)
+    assert run(["prepare", str(tmp_path / "in"), str(tmp_path / "out"), "--vocab_size", "512"]) == 0
+    printed = capfd.readouterr()
+    what = "2 files of HTML, whose markup is tokenized as it is; extract the text first if the model is not to learn markup"
+    assert printed.err == f"lmforge: {tmp_path / 'in'}: {what}\n"
+    assert "left out  2 files of kinds that are not read\n" in printed.out
+    assert sum("<p>" in text for text in stored_texts(tmp_path / "out", TRAIN_SPLIT)) >= 1
+
+
 def blocked_signals(_: int) -> set[int]:
     return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
 
@@ -394,7 +473,7 @@ def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == f"{[[int(signal.SIGINT)]] * 6} set()"
+    assert done.stdout.strip() == f"{[[int(signal.SIGINT), int(signal.SIGTERM)]] * 6} set()"
 
 
 def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -413,7 +492,7 @@ def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Pat
         "if __name__ == '__main__':\n"
         "    try:\n"
         f"        prepare({str(corpus)!r}, {str(out)!r}, vocab_size=300, workers=2,\n"
-        "            progress=lambda step, done, total, size: kill() if (step, done) == ('tokens', 3) else None)\n"
+        "            progress=lambda step, done, *rest: kill() if (step, done) == ('tokens', 3) else None)\n"
         "    except RunFailed as failure:\n"
         "        raise SystemExit(f'failed: {failure}')\n"
     )
@@ -487,6 +566,24 @@ def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, corpus: Pat
     (tmp_path / "done" / "notes-00001-mine.txt").write_text("mine")
     prepare(str(corpus), tmp_path / "done", vocab_size=301, overwrite=True)
     assert (tmp_path / "done" / "notes-00001-mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [SHARDS_MANIFEST, f"{UNFINISHED}/plan.json", "train-00000.json"])
+def test_a_folder_in_the_place_of_a_file_of_a_preparation_is_named(
+    tmp_path: Path, corpus: Path, refused: Refusal, name: str
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "out" / name / "thesis.txt").write_text("years of work")
+    for words in ([], ["--overwrite"]):
+        message = refused("prepare", corpus, tmp_path / "out", "--vocab_size", 512, *words)
+        assert message.startswith(str(tmp_path / "out"))
+        assert (tmp_path / "out" / name / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path: Path, corpus: Path, refused: Refusal) -> None:
+    assert "(302 characters): File name too long; " in refused("prepare", "a" * 300, tmp_path / "out")
+    message = refused("prepare", corpus, tmp_path / ("a" * 300))
+    assert "cannot be made a folder of shards: File name too long: name another" in message
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> None:

@@ -1,17 +1,33 @@
 """Faults of the disk, each made for real: found, retried where that can help, and named."""
 
+import contextlib
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
-from lmforge.data.shards import BLOCK_BYTES, MAX_OPEN_SHARDS, SHARDS_MANIFEST, UNFINISHED, TokenFolder
+from lmforge.data.dataset import TokenDataset
+from lmforge.data.shards import (
+    BLOCK_BYTES,
+    MAX_OPEN_SHARDS,
+    RESTORE_HINT,
+    SHARDS_MANIFEST,
+    UNFINISHED,
+    TokenFolder,
+    hash_tokenizer_files,
+    write_shard,
+)
+from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from tests.conftest import Refusal
 
 Writer = Callable[..., TokenFolder]
 
@@ -181,6 +197,122 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(path: Path) -> None
     file.write_text(json.dumps(data))
     with pytest.raises(UserError, match="its tokenizer is not the one that made its tokens"):
         _ = TokenFolder.open(path).tokenizer
+
+
+# --- content of manifests --------------------------------------------------------------------------------------------
+
+# Of each kind of JSON one, and numbers at and beyond every limit.
+STRANGE = [None, True, "x", "", -1, 0, 1.5, 2**63, -(2**63), 10**30, 1e308, [], {}, [None], ["x"], [-1], [2**64], {"x": None}]
+# Fields that say what was, and decide nothing: any value of their type is as good.
+INFORMATIVE = {"source", "plan", "skipped_files", "empty_documents", "text_bytes", "tokenizer_files"}
+
+
+def use_everything(path: Path) -> None:
+    """What `prepare`, `pretrain`, `evaluate` and `show` read of a folder."""
+    folder = TokenFolder.open(path)
+    assert folder.tokenizer.vocab_size == 261
+    for name in folder.splits:
+        split = folder.split(name)
+        split.read(0, split.num_tokens)
+        split.document_starts(0, split.num_tokens)
+    dataset = TokenDataset(folder, sequence_length=50)
+    dataset.sequences(0, 3)
+
+
+def write_manifests(path: Path, of_folder: dict[str, Any], of_shard: dict[str, Any], *, with_checksum: bool = True) -> None:
+    """As someone would who knows the checksum of the shard's manifest."""
+    text = json.dumps(of_shard)
+    (path / "train-00000.json").write_text(text)
+    with contextlib.suppress(TypeError, KeyError, IndexError):  # the walk has put something else there
+        if with_checksum:
+            of_folder["splits"]["train"][0]["xxh3"] = xxhash.xxh3_128_hexdigest(text.encode())
+    (path / SHARDS_MANIFEST).write_text(json.dumps(of_folder))
+
+
+@pytest.mark.parametrize("manifest", ["folder", "entry", "shard"])
+def test_any_field_of_a_manifest_with_any_value_is_refused_in_one_line_or_read(path: Path, manifest: str) -> None:
+    folder = json.loads((path / SHARDS_MANIFEST).read_text())
+    shard = json.loads((path / "train-00000.json").read_text())
+    write_manifests(path, folder, shard)
+    use_everything(path)
+    table = {"folder": folder, "entry": folder["splits"]["train"][0], "shard": shard}[manifest]
+    read = set()
+    for name, before in list(table.items()):
+        # And the right type, but one less, one more, or another order.
+        near = [before - 1, before + 1] if isinstance(before, int) else []
+        near += [before[1:], before + before[:1], before[::-1]] if isinstance(before, list | str) else []
+        checked = manifest != "entry" or name != "xxh3"
+        for value in [*STRANGE, *(each for each in near if each != before)]:
+            table[name] = value
+            write_manifests(path, folder, shard, with_checksum=checked)
+            try:
+                use_everything(path)
+                read.add(name)
+            except UserError as problem:
+                message = str(problem)
+                assert message.startswith(str(path)), (name, value)
+                assert "\n" not in message, (name, value)
+                assert len(message) < len(str(path)) + 300, (name, value)
+        del table[name]
+        write_manifests(path, folder, shard, with_checksum=checked)
+        with contextlib.nullcontext() if name == "tokenizer_files" else pytest.raises(UserError, match=f"{name}: missing"):
+            use_everything(path)
+        table[name] = before
+    assert read <= INFORMATIVE, "fields that decide something are refused"
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_ids_beyond_the_vocabulary_are_named_with_their_place_by_whoever_reads_them(
+    tmp_path: Path, folder_of: Writer, byte_tokenizer: Tokenizer, dtype: str
+) -> None:
+    folder_of(tmp_path / "bad", [[50, 50], [40]])
+    tokens = np.full(100, 7, dtype)
+    tokens[[70, 80]] = 261, np.iinfo(dtype).max
+    entry = write_shard(tmp_path / "bad", "train-00000", tokens, np.array([50, 50]), byte_tokenizer.hash)
+    manifest = json.loads((tmp_path / "bad" / SHARDS_MANIFEST).read_text())
+    manifest["splits"]["train"] = [asdict(entry)]
+    (tmp_path / "bad" / SHARDS_MANIFEST).write_text(json.dumps(manifest | {"dtype": f"uint{8 * tokens.itemsize}"}))
+    split = TokenFolder.open(tmp_path / "bad").split("train")
+    assert split.read(0, 70).max() == 7
+    place = rf"train-00000\.tokens: token {{}} is {{}}, beyond the vocabulary of 261: {RESTORE_HINT}"
+    with pytest.raises(UserError, match=place.format(70, 261)):
+        split.read(60, 80)
+    with pytest.raises(UserError, match=place.format(80, f"{np.iinfo(dtype).max:,}")):
+        split.read(0, 100)
+    with pytest.raises(UserError, match=r"sample 0: .*beyond the vocabulary"):
+        TokenDataset(TokenFolder.open(tmp_path / "bad"), sequence_length=100, shuffle=False).sequence(0)
+
+
+def test_documents_that_overlap_are_named(tmp_path: Path, folder_of: Writer, byte_tokenizer: Tokenizer) -> None:
+    folder_of(tmp_path / "bad", [[50, 50]])
+    entry = write_shard(tmp_path / "bad", "train-00000", np.full(100, 7, "<u2"), np.array([80, -20, 40]), byte_tokenizer.hash)
+    manifest = json.loads((tmp_path / "bad" / SHARDS_MANIFEST).read_text())
+    manifest["splits"]["train"] = [asdict(entry)]
+    (tmp_path / "bad" / SHARDS_MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"train-00000\.documents: its documents do not follow each other"):
+        TokenFolder.open(tmp_path / "bad").split("train").document_starts(0, 100)
+
+
+@pytest.mark.parametrize("change", ["deleted", "damaged", "emptied", "a folder"])
+def test_a_file_beside_the_tokenizer_that_is_gone_or_another_is_named(
+    tmp_path: Path, folder_of: Writer, byte_tokenizer: Tokenizer, refused: Refusal, change: str
+) -> None:
+    folder_of(tmp_path / "tokens", [[50, 50]])
+    path = tmp_path / "tokens"
+    manifest = json.loads((path / SHARDS_MANIFEST).read_text())
+    (path / SHARDS_MANIFEST).write_text(json.dumps(manifest | {"tokenizer_files": hash_tokenizer_files(byte_tokenizer)}))
+    use_everything(path)
+    file = path / "tokenizer" / "tokenizer_config.json"
+    text = file.read_text()
+    file.unlink()
+    if change == "a folder":
+        file.mkdir()
+    elif change != "deleted":
+        file.write_text({"damaged": text.replace("false", "true"), "emptied": ""}[change])
+    what = {"damaged": "changed since the tokens were made", "emptied": "not valid JSON: EOF while parsing a value at line 1"}
+    message = refused("show", path)
+    assert message.startswith(f"{file}: {what.get(change, 'missing')}")
+    assert message.endswith(RESTORE_HINT)
 
 
 def test_more_shards_than_may_be_open_are_read_with_few_files_open(tmp_path: Path, folder_of: Writer) -> None:

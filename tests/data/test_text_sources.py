@@ -2,7 +2,10 @@ import gzip
 import json
 import os
 import pickle
+import subprocess
+import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -98,14 +101,47 @@ def test_small_files_share_units_and_units_never_change(tmp_path: Path, monkeypa
     assert [len(text) for text in texts(source)] == [5 * i for i in range(30)]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    assert texts(open_text_source(str(tmp_path / "a.txt"))) == ["hello"]
+BOM = b"\xef\xbb\xbf"
 
 
-def test_any_file_named_by_itself_is_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", BOM + b"hello", ["hello"]),
+        ("a", BOM + b"hello", ["hello"]),
+        ("a.txt.gz", gzip.compress(BOM + b"hello"), ["hello"]),
+        ("a.jsonl", BOM + lines(*SOME), SOME_TEXTS),
+        ("a.jsonl", BOM + b"\r\n" + lines(*SOME), SOME_TEXTS),
+        ("a.jsonl", BOM, []),
+        ("a.jsonl.zst", zstandard.compress(BOM + lines(*SOME)), SOME_TEXTS),
+        # Files that were put one after another.
+        ("a.jsonl", BOM + lines(*SOME) + BOM + lines(*SOME), SOME_TEXTS * 2),
+    ],
+)
+@pytest.mark.parametrize("unit_bytes", [3, 1 << 20])
+def test_a_byte_order_mark_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, expected: list[str], unit_bytes: int
+) -> None:
+    monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", unit_bytes)
+    (tmp_path / name).write_bytes(content)
+    assert texts(open_text_source(str(tmp_path / name))) == expected
+
+
+def test_a_file_without_a_suffix_named_by_itself_is_text(tmp_path: Path) -> None:
     (tmp_path / "corpus").write_text("hello\r\n")
     assert texts(open_text_source(str(tmp_path / "corpus"))) == ["hello\r\n"]
+
+
+def test_a_text_of_long_lines_and_blank_ones_is_read_where_no_line_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_sources, "MAX_LINE_CHARACTERS", 50)
+    text = "\n".join("\n" * (size % 3) + "x" * size for size in range(50))
+    (tmp_path / "a.txt").write_text(text)
+    assert texts(open_text_source(str(tmp_path / "a.txt"))) == [text]
+    for bad in ("\n" + "x" * 51, text + "\n" + "x" * 51, "x" * 51, "x" * 51 + "\n" + text):
+        (tmp_path / "a.txt").write_text(bad)
+        assert refusal(tmp_path) == f"{tmp_path}/a.txt: a line of more than 50 characters: break it, or leave the document out"
 
 
 def test_the_fingerprint_follows_the_files_and_not_the_place(tmp_path: Path) -> None:
@@ -202,6 +238,76 @@ def test_a_parquet_file_without_the_field_names_those_it_has(tmp_path: Path) -> 
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     assert "no field 'text': there are body, n" in refusal(tmp_path / "a.parquet")
     assert "the field 'n' is not text but int64" in refusal(tmp_path / "a.parquet", "n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "a.csv",
+            b"text,id\nhello,1\n",
+            ".csv files are not read: convert its rows to .jsonl or .parquet, with the text in one",
+        ),
+        ("A.TSV", b"text\tid\n", ".tsv files are not read: convert its rows to .jsonl or .parquet, with the text in one field"),
+        ("a.csv.gz", gzip.compress(b"text,id\n"), ".csv files are not read: convert its rows to .jsonl or .parquet"),
+        ("a.xlsx", b"PK\x03\x04", ".xlsx files are not read: convert its rows to .jsonl or .parquet"),
+        ("a.pdf", b"%PDF-1.7\n", ".pdf files are not read: extract its text to a .txt"),
+        ("a.docx", b"PK\x03\x04", ".docx files are not read: extract its text to a .txt"),
+        ("a.tar.gz", gzip.compress(b"tar"), ".tar files are not read: unpack it; of packed files .gz and .zst are read"),
+        ("a.txt.bz2", b"BZh9", ".bz2 files are not read: unpack it"),
+        (
+            "a.strange",
+            b"hello",
+            ".strange files are not read: if it is plain text, rename it to .txt",
+        ),
+        ("corpus", b"hello\0\1\2", "a binary file: if it is plain text, rename it to .txt; if not, extract its text"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_what_to_do(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: {expected}")
+
+
+def long_line(size: int) -> bytes:
+    return b'{"text": "a"}\n{"text": "' + b"x" * size + b'"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_beyond_the_limit_is_refused_without_reading_all_of_it(tmp_path: Path, name: str) -> None:
+    """300 MB that take little on the disk."""
+    pack = partial(gzip.compress, compresslevel=1) if name.endswith("gz") else zstandard.compress
+    (tmp_path / name).write_bytes(pack(long_line(300_000_000)))
+    program = (
+        "import sys, pyarrow\n"
+        "from lmforge.data.sources.text_sources import open_text_source\n"
+        "from lmforge.errors import UserError\n"
+        "import resource\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n"
+        "    for unit in open_text_source(sys.argv[1]).units(): list(unit.read())\n"
+        "except UserError as problem:\n"
+        "    print(problem)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / name)], capture_output=True, text=True, check=True)
+    message, kib = done.stdout.splitlines()
+    assert message == f"{tmp_path / name}:2: a line of more than 67,108,864 bytes; split the record, or leave it out"
+    assert int(kib) < 200 * 2**10
+
+
+def test_a_long_line_of_another_range_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", 1 << 20)
+    (tmp_path / "a.jsonl").write_bytes(long_line(5 << 20))
+    assert [len(text) for text in texts(open_text_source(str(tmp_path / "a.jsonl")))] == [1, 5 << 20, 1]
+
+
+def test_a_row_of_a_table_with_a_line_that_is_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_sources, "MAX_LINE_CHARACTERS", 50)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", "c", "x" * 51]}), tmp_path / "a.parquet", row_group_size=2)
+    assert refusal(tmp_path).startswith(f"{tmp_path}/a.parquet, row 2 of group 2: a line of more than 50 characters")
+    (tmp_path / "a.parquet").unlink()
+    (tmp_path / "a.jsonl").write_bytes(lines({"text": "a"}, {"text": "x" * 51}))
+    assert refusal(tmp_path).startswith(f"{tmp_path}/a.jsonl:2: a line of more than 50 characters")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst"])

@@ -87,6 +87,13 @@ def test_a_text_of_lines_is_cut_where_its_tokenizer_allows_it(trained: Tokenizer
     assert list(prefixed.split_long_text(text, 50)) == [text]
 
 
+def test_a_text_of_paragraphs_between_blank_lines_is_cut_too(trained: Tokenizer) -> None:
+    text = "He said: the word, rather low.\n\n" * 100 + "Or so it seemed:\r\n\r\n  \n" * 100
+    pieces = list(trained.split_long_text(text, 50))
+    assert len(pieces) > 40
+    assert [id for piece in pieces for id in trained.encode(piece)] == trained.encode(text)
+
+
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
 def test_text_that_comes_id_by_id_is_the_same_text_in_whole_characters(trained: Tokenizer, text: str) -> None:
@@ -270,7 +277,7 @@ def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path: 
 
 
 def test_an_end_of_text_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no token '<z>', which tokenizer_config\.json says is its eos_token"):
+    with pytest.raises(UserError, match=r"has no token \"<z>\", which tokenizer_config\.json says is its eos_token"):
         Tokenizer.open(write(tmp_path, byte_level(["<a>"]), eos_token="<z>"))
 
 

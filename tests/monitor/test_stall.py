@@ -53,6 +53,28 @@ def test_the_rank_without_a_collective_is_stuck_and_who_has_one_waits(tmp_path: 
     assert "stack of rank 1" in lines[3]
 
 
+STRANGE = [None, True, "x", "", -1, 1.5, 2**63, 10**30, 1e308, [], {}, [[1]], [["x", 1]], "\0", {"x": 1}]
+
+
+@pytest.mark.parametrize("damaged", ["rank-1.json", "rank-1.stall.json"])
+def test_files_of_any_content_or_folders_in_their_place_do_not_stop_a_report(tmp_path: Path, damaged: str) -> None:
+    for rank in (0, 1):
+        write(tmp_path, rank, 3, 4, "forward", operation="all_gather" if rank == 0 else None)
+    path = tmp_path / damaged
+    record = json.loads(path.read_text())
+    contents = [b"", b"\xff\0" * 300, b"[" * 10_000, *(json.dumps(value).encode() for value in STRANGE)]
+    contents += [json.dumps(record | {name: value}).encode() for name in record for value in STRANGE]
+    contents += [json.dumps({key: record[key] for key in record if key != name}).encode() for name in record]
+    for content in contents:
+        path.write_bytes(content)
+        report = told(tmp_path, 2)
+        assert report.startswith("STALL: no progress for 28 s at step "), content
+        assert "rank 1" in report
+    path.unlink()
+    path.mkdir()
+    assert "rank 1" in told(tmp_path, 2)
+
+
 def test_without_collectives_to_go_by_the_least_far_is_stuck(tmp_path: Path) -> None:
     write(tmp_path, 0, 3, 4, "backward")
     write(tmp_path, 1, 3, 1, "data")

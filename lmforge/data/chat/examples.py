@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, NotRequired, Self
 
 import numpy as np
 import xxhash
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
@@ -21,7 +22,7 @@ from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.sources.records import find_record_files
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
 from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
@@ -30,15 +31,16 @@ SPLITS = ("train", "validation")
 # Raised whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 1
 READ_BLOCK_BYTES = 16 << 20
+Count = Annotated[int, Field(ge=0)]
 
 
 class ExampleSplit(TypedDict):
     """The manifest of a split: `group` sequences an example, and the xxh3 of each array by name."""
 
-    examples: int
-    group: int
-    tokens: int
-    scored: int
+    examples: Count
+    group: Annotated[int, Field(ge=1)]
+    tokens: Count
+    scored: Count
     xxh3: dict[str, str]
 
 
@@ -46,8 +48,9 @@ class ExampleManifest(TypedDict):
     """EXAMPLES_MANIFEST: what was requested, and what became of the examples."""
 
     plan: dict[str, Any]
-    sequence_length: int
-    counts: dict[str, int]
+    sequence_length: Count
+    vocab_size: NotRequired[Count]
+    counts: dict[str, Count]
     splits: dict[str, ExampleSplit]
 
 
@@ -105,8 +108,8 @@ def write_examples(
                     )
                 splits[split] = buffer.write(partial, split, selected)
             tokenizer.save(partial / "tokenizer")
-        manifest = {"plan": plan, "sequence_length": sequence_length, "counts": counts, "splits": splits}
-        atomic_write_json(partial / EXAMPLES_MANIFEST, manifest)
+        limits = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
+        atomic_write_json(partial / EXAMPLES_MANIFEST, {"plan": plan, **limits, "counts": counts, "splits": splits})
 
 
 def _drop_or_truncate(
@@ -170,29 +173,55 @@ class ExampleFolder:
             manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
         except OSError:
             raise UserError(f"{path}: not a folder of examples; {hint}") from None
+        if set(manifest["splits"]) != set(SPLITS) or not {"kind", "tokenizer"} <= manifest["plan"].keys():
+            raise UserError(f"{path / EXAMPLES_MANIFEST}: not of a folder of examples; {hint}")
         return cls(path, manifest)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the examples were encoded with."""
-        return Tokenizer.open(self.path / "tokenizer")
+        """The tokenizer that the examples were encoded with. Raises UserError if the one in the folder is another."""
+        tokenizer = Tokenizer.open(self.path / "tokenizer")
+        if tokenizer.hash != self.manifest["plan"]["tokenizer"]:
+            raise UserError(
+                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and it is made anew"
+            )
+        return tokenizer
 
     def split(self, name: str) -> TokenizedExamples:
-        """The examples of a split. Raises UserError if a file does not match its checksum."""
-        described = self.manifest["splits"][name]
+        """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
+        described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is made anew"
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"
             try:
                 array = np.load(file, mmap_mode="r" if described["examples"] else None, allow_pickle=False)
+                matches = xxhash.xxh3_64_hexdigest(array.view(np.uint8).data) == digest
             except (OSError, ValueError) as problem:
-                raise UserError(f"{file}: cannot be read ({problem}); delete {self.path}, and it is made anew") from None
-            if xxhash.xxh3_64_hexdigest(array.view(np.uint8).data) != digest:
-                raise UserError(f"{file}: does not match its checksum; delete {self.path}, and it is made anew")
+                raise UserError(f"{file}: cannot be read ({problem}); {anew}") from None
+            if not matches:
+                raise UserError(f"{file}: does not match its checksum; {anew}")
             arrays[array_name] = array
+        if not _are_examples(arrays, described, self.manifest.get("vocab_size", MAX_VOCAB_SIZE)):
+            raise UserError(f"{self.path}: its {name} arrays are not what its manifest says; {anew}")
         scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
         digest = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
         return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
+
+
+def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_size: int) -> bool:
+    """Whether arrays have the dtypes and lengths of a split's, and ids of the vocabulary."""
+    if not {"tokens", "scored", "starts"} <= arrays.keys() or any(array.ndim != 1 for array in arrays.values()):
+        return False
+    tokens, scored, starts = arrays["tokens"], arrays["scored"], arrays["starts"]
+    return bool(
+        (tokens.dtype, scored.dtype, starts.dtype) == (np.int32, np.bool_, np.int64)
+        and len(scored) == len(tokens) == starts[-1]
+        and len(starts) == 1 + described["examples"] * described["group"]
+        and starts[0] == 0
+        and (np.diff(starts) > 0).all()
+        and all(len(array) == described["examples"] for name, array in arrays.items() if name.startswith("label-"))
+        and (not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocab_size)
+    )
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

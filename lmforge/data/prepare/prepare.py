@@ -31,8 +31,10 @@ from lmforge.data.prepare.shard_jobs import (
     assemble_shard,
     part_path,
     token_dtype,
+    validation_threshold,
     write_part,
 )
+from lmforge.data.prepare.tokenizer_sample import sample_texts
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.data.shards import (
     FORMAT_VERSION,
@@ -42,6 +44,7 @@ from lmforge.data.shards import (
     ShardEntry,
     TokenFolder,
     TokenFolderManifest,
+    hash_tokenizer_files,
     read_token_folder_manifest,
 )
 from lmforge.data.sources.text_sources import SourceUnit, TextSource, open_text_source
@@ -50,11 +53,9 @@ from lmforge.errors import UserError
 from lmforge.untrusted import read_json
 
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
-TOKENIZER_SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
-TOKENIZER_SAMPLE_UNITS = 64
 MIN_BYTES_PER_WORKER = 2 << 20
 
-ProgressCallback = Callable[[str, int, int, int], None]
+ProgressCallback = Callable[[str, int, int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class PreparationSummary:
     documents: dict[str, int]
     text_bytes: dict[str, int]
     empty_documents: int
+    skipped_files: int
     vocab_size: int
     already_done: bool
 
@@ -96,6 +98,7 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> PreparationSummary:
     """Turn the corpus that `source` names (see `open_text_source`) into a folder of token shards.
 
@@ -105,14 +108,19 @@ def prepare(
                       one document; of a single document the tail is for validation; 0 sets nothing aside
     shard_tokens      a shard is complete with the document that reaches this, at least 1
     workers           processes, at least 1; by default as many as there are processors and work for them
-    progress          called as progress(step, done, total, bytes of the source done); the steps are "tokenizer", "tokens"
-                      and "shards"
+    progress          called as progress(step, done, total, bytes of the source done, of how many); the steps are "tokenizer",
+                      "tokens" and "shards"; bytes are those on the disk, and 0 of 0 where none are read
+    warn              called with a line about the source that its user should know
 
     Called again after it was stopped in any way, it continues; called again when done, it does nothing but say so.
     Raises UserError for invalid input, for a folder that holds another plan (unless `overwrite`), and for a full disk;
     RunFailed when one of its processes was killed. Bounds of its options are checked by `PrepareOptions`.
     """
     corpus = open_text_source(source, text_field)
+    if warn is not None and corpus.num_markup_files:
+        count = corpus.num_markup_files
+        files = "1 file of HTML, whose markup is" if count == 1 else f"{count:,} files of HTML, whose markup is"
+        warn(f"{source}: {files} tokenized as it is; extract the text first if the model is not to learn markup")
     given = Tokenizer.open(tokenizer) if tokenizer is not None else None
     plan = PreparationPlan(
         corpus.fingerprint(),
@@ -138,8 +146,9 @@ def _summary(out: Path, already_done: bool) -> PreparationSummary:
         folder=out,
         tokens={split: sum(entry.tokens for entry in entries) for split, entries in manifest.splits.items()},
         documents={split: sum(entry.documents for entry in entries) for split, entries in manifest.splits.items()},
-        text_bytes=manifest.text_bytes,
+        text_bytes={split: manifest.text_bytes.get(split, 0) for split in manifest.splits},
         empty_documents=manifest.empty_documents,
+        skipped_files=manifest.skipped_files,
         vocab_size=manifest.vocab_size,
         already_done=already_done,
     )
@@ -170,7 +179,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
     """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
-    begun = finished or path.exists()
+    begun = finished or path.is_file()
     if begun and overwrite:
         _remove_preparation(out)
         finished = begun = False
@@ -206,7 +215,7 @@ def _is_preparation(out: Path) -> bool:
 
 def _is_interrupted_preparation(unfinished: Path) -> bool:
     expected = ("part-", "plan.json", ".part-", ".plan.json")
-    return unfinished.is_dir() and all(entry.name.startswith(expected) for entry in unfinished.iterdir())
+    return unfinished.is_dir() and all(entry.name.startswith(expected) and entry.is_file() for entry in unfinished.iterdir())
 
 
 def _remove_preparation(folder: Path) -> None:
@@ -240,10 +249,6 @@ def _is_one_document(source: str, units: list[SourceUnit]) -> bool:
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
-def _hash_threshold(ratio: float) -> np.uint64:
-    return np.uint64(int(ratio * 2**64))
-
-
 def _split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool) -> dict[str, np.ndarray]:
     """The documents of each split, by the hashes and sizes of all.
 
@@ -251,7 +256,7 @@ def _split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_do
     less was requested, it is the document of the least hash among those that leave half of the text to train on. Of a single
     document the tail is for validation, whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
     """
-    validation = hashes < _hash_threshold(ratio)
+    validation = hashes < np.uint64(validation_threshold(ratio))
     too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2
     if ratio and (not validation.any() or too_much):
         _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
@@ -266,26 +271,28 @@ def _split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_do
     return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}
 
 
-def _tokenizer_sample(readers: list[UnitReader], ratio: float, seed: int) -> Iterator[str]:
-    """Texts to learn merges from, without those for validation unless there are no others. The seed orders the units."""
-    left = TOKENIZER_SAMPLE_CHARACTERS
-    per_unit = TOKENIZER_SAMPLE_CHARACTERS // min(TOKENIZER_SAMPLE_UNITS, len(readers))
-    for number in permutation(len(readers), derive_key(seed, "sample"))(np.arange(len(readers))):
-        left_after = max(0, left - per_unit)
-        for text, digest in readers[number].hashed_texts():
-            if digest >= _hash_threshold(ratio):
-                sample = text[: left - left_after]
-                left -= len(sample)
-                yield sample
-            if left == left_after:
-                break
-        if not left:
-            break
-    if left == TOKENIZER_SAMPLE_CHARACTERS and ratio:
-        yield from _tokenizer_sample(readers, 0, seed)
-
-
 # --- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _UnitProgress:
+    """Bytes of units that have been read: of finished ones all, of the others what their jobs report."""
+
+    def __init__(self, sizes: list[int], finished: list[bool], update: Callable[[int, int, int, int], None]) -> None:
+        self._sizes, self._finished, self._update = sizes, finished, update
+        self._read = [size if done else 0 for size, done in zip(sizes, finished, strict=True)]
+        self._show()
+
+    def report(self, unit: int, read: int) -> None:
+        if not self._finished[unit]:  # a report may come late
+            self._read[unit] = min(read, self._sizes[unit])
+            self._show()
+
+    def finish(self, unit: int) -> None:
+        self._read[unit], self._finished[unit] = self._sizes[unit], True
+        self._show()
+
+    def _show(self) -> None:
+        self._update(sum(self._finished), len(self._finished), sum(self._read), sum(self._sizes))
 
 
 @dataclass(frozen=True)
@@ -306,7 +313,7 @@ class _Preparation:
         readers = [UnitReader(unit, ratio if one_document else None) for unit in units]
         num_cpus = len(os.sched_getaffinity(0))
         with WorkerPool(workers or min(num_cpus, len(units), 1 + corpus.size // MIN_BYTES_PER_WORKER)) as pool:
-            tokenizer = self._write_tokenizer(readers)
+            tokenizer = self._write_tokenizer(readers, pool)
             self._write_parts(readers, tokenizer.hash, pool)
             index = DocumentIndex.load(self.out, len(units))
             members = _split_documents(index.hashes, index.text_bytes, ratio, one_document)
@@ -322,29 +329,41 @@ class _Preparation:
             empty_documents=index.num_empty,
             text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
             splits=splits,
+            tokenizer_files=hash_tokenizer_files(tokenizer),
         )
 
-    def _write_tokenizer(self, readers: list[UnitReader]) -> Tokenizer:
-        folder, plan = self.out / "tokenizer", self.plan
+    def _write_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer:
+        folder, plan, size = self.out / "tokenizer", self.plan, sum(reader.unit.size for reader in readers)
         if not (folder / "tokenizer.json").exists():
-            self.progress("tokenizer", 0, 1, 0)
+            self.progress("tokenizer", 0, 1, 0, size)
             tokenizer = self.given
             if tokenizer is None:
                 assert plan.vocab_size is not None
-                tokenizer = train_tokenizer(_tokenizer_sample(readers, plan.validation_ratio, plan.seed), plan.vocab_size)
+                read = _UnitProgress(
+                    [reader.unit.size for reader in readers],
+                    [False] * len(readers),
+                    lambda done, total, *read: self.progress("tokenizer", 0, 1, *read),
+                )
+                texts = sample_texts(
+                    readers,
+                    pool,
+                    source_bytes=self.corpus.size,
+                    ratio=plan.validation_ratio,
+                    seed=plan.seed,
+                    on_progress=read.report,
+                )
+                tokenizer = train_tokenizer(texts, plan.vocab_size)
             tokenizer.save(folder)
-            self.progress("tokenizer", 1, 1, 0)
+            self.progress("tokenizer", 1, 1, size, size)
         return Tokenizer.open(folder)
 
     def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
-        jobs = [job for job in enumerate(readers) if not part_path(self.out, job[0], ".npz").exists()]
-        done = len(readers) - len(jobs)
-        size = sum(reader.unit.size for reader in readers) - sum(reader.unit.size for _, reader in jobs)
-        self.progress("tokens", done, len(readers), size)
+        finished = [part_path(self.out, number, ".npz").exists() for number in range(len(readers))]
+        jobs = [job for job in enumerate(readers) if not finished[job[0]]]
+        done = _UnitProgress([reader.unit.size for reader in readers], finished, partial(self.progress, "tokens"))
         write = partial(write_part, out=self.out, tokenizer_hash=tokenizer_hash)
-        for index, _ in pool.map_unordered(write, jobs):
-            done, size = done + 1, size + jobs[index][1].unit.size
-            self.progress("tokens", done, len(readers), size)
+        for index, _ in pool.map_unordered(write, jobs, lambda index, read: done.report(jobs[index][0], read)):
+            done.finish(jobs[index][0])
 
     def _write_shards(
         self, index: DocumentIndex, members: dict[str, np.ndarray], tokenizer: Tokenizer, pool: WorkerPool
@@ -359,8 +378,8 @@ class _Preparation:
         dtype = token_dtype(tokenizer.vocab_size)
         assemble = partial(assemble_shard, out=self.out, dtype=dtype, tokenizer_hash=tokenizer.hash)
         entries: dict[int, ShardEntry] = {}
-        self.progress("shards", 0, len(jobs), 0)
+        self.progress("shards", 0, len(jobs), 0, 0)
         for job, entry in pool.map_unordered(assemble, jobs):
             entries[job] = entry
-            self.progress("shards", len(entries), len(jobs), 0)
+            self.progress("shards", len(entries), len(jobs), 0, 0)
         return {split: [entries[job] for job in sorted(entries) if jobs[job].split == split] for split in members}

@@ -16,7 +16,9 @@ import numpy as np
 import xxhash
 
 from lmforge.atomic_files import atomic_write
+from lmforge.data.prepare.worker_pool import Report
 from lmforge.data.shards import RESTORE_HINT, UNFINISHED, ShardEntry, finished_shard_entry, write_shard
+from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.text_sources import SourceUnit
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
@@ -31,15 +33,20 @@ class UnitReader:
     unit: SourceUnit
     tail_fraction: float | None
 
-    def hashed_texts(self) -> Iterator[tuple[str, int]]:
+    def hashed_texts(self, progress: ReadProgress) -> Iterator[tuple[str, int]]:
         """(text, hash of it) of each document, empty ones too. Documents with the least hashes are for validation."""
-        for text in self.unit.read():
+        for text in self.unit.read(progress):
             if self.tail_fraction is None or not text.strip():
                 yield text, xxhash.xxh3_64_intdigest(text.encode())
             else:
                 at = _split_position(text, int(len(text) * (1 - self.tail_fraction)))
                 yield text[:at], 2**64 - 1
                 yield text[at:], 0
+
+
+def validation_threshold(ratio: float) -> int:
+    """Documents with hashes below it are for validation."""
+    return int(ratio * 2**64)
 
 
 def _split_position(text: str, target: int) -> int:
@@ -66,18 +73,18 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
     return tokenizer
 
 
-def write_part(job: tuple[int, UnitReader], *, out: Path, tokenizer_hash: str) -> None:
-    """Tokenize one unit, given with its number, as a part of that number.
+def write_part(job: tuple[int, UnitReader], report: Report, *, out: Path, tokenizer_hash: str) -> None:
+    """Tokenize one unit, given with its number, as a part of that number, and report the bytes of it that are done.
 
     The list of its documents is written last: its presence marks the part as complete.
     """
-    number, reader = job
+    (number, reader), progress = job, ReadProgress()
     tokenizer = _open_tokenizer_cached(out / "tokenizer", tokenizer_hash)
     dtype = token_dtype(tokenizer.vocab_size)
     documents: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
     empty = tokens = 0
     with atomic_write(part_path(out, number, ".tokens")) as file:
-        for batch in _batch_pieces(reader.hashed_texts(), tokenizer):
+        for batch, position in _batch_pieces(reader.hashed_texts(progress), tokenizer, progress):
             for (_, document), ids in zip(batch, tokenizer.encode_batch([piece for piece, _ in batch]), strict=True):
                 if document is None:
                     file.write(np.array(ids, dtype).data)
@@ -92,6 +99,7 @@ def write_part(job: tuple[int, UnitReader], *, out: Path, tokenizer_hash: str) -
                 documents["hashes"].append(digest)
                 documents["text_bytes"].append(len(text.encode()))
                 tokens = 0
+            report(position)
     with atomic_write(part_path(out, number, ".npz")) as file:
         np.savez(file, **documents, empty=empty)
 
@@ -100,19 +108,25 @@ def write_part(job: tuple[int, UnitReader], *, out: Path, tokenizer_hash: str) -
 TextPiece = tuple[str, tuple[str, int] | None]
 
 
-def _batch_pieces(texts: Iterator[tuple[str, int]], tokenizer: Tokenizer) -> Iterator[list[TextPiece]]:
-    """Pieces of (text, hash) in batches of a megabyte, so that memory does not grow with the unit."""
+def _batch_pieces(
+    texts: Iterator[tuple[str, int]], tokenizer: Tokenizer, progress: ReadProgress
+) -> Iterator[tuple[list[TextPiece], int]]:
+    """Pieces of (text, hash) in batches of a megabyte, so that memory does not grow with the unit.
+
+    With each batch comes its end in bytes of the unit; of a document that was read at once, in proportion to its pieces.
+    """
     batch: list[TextPiece] = []
-    size = 0
+    size = position = 0
     for text, digest in texts:
         *others, last = tokenizer.split_long_text(text)
-        for piece, document in [*zip(others, repeat(None)), (last, (text, digest))]:
+        start, step = position, (progress.bytes - position) / (len(others) + 1)
+        for number, (piece, document) in enumerate([*zip(others, repeat(None)), (last, (text, digest))], start=1):
             batch.append((piece, document))
-            size += len(piece)
+            size, position = size + len(piece), start + int(number * step)
             if size >= ENCODE_BATCH_CHARACTERS:
-                yield batch
+                yield batch, position
                 batch, size = [], 0
-    yield batch
+    yield batch, position
 
 
 @dataclass(frozen=True)

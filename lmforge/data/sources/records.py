@@ -6,22 +6,45 @@ What the fields mean is the caller's business: `text_sources.py` takes one text 
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import CHUNK_BYTES, parse_json, read_stream
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-COMPRESSION_SUFFIXES = frozenset({".gz", ".zst"})
-MAX_RECORD_BYTES = 2**30  # of a line, or of a file that is one JSON list
+COMPRESSION_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+MAX_LINE_BYTES = 2**26
+MAX_LIST_BYTES = 2**30  # of a file that is one JSON list
+READ_BUFFER_BYTES = 1 << 18
 PARQUET_BATCH_ROWS = 1000
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Record = dict[str, Any]
+
+
+@dataclass
+class ReadProgress:
+    """How far a reader has come: bytes of the file on the disk, compressed ones where it is compressed."""
+
+    bytes: int = 0
+
+
+class SourceReader(io.BufferedReader):
+    """A file as its bytes, decompressed. `file` is the one on the disk, where that is another."""
+
+    def __init__(self, content: Any, file: Any = None) -> None:
+        super().__init__(content, READ_BUFFER_BYTES)
+        self._file = file
+
+    @property
+    def disk_position(self) -> int:
+        """How many bytes of the file on the disk have been read."""
+        return self.tell() if self._file is None else int(self._file.tell())
 
 
 def content_suffix(name: str) -> str:
@@ -61,33 +84,51 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
 def _json_list_or_lines(path: Path) -> Iterator[Record]:
     with open_decompressed(path) as file:
         if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            content = file.read(MAX_RECORD_BYTES + 1).removeprefix(BYTE_ORDER_MARK)
+            content = read_stream(file, str(path), MAX_LIST_BYTES).removeprefix(BYTE_ORDER_MARK)
             hint = "a file that begins with [ must be one JSON list of objects"
-            yield from parse_json(content, list[Record], str(path), max_bytes=MAX_RECORD_BYTES, hint=hint, allow_nan=True)
+            yield from parse_json(content, list[Record], str(path), max_bytes=MAX_LIST_BYTES, hint=hint, allow_nan=True)
             return
     yield from (record for _, record in json_lines(path))
 
 
-def json_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Record]]:
+def json_lines(
+    path: str | Path, start: int = 0, stop: int | None = None, progress: ReadProgress | None = None
+) -> Iterator[tuple[int, Record]]:
     """(byte offset, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are skipped.
 
-    Raises UserError naming file and line if one is not UTF-8 or not a JSON object.
+    Raises UserError naming file and line if one is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES.
     """
+    progress = progress or ReadProgress()
     with open_decompressed(path) as file:
         offset = start
         if start:
             # A line belongs to the range it begins in; the rest of one that began before is read with the range before.
             file.seek(start - 1)
-            offset += len(file.readline()) - 1
-        while (stop is None or offset < stop) and (line := file.readline()):
-            if not line.isspace():
-                yield offset, _parse_line(line, path, offset)
+            offset += _skip_line(file) - 1
+        while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
+            if len(line) > MAX_LINE_BYTES:
+                limit = f"a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or leave it out"
+                raise UserError(f"{line_location(path, offset)}: {limit}")
+            progress.bytes = file.disk_position - start
+            content = line.removeprefix(BYTE_ORDER_MARK)
+            if content and not content.isspace():
+                yield offset, _parse_line(content, path, offset)
             offset += len(line)
+
+
+def _skip_line(file: io.BufferedReader) -> int:
+    """Read to the end of a line, however long it is, and return how many bytes that was."""
+    skipped = 0
+    while piece := file.readline(CHUNK_BYTES):
+        skipped += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
     try:
-        return parse_json(line.removeprefix(BYTE_ORDER_MARK), Record, "", max_bytes=MAX_RECORD_BYTES, allow_nan=True)
+        return parse_json(line, Record, "", max_bytes=MAX_LINE_BYTES, allow_nan=True)
     except UserError as problem:
         decode_utf8(line, path, offset)  # names the byte, where that is the reason
         surrogate = ": half of a surrogate pair, which no encoding holds" if "of hex escape" in str(problem) else ""
@@ -99,7 +140,7 @@ def line_location(path: str | Path, offset: int) -> str:
     with open_decompressed(path) as file:
         seen, line = 0, 1
         while seen < offset:
-            seen, line = seen + len(file.readline()), line + 1
+            seen, line = seen + _skip_line(file), line + 1
     return f"{path}:{line}"
 
 
@@ -141,7 +182,7 @@ def record_text(record: Record, name: str) -> str:
 
 
 @contextmanager
-def open_decompressed(path: str | Path) -> Iterator[io.BufferedReader]:
+def open_decompressed(path: str | Path) -> Iterator[SourceReader]:
     """A file as its bytes, decompressed by its suffix. OSError in the block becomes a UserError."""
     try:
         with _open_by_suffix(path) as file:
@@ -150,13 +191,15 @@ def open_decompressed(path: str | Path) -> Iterator[io.BufferedReader]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _open_by_suffix(path: str | Path) -> io.BufferedReader:
-    if Path(path).suffix not in COMPRESSION_SUFFIXES:
-        return open(path, "rb")
+def _open_by_suffix(path: str | Path) -> SourceReader:
+    codec = COMPRESSION_SUFFIXES.get(Path(path).suffix)
+    if codec is None:
+        return SourceReader(io.FileIO(path))
     # Arrow's, because it notices a truncated .zst, which zstandard's own reader takes for the end.
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="detect"), 1 << 18)
+    file = pyarrow.OSFile(str(path))
+    return SourceReader(pyarrow.CompressedInputStream(file, codec), file)
 
 
 def decode_utf8(content: bytes, path: str | Path, offset: int = 0) -> str:

@@ -10,6 +10,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import xxhash
 from lmforge.data.sources.records import (
     COMPRESSION_SUFFIXES,
     JSON_SUFFIXES,
+    ReadProgress,
     content_suffix,
     decode_utf8,
     json_lines,
@@ -29,6 +31,7 @@ from lmforge.data.sources.records import (
     require_fields,
 )
 from lmforge.errors import UserError
+from lmforge.untrusted import read_stream
 
 # fmt: off
 TEXT_SUFFIXES = frozenset({
@@ -36,9 +39,23 @@ TEXT_SUFFIXES = frozenset({
     ".toml", ".ini", ".cfg", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".jsx",
     ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".sh", ".bash", ".sql", ".swift", ".cs", ".hs",
 })
+# What to do with files that are not read.
+CONVERSIONS = {
+    "convert its rows to .jsonl or .parquet, with the text in one field": (
+        ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".avro", ".orc", ".sqlite", ".db",
+    ),
+    "extract its text to a .txt": (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ppt", ".pptx"),
+    "unpack it; of packed files .gz and .zst are read": (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
+}
 # fmt: on
+OTHER_CONVERSION = "if it is plain text, rename it to .txt; if not, extract its text"
+MARKUP_SUFFIXES = (".html", ".htm", ".xhtml")
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
+MAX_DOCUMENT_BYTES = 2**32  # of a text file, which is one document
+# A line is tokenized at once, which takes a hundred bytes of memory a character.
+MAX_LINE_CHARACTERS = 2**23
+SNIFFED_BYTES = 1 << 16
 
 # Parts of the standard library that do not read as code: encodings and the files below are generated tables, pydoc_data is a
 # manual, and tests are mostly literals. Installed packages are not part of the library.
@@ -53,8 +70,11 @@ class SourceUnit(Protocol):
     def size(self) -> int:
         """Bytes on the disk, for progress."""
 
-    def read(self) -> Iterator[str]:
-        """The text of each document, empty ones included. Raises UserError naming file and place if one cannot be read."""
+    def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
+        """The text of each document, empty ones included. Raises UserError naming file and place if one cannot be read.
+
+        With each document `progress` says how much of `size` has been read.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,11 @@ class TextSource:
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def num_markup_files(self) -> int:
+        """Files of HTML, of which the markup is text too."""
+        return sum(content_suffix(file.name) in MARKUP_SUFFIXES for file in self.files)
 
     def fingerprint(self) -> str:
         """A hash that changes when a file is added, removed, resized or touched, or another field is read."""
@@ -117,7 +142,8 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
     """The corpus that `spec` names: "stdlib", a file, or a folder searched to any depth.
 
     "stdlib" is the standard library of the running Python. A text file is one document; a line of a .jsonl or a row of a
-    .parquet holds one in `text_field`; .gz and .zst are decompressed. Raises UserError if there is nothing to read.
+    .parquet holds one in `text_field`; .gz and .zst are decompressed. Raises UserError if there is nothing to read, or for a
+    single file of another kind.
     """
     skipped_files = 0
     if spec == "stdlib":
@@ -132,6 +158,7 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
         if not paths:
             raise UserError(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
     elif root.is_file():
+        _check_is_text(root)
         root, paths = root.parent, [root]
     else:
         raise UserError(f'{spec}: no such file or folder: give a path, or "stdlib"')
@@ -142,6 +169,32 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
     if not any(file.size for file in files):
         raise UserError(f"{spec}: empty: there is no text in it")
     return TextSource(spec, tuple(sorted(files, key=lambda file: file.name)), text_field, skipped_files)
+
+
+def _check_is_text(path: Path) -> None:
+    """Raise UserError, with what to do, for a file of a kind that is not read. Without a suffix it is text, unless binary."""
+    suffix = content_suffix(path.name)
+    if suffix in TEXT_SUFFIXES or suffix in JSON_SUFFIXES or suffix == ".parquet":
+        return
+    way = next((way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION)
+    if suffix:
+        raise UserError(f"{path}: {suffix} files are not read: {way}")
+    with open_decompressed(path) as file:
+        if b"\0" in file.read(SNIFFED_BYTES):
+            raise UserError(f"{path}: a binary file: {way}")
+
+
+def _has_overlong_line(text: str) -> bool:
+    start = 0
+    while len(text) - start > MAX_LINE_CHARACTERS:
+        start = text.rfind("\n", start, start + MAX_LINE_CHARACTERS) + 1
+        if not start:
+            return True
+    return False
+
+
+def _overlong_line(place: str) -> UserError:
+    return UserError(f"{place}: a line of more than {MAX_LINE_CHARACTERS:,} characters: break it, or leave the document out")
 
 
 def _walk_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -173,16 +226,25 @@ class TextUnit:
     paths: tuple[str, ...]
     size: int
 
-    def read(self) -> Iterator[str]:
+    def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
+        progress = progress or ReadProgress()
         for path in self.paths:
             with open_decompressed(path) as file:
-                yield decode_utf8(file.read(), path)
+                text = decode_utf8(read_stream(file, path, MAX_DOCUMENT_BYTES, partial(_overlong_text, path)), path)
+                progress.bytes += file.disk_position
+            if _has_overlong_line(text):
+                raise _overlong_line(path)
+            yield text
+
+
+def _overlong_text(path: str, message: str) -> UserError:
+    return UserError(f"{path}: a text of more than {MAX_DOCUMENT_BYTES:,} bytes is one document here: split it")
 
 
 class PythonUnit(TextUnit):
     """Python files, one document each, in the encoding that each declares."""
 
-    def read(self) -> Iterator[str]:
+    def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
         for path in self.paths:
             try:
                 with tokenize.open(path) as file:
@@ -201,13 +263,15 @@ class JsonlUnit:
     size: int
     text_field: str
 
-    def read(self) -> Iterator[str]:
-        for offset, record in json_lines(self.path, self.start, self.stop):
+    def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
+        for offset, record in json_lines(self.path, self.start, self.stop, progress):
             try:
                 require_fields(record, self.text_field)
                 text = record_text(record, self.text_field)
             except UserError as problem:
                 raise UserError(f"{line_location(self.path, offset)}: {problem}") from None
+            if _has_overlong_line(text):
+                raise _overlong_line(line_location(self.path, offset))
             yield text
 
 
@@ -217,12 +281,18 @@ class ParquetUnit:
 
     path: str
     row_group: int
+    rows: int
     size: int
     text_field: str
 
-    def read(self) -> Iterator[str]:
-        for row in parquet_rows(self.path, [self.text_field], self.row_group):
-            yield row[self.text_field] or ""
+    def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
+        progress = progress or ReadProgress()
+        for number, row in enumerate(parquet_rows(self.path, [self.text_field], self.row_group), start=1):
+            progress.bytes = self.size * number // self.rows
+            text = row[self.text_field] or ""
+            if _has_overlong_line(text):
+                raise _overlong_line(f"{self.path}, row {number} of group {self.row_group + 1}")
+            yield text
 
 
 def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
@@ -235,5 +305,5 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     dtype = schema.field(name).type
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
-    sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
-    return [ParquetUnit(file.path, group, size, name) for group, size in enumerate(sizes)]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return [ParquetUnit(file.path, number, group.num_rows, group.total_byte_size, name) for number, group in enumerate(groups)]

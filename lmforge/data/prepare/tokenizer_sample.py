@@ -1,0 +1,87 @@
+"""The texts that a tokenizer is trained on: of all training documents those pieces whose hashes are least.
+
+So they depend on the texts and the seed alone: not on the order of the documents, nor on which files hold them, nor on how many
+processes read them.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import xxhash
+
+from lmforge.data.order import derive_key
+from lmforge.data.prepare.shard_jobs import UnitReader, validation_threshold
+from lmforge.data.prepare.worker_pool import OnProgress, Report, WorkerPool
+from lmforge.data.sources.records import ReadProgress
+
+SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
+# A longer document is sampled in pieces, so that one of them is not the whole sample.
+PIECE_CHARACTERS = 1 << 14
+# Processes pass on what may be in the sample: at first a few times as much as it holds, if a byte is a character.
+OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
+
+
+class LeastTexts:
+    """Of the texts that are added those of least key, as few as have `limit` characters together."""
+
+    def __init__(self, limit: int) -> None:
+        self.characters, self._limit = 0, limit
+        self._heap: list[tuple[int, str]] = []  # keys negated: the greatest is on top
+
+    def add(self, key: int, text: str) -> None:
+        if self.characters >= self._limit and (-key, text) <= self._heap[0]:
+            return
+        heapq.heappush(self._heap, (-key, text))
+        self.characters += len(text)
+        while self.characters - len(self._heap[0][1]) >= self._limit:
+            self.characters -= len(heapq.heappop(self._heap)[1])
+
+    def items(self) -> list[tuple[int, str]]:
+        """(key, text), the least key first."""
+        return [(-negated, text) for negated, text in sorted(self._heap, reverse=True)]
+
+
+def sample_texts(
+    readers: Sequence[UnitReader], pool: WorkerPool, *, source_bytes: int, ratio: float, seed: int, on_progress: OnProgress
+) -> list[str]:
+    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others."""
+    least, share = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
+    while True:
+        read = partial(sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(share * 2**64))
+        for _, items in pool.map_unordered(read, readers, on_progress):
+            for key, text in items:
+                least.add(key, text)
+        if least.characters >= SAMPLE_CHARACTERS or share == 1.0:
+            break
+        least, share = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * share)
+    if not least.characters and ratio:
+        return sample_texts(readers, pool, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
+    texts = [text for _, text in least.items()]
+    if (excess := least.characters - SAMPLE_CHARACTERS) > 0:
+        texts[-1] = texts[-1][:-excess]
+    return texts
+
+
+def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, below: int) -> list[tuple[int, str]]:
+    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`, and no more than fill it."""
+    least, progress = LeastTexts(SAMPLE_CHARACTERS), ReadProgress()
+    for text, digest in reader.hashed_texts(progress):
+        if digest >= validation_threshold(ratio):
+            for piece in _split_into_pieces(text):
+                if (piece_hash := xxhash.xxh3_64_intdigest(piece.encode(), key)) < below:
+                    least.add(piece_hash, piece)
+        report(progress.bytes)
+    return least.items()
+
+
+def _split_into_pieces(text: str) -> Iterator[str]:
+    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer than that."""
+    start = 0
+    while len(text) - start > 2 * PIECE_CHARACTERS:
+        middle = start + PIECE_CHARACTERS
+        end = text.find("\n", middle, middle + PIECE_CHARACTERS) + 1 or middle
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
