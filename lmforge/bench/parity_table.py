@@ -1,4 +1,4 @@
-"""`lmforge doctor --parity`: whether every parallel strategy computes the same on this machine, with these ranks."""
+"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here, with these ranks."""
 
 import gc
 import json
@@ -24,10 +24,8 @@ MIB = 2**20
 MEMORY_COLUMNS = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 
 
-def doctor(options: DoctorOptions) -> int:
+def check_parity(options: DoctorOptions) -> int:
     """Train the small model under every strategy that fits the ranks, and print a table. Returns 1 where one is wrong."""
-    if not options.parity:
-        raise UserError("doctor: say what to examine: --parity")
     with init_distributed(options.device, threads=1) as dist_ctx:
         if options.compile and (missing := missing_for_compile(dist_ctx.device)):
             raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
