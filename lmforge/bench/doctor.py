@@ -140,11 +140,11 @@ def _check_torch(device: str) -> Iterator[Finding]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     has_backend = torch.distributed.is_backend_available if torch.distributed.is_available() else lambda name: False
     backends = ", ".join(name for name in ("gloo", "nccl") if has_backend(name)) or "no backend for several ranks"
-    yield Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads, {backends}")
+    yield Finding("torch", "ok", f"{torch.__version__} ({build}), threads: {torch.get_num_threads()}, {backends}")
     cores = threads_per_rank(1)
     dtype, reason = choose_dtype("auto", torch.device("cpu"))
     cpu = f"{processor_name() or platform.machine()}, {cores} {'core' if cores == 1 else 'cores'}"
-    name = str(dtype).removeprefix("torch.")
+    name = "bf16" if dtype == torch.bfloat16 else "fp32"
     yield Finding("cpu", "ok", f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, trains in {name} ({reason})")
     yield from _check_gpus(device)
 
