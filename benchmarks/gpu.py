@@ -21,12 +21,13 @@ from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, 
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
-from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo, threads_per_rank
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16
-from lmforge.train.metrics import device_peak_flops
+from lmforge.plan.peak_flops import rank_peak_flops
 
 LENGTHS = (2048, 8192)
 GIB = 2**30
@@ -250,7 +251,8 @@ def main() -> int:
             if only and size not in only and label not in only:
                 continue
             contest = contest_of(sizes[size], length, folder, device, chosen)
-            peak = device_peak_flops(device, torch.bfloat16 if contest.dtype == "bf16" else torch.float32)
+            dtype = torch.bfloat16 if contest.dtype == "bf16" else torch.float32
+            peak = rank_peak_flops(DistributedContext(RankInfo(), device, None), dtype)
             say(f"{label}: {describe(contest)}")
             cells[label] = {
                 "what": describe(contest),

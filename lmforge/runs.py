@@ -357,7 +357,7 @@ def describe_environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "packages": versions,
@@ -365,7 +365,8 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The model of the CPU; empty where the system does not say."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")

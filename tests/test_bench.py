@@ -1,14 +1,21 @@
 """`lmforge bench`: what is told of a recipe's step, and a sweep of which every row is there, refused ones too."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmforge.bench import step_timing
 from lmforge.bench.step_timing import sweep_combinations
 from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
+from lmforge.errors import RunFailed
 from tests.conftest import Command
 
 SHORT = ["--bench.steps", "3", "--bench.warmup_steps", "1"]
@@ -30,6 +37,7 @@ def test_a_recipe_is_timed_on_its_own_data(
     assert row["tokens_per_second"] == pytest.approx(4 * 48 / step["median"])
     assert set(row["phase_seconds"]) == set(TIMED_PHASES)
     assert all(seconds > 0 for seconds in row["phase_seconds"].values())
+    assert sum(row["phase_seconds"].values()) == pytest.approx(step["median"], rel=1e-9)  # the same clock readings
     assert row["communication_seconds"] == 0.0
     assert row["data"] == str(tiny_tokens)
     assert 0 < row["mfu"] < 1
@@ -51,12 +59,56 @@ def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmfor
     done = lmforge("bench", *tiny_options, *SHORT, *sweep, "--bench.output", "json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
+    told = [line for line in done.stderr.splitlines() if " of 4  " in line]
+    assert len(told) == 8
+    assert re.fullmatch(r"1 of 4  .*: [\d,]+ tokens/s, \d+ ms a step, MFU \d+%, [\d.]+ GiB", told[1])
+    assert "shard_degree = 3" in told[3]
     swept = [tuple(row["swept"].values()) for row in rows]
     assert swept == [("full-shard", "none"), ("full-shard", "3"), ("grad-shard", "none"), ("grad-shard", "3")]
     assert [row.get("engine") for row in rows] == ["fsdp2 full-shard", None, "fsdp2 grad-shard", None]
     assert "shard_degree = 3" in rows[1]["failed"]
     assert rows[0]["ranks"] == 2
     assert rows[0]["communication_seconds"] > 0
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), RunFailed("out of luck")])
+def test_a_sweep_that_ends_early_prints_what_is_done(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_options: list[str], ended: BaseException
+) -> None:
+    [row] = timed(capfd, *tiny_options)
+    outcomes = iter([row, {"failed": step_timing.OUT_OF_MEMORY}, ended])
+
+    def trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(step_timing, "_run_trial", trial)
+    words = ["bench", *tiny_options, "--sweep", "optimizer.lr=0.1,0.2,0.3,0.4"]
+    interrupted = isinstance(ended, KeyboardInterrupt)
+    assert run([*words, "--bench.output", "json"]) == (130 if interrupted else 1)
+    told = capfd.readouterr()
+    assert [row["swept"]["optimizer.lr"] for row in json.loads(told.out)] == ["0.1", "0.2"]
+    assert "2 of 4  optimizer.lr=0.2: out of memory" in told.err
+    assert told.err.splitlines()[-1].removeprefix("lmforge: ") == (
+        "interrupted after 2 of 4 combinations" if interrupted else "out of luck"
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_sweep_and_its_trial(tiny_options: list[str]) -> None:
+    words = [*tiny_options, *SHORT, "--sweep", "optimizer.lr=0.1,0.2", "--bench.output", "json"]
+    command = [sys.executable, "-m", "lmforge", "bench", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr
+    while not process.stderr.readline().startswith("2 of 2"):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(json.loads(out)) == 1
+    assert errors == "lmforge: interrupted after 1 of 2 combinations\n"
 
 
 def test_combinations_are_of_all_values_in_order() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,6 @@ from lmforge.bench.trial import TIMED_PHASES, measure
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
-from lmforge.model.flops import FLOPS_CONVENTION
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -21,8 +21,8 @@ OUT_OF_MEMORY = "out of memory"
 def bench(config: BenchConfig, arguments: list[str]) -> int:
     """Time the recipe, or every combination of a sweep, and print. `arguments` is the command line without the verb.
 
-    Raises UserError where the recipe cannot be trained here, and RunFailed where a trial failed for another reason than
-    memory.
+    Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises UserError where the recipe
+    cannot be trained here, and RunFailed where a trial failed for another reason than memory.
     """
     if not config.bench.sweep:
         row = measure(config)
@@ -33,13 +33,24 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
         raise UserError("--trace: not with --sweep; trace one recipe")
     if read_rank_info().launched:
         raise UserError("--sweep: starts ranks itself, so do not start it with torchrun; use --launch.processes")
-    rows = []
-    for overrides in sweep_combinations(config.bench.sweep):
-        rows.append({**_run_trial(arguments, overrides), "swept": overrides})
-        if config.bench.output == "text":
-            print(_summary_line(rows[-1]), file=sys.stderr, flush=True)
-    _print_results(rows, config.bench.output)
-    return 0
+    return _sweep(config, arguments)
+
+
+def _sweep(config: BenchConfig, arguments: list[str]) -> int:
+    """Time every combination and print. Each is reported as soon as it is done; what is done is printed whatever ends it."""
+    combinations, rows = sweep_combinations(config.bench.sweep), list[dict[str, Any]]()
+    try:
+        for number, overrides in enumerate(combinations, start=1):
+            print(f"{number} of {len(combinations)}  {_words(overrides)} …", file=sys.stderr, flush=True)
+            rows.append({**_run_trial(arguments, overrides), "swept": overrides})
+            print(f"{number} of {len(combinations)}  {_summary_line(rows[-1])}", file=sys.stderr, flush=True)
+        return 0
+    except KeyboardInterrupt:
+        print(f"lmforge: interrupted after {len(rows)} of {len(combinations)} combinations", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+    finally:
+        if rows:
+            _print_results(rows, config.bench.output)
 
 
 def sweep_combinations(sweep: tuple[str, ...]) -> list[dict[str, str]]:
@@ -74,11 +85,16 @@ def ran_out_of_memory(status: int | None, stderr: str) -> bool:
     return "OutOfMemoryError" in stderr or "can't allocate memory" in stderr or status == -9
 
 
+def _words(overrides: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in overrides.items())
+
+
 def _summary_line(row: dict[str, Any]) -> str:
-    swept = " ".join(f"{name}={value}" for name, value in row.get("swept", {}).items())
     if "failed" in row:
-        return f"{swept}: {row['failed']}"
-    return f"{swept}: {row['tokens_per_second']:,.0f} tokens/s"
+        return f"{_words(row['swept'])}: {row['failed']}"
+    step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
+    rates = f"{row['tokens_per_second']:,.0f} tokens/s, {1e3 * step:.0f} ms a step{mfu}, {row['memory_gib']:.2f} GiB"
+    return f"{_words(row['swept'])}: {rates}"
 
 
 def _print_results(rows: list[dict[str, Any]], output: str) -> None:
@@ -105,10 +121,9 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
     for row in rows:
         if row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY:
             console.print(f"refused: {_summary_line(row)}", soft_wrap=True)
-    phases = "phases and communication in ms of one step; the host waits after each phase to time it"
-    console.print(phases, soft_wrap=True)
     if first is not None:
-        console.print(f"MFU and TFLOP/s are per rank; {FLOPS_CONVENTION}", soft_wrap=True)
+        console.print("ms of the phases: of the median step, which they add up to; comm.: collectives in them", soft_wrap=True)
+        console.print("TFLOP/s and MFU: of a rank, counted as docs/tuning.md says", soft_wrap=True)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

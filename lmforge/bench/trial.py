@@ -1,8 +1,7 @@
 """What a step of one recipe costs on these ranks: times of whole steps, of their phases, and of communication.
 
-A trial builds what training would build, runs whole optimizer steps and times them. It then runs a few steps in which the
-host waits for the device after each phase, to time the phases, and one under the profiler, to time communication. Tokens come
-from the recipe's shards, or are random where there are none.
+A trial builds what training would build, runs whole optimizer steps and times them and their phases. It then runs a step under
+the profiler, to time communication. Tokens come from the recipe's shards, or are random where there are none.
 """
 
 import itertools
@@ -29,14 +28,14 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
+from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
 from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
-from lmforge.train.metrics import device_peak_flops, peak_memory_gib
+from lmforge.train.metrics import peak_memory_gib
 
-PHASE_STEPS = 3
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 
@@ -98,18 +97,17 @@ class _Trial:
             self.data = build_loader(config, dataset, self._plan, dist_ctx)
 
     def run(self) -> dict[str, Any]:
-        """Time steps, then phases, then communication."""
+        """Time steps and their phases, then communication."""
         bench = self._config.bench
-        warmup_seconds = sum(self._timed_step() for _ in range(bench.warmup_steps))
+        warmup_seconds = sum(sum(self._timed_step().values()) for _ in range(bench.warmup_steps))
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = [self._timed_step() for _ in range(bench.steps)]
+        steps = sorted((self._timed_step() for _ in range(bench.steps)), key=lambda phases: sum(phases.values()))
         memory_gib = peak_memory_gib(self._device)
-        phase_seconds = self._measure_phases()
-        return self._row(seconds) | {
+        return self._row([sum(phases.values()) for phases in steps]) | {
             "warmup_seconds": warmup_seconds,
             "memory_gib": memory_gib,
-            "phase_seconds": phase_seconds,
+            "phase_seconds": steps[(len(steps) - 1) // 2],
             "communication_seconds": self._measure_communication(bench.trace if self._is_rank0 else None),
             "data": "random tokens" if isinstance(self.data, RandomBatches) else str(self._config.data.folder),
         }
@@ -130,18 +128,32 @@ class _Trial:
             set_phase=set_phase,
         )
 
-    def _timed_step(self) -> float:
-        began = time.perf_counter()
-        self._step()
-        self._synchronize()
-        return time.perf_counter() - began
+    def _timed_step(self) -> dict[str, float]:
+        """Seconds of each phase of a step, which add up to the step. No phase waits for the device: a GPU stamps its events."""
+        on_gpu = self._device.type == "cuda"
+        marks: list[tuple[str, Any]] = []
+
+        def mark(phase: str) -> None:
+            now: Any = torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter()
+            if on_gpu:
+                now.record()
+            marks.append((phase, now))
+
+        self._step(mark)
+        mark("")
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = dict.fromkeys(TIMED_PHASES, 0.0)
+        for (phase, start), (_, end) in itertools.pairwise(marks):
+            seconds[phase] += start.elapsed_time(end) / 1e3 if on_gpu else end - start
+        return seconds
 
     def _row(self, seconds: list[float]) -> dict[str, Any]:
-        """What was timed, its rates, and what they hold for."""
-        median, on_gpu = statistics.median(seconds), self._device.type == "cuda"
+        """What was timed, its rates, and what they hold for. The lower median of an even number of steps is one of them."""
+        median, on_gpu = statistics.median_low(seconds), self._device.type == "cuda"
         tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
         flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
-        peak = device_peak_flops(self._device, self._dtype)  # that of bf16 for float8 too, so that the two compare
+        peak = rank_peak_flops(self._model.dist_ctx, self._dtype)  # that of bf16 for float8 too, so that the two compare
         float8 = ", float8 in blocks" if self._config.train.float8 else ""
         return {
             "engine": self._model.description,
@@ -158,24 +170,6 @@ class _Trial:
             "convention": FLOPS_CONVENTION,
             "torch": torch.__version__,
         }
-
-    def _measure_phases(self) -> dict[str, float]:
-        """Seconds of each phase of a step. The host waits for the device between phases: the sum exceeds a normal step."""
-        spent = dict.fromkeys(TIMED_PHASES, 0.0)
-        for _ in range(PHASE_STEPS):
-            at, phase = time.perf_counter(), ""
-
-            def set_phase(following: str) -> None:
-                nonlocal at, phase
-                self._synchronize()
-                now = time.perf_counter()
-                if phase:
-                    spent[phase] += now - at
-                at, phase = now, following
-
-            self._step(set_phase)
-            set_phase("")
-        return {phase: seconds / PHASE_STEPS for phase, seconds in spent.items()}
 
     def _measure_communication(self, trace_file: Path | None) -> float:
         """Seconds of one step in which collectives run, overlapped by computation or not."""

@@ -192,7 +192,7 @@ class QuickstartOptions(Options):
 
 
 class DoctorOptions(Options):
-    """lmforge doctor --parity [--processes N]: check this machine: every strategy compared with one process."""
+    """lmforge doctor [--parity [--processes N]]: check this machine; with --parity, compare every strategy with one process."""
 
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
     processes: int = option(1, "ranks to start on this machine; leave it out under torchrun", gt=0)
@@ -201,6 +201,11 @@ class DoctorOptions(Options):
     seed: int = option(0, "seed of weights and data", ge=0, le=LARGEST_SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     output: Literal["text", "json"] = option("text", "output format")
+
+    def problems(self) -> Iterator[str]:
+        ignored = [name for name in ("processes", "steps", "compile", "seed") if name in self.changed()]
+        if ignored and not self.parity:
+            yield f"--{ignored[0]}: applies to --parity only; add --parity, or leave it out"
 
 
 class BenchOptions(Options):

@@ -153,8 +153,13 @@ def run_lm_eval(
             task_manager=manager,
             log_samples=False,
         )
-    # The harness returns scores on local rank 0 only.
-    return {name: dict(metrics) for name, metrics in result["results"].items()} if dist_ctx.is_rank0 else {}
+    if not dist_ctx.is_rank0:  # the harness returns scores on local rank 0 only
+        return {}
+    # It calls a metric `acc,none` where the task filters no answers, else `exact_match,FILTER`.
+    return {
+        name: {metric.removesuffix(",none"): value for metric, value in metrics.items()}
+        for name, metrics in result["results"].items()
+    }
 
 
 def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_path: Path | None) -> _SyncedTaskManager:

@@ -55,7 +55,7 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of training per token, forward and backward, of sequences of `sequence_length` tokens.
 
-    By FLOPS_CONVENTION, which is printed beside any utilization computed with it. Packed sequences and sliding windows do
+    By FLOPS_CONVENTION; docs/tuning.md says what is made of it. Packed sequences and sliding windows do
     less attention than it counts.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 # What is left in the file when a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
+# While torch compiles, inside of whatever the rank does.
+COMPILING = "compiling"
 # Longer than any heartbeat. Shorter ones are padded with blanks, so that nothing is left of the one before.
 FILE_BYTES = 512
 
@@ -69,6 +71,7 @@ class Heartbeat:
         # Of each phase the two longest times, the shorter first.
         self._longest: dict[str, list[float]] = {}
         self._training_thread = threading.get_ident()
+        self._phase_before_compiling = ""
 
     def set_phase(self, phase: str, step: int) -> None:
         """Set what this rank does from now on; docs/watching.md lists the phases. It takes about a microsecond and never
@@ -94,6 +97,16 @@ class Heartbeat:
             yield
         finally:
             self.set_phase(before.phase, before.step)
+
+    def begin_compiling(self, _: object) -> None:
+        """The phase is `compiling` from now on. With `end_compiling` a callback of torch's compiler, in whatever thread."""
+        self._phase_before_compiling = self.current.phase
+        self.set_phase(COMPILING, self.current.step)
+
+    def end_compiling(self, _: object) -> None:
+        """The phase is again what it was before."""
+        if self.current.phase == COMPILING:
+            self.set_phase(self._phase_before_compiling, self.current.step)
 
     def usual_seconds(self, phase: str) -> float:
         """The second longest time that this phase has taken in this run: the longest may have been a stall."""

@@ -1,5 +1,8 @@
-"""The loss curve of a run, of training and validation, as a picture."""
+"""The loss curve of a run, of training and validation, as a picture: drawn while the run goes on, and at its end."""
 
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from lmforge.atomic_files import atomic_write
@@ -7,6 +10,38 @@ from lmforge.errors import UserError
 from lmforge.runs import Run
 
 LARGEST_DRAWN = 1e30  # beyond it matplotlib computes no ticks
+# The first picture is drawn so long after the start. Importing matplotlib takes a second, and so slows no first step.
+FIRST_AFTER_SECONDS = 60.0
+# Of a run's time, the most that goes into pictures: of a long run there is more to read and to draw.
+MAX_FRACTION = 0.01
+CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
+
+
+class LossCurveThread:
+    """Draws the curve of a run now and then, in a thread. What goes wrong there is ignored: the end of the run reports it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._next_at = run, time.monotonic() + FIRST_AFTER_SECONDS
+        self._thread: threading.Thread | None = None
+
+    def draw_if_due(self) -> None:
+        """Start to draw, unless the last picture is recent or not finished. Returns at once."""
+        if time.monotonic() < self._next_at or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._draw, name="loss curve", daemon=True)
+        self._thread.start()
+
+    def _draw(self) -> None:
+        began = time.monotonic()
+        with suppress(Exception):
+            draw_loss_curve(self._run)
+        ended = time.monotonic()
+        self._next_at = ended + max(FIRST_AFTER_SECONDS, (ended - began) / MAX_FRACTION)
+
+    def close(self) -> None:
+        """Wait for the picture that is being drawn: it must not replace the last one."""
+        if self._thread is not None:
+            self._thread.join(timeout=CLOSE_SECONDS)
 
 
 def draw_loss_curve(run: Run) -> Path:

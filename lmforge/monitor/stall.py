@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError
 from lmforge.monitor.flight_recorder import CollectiveRecord, recent_collectives
-from lmforge.monitor.heartbeat import FINAL_PHASES, HeartbeatRecord
+from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord
 from lmforge.untrusted import read_json
 
 # How many of the innermost calls of a stack are printed; the file has them all.
@@ -68,6 +68,16 @@ class PeerStatus:
     def progress(self) -> tuple[int, int]:
         """How far it has come: its step, and the phases it has begun in it."""
         return (self.heartbeat["step"], self.heartbeat["number"])
+
+    @property
+    def seconds_in_phase(self) -> float:
+        """How long it has been in its phase; 0 where there is no heartbeat."""
+        beat = self.heartbeat
+        return beat["written"] - beat["since"] + self.silent_seconds if beat else 0.0
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.state == "running" and self.heartbeat["phase"] == COMPILING
 
     @property
     def pending_collective(self) -> CollectiveRecord | None:
@@ -167,6 +177,23 @@ def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
     return {peer.rank: STUCK if peer.rank in stuck else WAITING for peer in peers}
 
 
+def compiling_peers(peers: Sequence[PeerStatus], patience_seconds: float) -> list[PeerStatus]:
+    """The ranks that the others wait for and that compile, for less than `patience_seconds`: no reason to report a stall."""
+    verdict = classify_ranks(peers)
+    return [
+        peer
+        for peer in peers
+        if peer.is_compiling and verdict[peer.rank] != WAITING and peer.seconds_in_phase < patience_seconds
+    ]
+
+
+def compiling_line(compiling: Sequence[PeerStatus], num_ranks: int) -> str:
+    """What is reported of ranks that compile in place of a stall."""
+    who = f"{_format_ranks(compiling)}: " if num_ranks > 1 else ""
+    longest = max(peer.seconds_in_phase for peer in compiling)
+    return f"{who}still compiling after {_format_seconds(longest)} (a long first step is normal)"
+
+
 def report_lines(
     peers: Sequence[PeerStatus], stalled_seconds: float, step_seconds: float | None, stacks_path: str
 ) -> list[str]:
@@ -189,7 +216,8 @@ def report_lines(
     lines = [f"STALL: {stalled}: {_summary(peers, stuck, waiting)}", *table]
     if not stuck and waiting:
         lines += _divergence_lines(waiting)
-    for peer in [each for each in (stuck or peers) if each.stack][:1]:
+    # A compiler's stack says nothing to most readers.
+    for peer in [each for each in (stuck or peers) if each.stack and not each.is_compiling][:1]:
         lines.append(f"  stack of rank {peer.rank}, most recent call last:")
         lines += [f"    {frame}: {frame.source_line}" for frame in peer.stack[-FRAMES_SHOWN:]]
     return [*lines, f"  all stacks: {stacks_path}"]
@@ -234,7 +262,7 @@ def _format_hosts(peers: Sequence[PeerStatus]) -> str:
 
 def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
     """How long the ranks have been in their phase."""
-    known = [peer.heartbeat["written"] - peer.heartbeat["since"] + peer.silent_seconds for peer in peers if peer.heartbeat]
+    known = [peer.seconds_in_phase for peer in peers if peer.heartbeat]
     return _format_seconds(max(known)) if known else ""
 
 

@@ -8,8 +8,10 @@ small file every two seconds, and a rank that hangs need not answer.
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lmforge.cluster.distributed import DistributedContext
@@ -27,6 +29,8 @@ MAX_HEARTBEAT_SECONDS = 2.0
 HEARTBEATS_BEFORE_REPORT = 3
 # A phase may take this many times its usual time before it is a stall.
 PATIENCE_FACTOR = 3.0
+# Compilation may take this many times `stall_seconds` before it is a stall; until then it is reported as what it is.
+COMPILE_PATIENCE_FACTOR = 10.0
 # A file server may show what another host wrote this much later.
 SILENT_AFTER_SECONDS = 10.0
 # A rank that has read and written less in half of `timeout_seconds` is not reading anything large: it hangs.
@@ -74,6 +78,7 @@ class Watchdog:
         self._evidence_mark = -1.0
         self._training_thread = threading.get_ident()
         self._stopped = threading.Event()
+        self._stop_following: list[Callable[[], object]] = []
         dist_ctx.wait_context = self._heartbeat.barrier
         self._disk_monitor = disk_monitor
         if disk_monitor is not None and dist_ctx.is_rank0:
@@ -84,6 +89,16 @@ class Watchdog:
     def set_phase(self, phase: str, step: int | None = None) -> None:
         """Say what this rank does from now on, at the same step unless one is given. docs/watching.md lists the phases."""
         self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
+
+    def follow_compilation(self) -> None:
+        """From now on the phase is `compiling` while torch compiles. Imports torch's compiler."""
+        from torch._dynamo.callback import callback_handler
+
+        begin, end = self._heartbeat.begin_compiling, self._heartbeat.end_compiling
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+        self._stop_following = [partial(callback_handler.remove_start_callback, begin)]
+        self._stop_following += [partial(callback_handler.remove_end_callback, end)]
 
     def describe_progress(self) -> str:
         """Step and phase, in words."""
@@ -101,6 +116,9 @@ class Watchdog:
     def stop(self, final_phase: str) -> None:
         """Write the final phase and end the thread."""
         self._dist_ctx.wait_context = None
+        for stop_following in self._stop_following:
+            with suppress(ValueError):  # torch.compiler.reset has removed it
+                stop_following()
         self._stragglers.close()
         if self._disk_monitor is not None:
             self._disk_monitor.stop()
@@ -172,6 +190,12 @@ class Watchdog:
                 return
         peers = self._read_peers()
         if not self._is_reporter(peers):
+            return
+        patience = COMPILE_PATIENCE_FACTOR * self._stall_seconds
+        if compiling := stall.compiling_peers(peers, patience):
+            remaining = patience - max(peer.seconds_in_phase for peer in compiling)
+            observed.next_report = min(observed.next_report, age + remaining)
+            self._log_lines(stall.compiling_line(compiling, len(peers)))
             return
         self._heartbeat.stall_reported = True
         verdict = stall.classify_ranks(peers)

@@ -1,10 +1,10 @@
-"""What a run needs, as arithmetic on its options and its model: memory at rest, activations, and what would fit.
+"""What a run needs, as arithmetic on its options and its model: memory at rest, activations, what would fit; peak FLOP/s.
 
 Begin with `memory.py` (bytes of weights, gradients and optimizer states) and `activations.py` (bytes between forward and
 backward); `out_of_memory.py` puts them together to say what would have fitted after memory ran out.
 
 For others: `ParameterCounts`, `optimizer_state_bytes` and `checkpoint_bytes`; `activation_bytes`; `MemoryEstimator` and
-`explain_out_of_memory`.
+`explain_out_of_memory`; `rank_peak_flops`, which MFU is relative to (`peak_flops.py`).
 
-Not here: counts of FLOPs (model/flops.py), and measurements (bench).
+Not here: counts of FLOPs (model/flops.py), and measurements of steps (bench).
 """

@@ -7,15 +7,15 @@ import torch
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.attention import attention_backend_name
-from lmforge.model.flops import FLOPS_CONVENTION
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
+from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.metrics import MetricsFile, device_peak_flops
+from lmforge.train.metrics import MetricsFile
 from lmforge.train.resume import load_resume_point
 from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 
@@ -35,6 +35,8 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
     parallel_model, optimizer = build_model_and_optimizer(
         config, inputs.model_config, objective, dist_ctx, dtype, compiled, fill
     )
+    if compiled:
+        ctx.watch.follow_compilation()
     faults = config.faults
     detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
     if not begins:
@@ -59,7 +61,7 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         checkpointer,
         metrics_file,
         flops_per_token=training_flops_per_token(config, inputs.model_config),
-        peak_flops=device_peak_flops(dist_ctx.device, dtype),
+        peak_flops=rank_peak_flops(dist_ctx, dtype),
     )
     _log_summary(trainer, f"compile {'on' if compiled else 'off'} ({compile_reason})", dtype_reason)
     with dist_ctx.raise_on_all():
@@ -123,8 +125,8 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     )
     if config.train.deterministic:
         log("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
-    peak = "an unknown peak (this GPU is not in the table), so it is left out"
-    if trainer.peak_flops is not None:
-        source = "data sheet" if on_gpu else "a large matrix product, timed just now"
-        peak = f"{trainer.peak_flops / 1e9:,.0f} GFLOP/s a rank ({source})"
-    log(f"MFU is of  {peak}: {FLOPS_CONVENTION}")
+    if trainer.peak_flops is None:
+        log("MFU        left out: the peak of this GPU is not in the table")
+    else:
+        source = "data sheet" if on_gpu else "measured on this machine"
+        log(f"MFU        relative to {trainer.peak_flops / 1e9:,.0f} GFLOP/s a rank ({source})")

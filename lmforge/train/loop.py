@@ -123,6 +123,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
 
 def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
     """Step `step` (from 0) on the next batch. Returns its learning rate, and the gradient norm on the device."""
+    began = time.perf_counter()
     trainer.ctx.watch.set_phase("data", step)
     micro_batches = trainer.batch_source.batches(step + trainer.bad_step_detector.batch_offset)
     throughput.add(micro_batches)
@@ -137,7 +138,10 @@ def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccum
         set_phase=partial(_set_phase, trainer, step),
         is_bad_step=partial(_check_step, trainer, metrics, step + 1),
     )
-    if step >= trainer.start_step + COMPILE_WARMUP_STEPS and compiled_graph_count() > num_graphs:
+    has_compiled = compiled_graph_count() > num_graphs
+    if has_compiled or step == trainer.start_step:
+        throughput.count_unusual_step(time.perf_counter() - began)
+    if has_compiled and step >= trainer.start_step + COMPILE_WARMUP_STEPS:
         line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
         trainer.ctx.console.info(f"step {step + 1}: {line}")
     return lr, grad_norm
@@ -179,16 +183,24 @@ def _is_due(every_steps: int | None, step: int) -> bool:
 
 
 class _Throughput:
-    """Rates of training since the last log step, without validation, saving and samples. Padding is not counted."""
+    """Rates of training since the last log step, without validation, saving and samples. Padding is not counted.
+
+    The time that is left is estimated from usual steps, without the first one and those that compiled, and from the last
+    validation, save and sample.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._tokens = torch.zeros((), dtype=torch.float64, device=trainer.ctx.dist_ctx.device)
+        self._usual_step_seconds: float | None = None
+        # Of the last validation, save and sample, by the name of the function.
+        self._seconds_of: dict[str, float] = {}
         self.reset(trainer.start_step)
 
     def reset(self, step: int) -> None:
         """Measure from here on: `step` steps are done."""
         self._start_step, self._start_time, self._excluded_seconds = step, time.perf_counter(), 0.0
+        self._unusual_steps, self._unusual_seconds = 0, 0.0
         self._start_data_seconds = self._trainer.batch_source.data_wait_seconds
         self._tokens.zero_()
 
@@ -197,11 +209,19 @@ class _Throughput:
         for batch in batches:
             self._tokens += (batch.document_ids >= 0).sum()
 
+    def count_unusual_step(self, seconds: float) -> None:
+        """Leave this step out of the estimate of the time that is left: it compiled, or was the first."""
+        self._unusual_steps += 1
+        self._unusual_seconds += seconds
+
     def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What `work(*arguments)` returns; its seconds are left out."""
-        began = time.perf_counter()
+        """What `work(*arguments)` returns; its seconds are left out of the rates."""
+        began, num_graphs = time.perf_counter(), compiled_graph_count()
         result = work(*arguments)
-        self._excluded_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._excluded_seconds += seconds
+        if compiled_graph_count() == num_graphs:
+            self._seconds_of[work.__name__] = seconds
         return result
 
     def read(self, step: int) -> dict[str, Any]:
@@ -218,9 +238,25 @@ class _Throughput:
             "step_seconds": seconds / steps,
             "data_seconds": (trainer.batch_source.data_wait_seconds - self._start_data_seconds) / steps,
             "memory_gib": peak_memory_gib(dist_ctx.device),
-            "seconds_left": (trainer.ctx.config.train.steps - step) * seconds / steps,
+            "seconds_left": self._seconds_left(step, steps, seconds),
         }
         self.reset(step)
         skipped_steps, stall_seconds = trainer.bad_step_detector.skipped_steps, trainer.checkpointer.blocking_seconds
         counters = {"skipped_steps": skipped_steps, "save_stall_seconds": stall_seconds}
         return rates | {name: value for name, value in counters.items() if value}
+
+    def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:
+        """From `step` on, after `steps` that took `seconds`; None before the first usual step."""
+        config = self._trainer.ctx.config
+        last = config.train.steps
+        if steps > self._unusual_steps:
+            self._usual_step_seconds = (seconds - self._unusual_seconds) / (steps - self._unusual_steps)
+        if self._usual_step_seconds is None:
+            return None if step < last else 0.0
+        intervals = {
+            validate.__name__: config.validation.every_steps,
+            Trainer.save.__name__: config.checkpoint_every_steps,
+            write_samples.__name__: config.sample.every_steps,
+        }
+        other = (self._seconds_of.get(name, 0.0) * (last // each - step // each) for name, each in intervals.items() if each)
+        return (last - step) * self._usual_step_seconds + sum(other)

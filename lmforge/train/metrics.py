@@ -6,7 +6,6 @@ import os
 import resource
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Metrics
-from lmforge.model.flops import peak_flops
 
 
 class MetricsAccumulator:
@@ -53,27 +51,6 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a rank: a GPU's from its data sheet (None if unknown), a CPU's measured now."""
-    if device.type == "cuda":
-        return peak_flops(torch.cuda.get_device_name(device), "bf16" if dtype == torch.bfloat16 else "fp32")
-    return measured_peak_flops(dtype, torch.get_num_threads())
-
-
-@cache
-def measured_peak_flops(dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of a large matrix product with this process's `threads`, measured once. Takes a quarter of a second."""
-    size = 1024
-    left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    began = time.perf_counter()
-    while time.perf_counter() - began < 0.25:
-        start = time.perf_counter()
-        left @ right
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def without_non_finite(record: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +118,7 @@ CONSOLE_METRICS = {
 
 
 class ConsoleLogger:
-    """Says things on the first rank: a bar that moves on a terminal, plain lines elsewhere, and all of it to the log."""
+    """Writes lines on the first rank: above a progress bar on a terminal, plain elsewhere, and all of it to the log."""
 
     def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
         self._is_rank0 = dist_ctx.is_rank0
@@ -176,6 +153,7 @@ class ConsoleLogger:
                 BarColumn(),
                 TextColumn("{task.description}"),
                 console=self._console,
+                transient=True,  # erased in the end: rich would draw it again below the last line
             )
             self._progress.add_task("", total=self._steps, completed=step)
             self._progress.start()
@@ -193,8 +171,8 @@ class ConsoleLogger:
         if left is not None:
             parts["seconds_left"] = f"{format_duration(left)} left"
         self.info("  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()]))
-        if self._progress is not None:
-            description = f"loss {record.get('loss', 0):.4f}, {format_duration(left or 0)} left"
+        description = ", ".join(parts[name] for name in ("loss", "seconds_left") if name in parts)
+        if self._progress is not None and description:
             self._progress.update(self._progress.task_ids[0], description=description)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from lmforge.errors import RunFailed
 from lmforge.evaluate.tasks import QuestionTask
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from lmforge.monitor.loss_curve import LossCurveThread
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
@@ -138,6 +139,7 @@ class Trainer:
     def __post_init__(self) -> None:
         is_rank0 = self.ctx.dist_ctx.is_rank0
         self.checkpoint_schedule = CheckpointSchedule(self.checkpointer, self.ctx.config, is_rank0)
+        self._loss_curve = LossCurveThread(self.ctx.run)
 
     @property
     def start_step(self) -> int:
@@ -149,9 +151,10 @@ class Trainer:
         return learning_rate(step, config.train.steps, config.schedule, config.optimizer.lr)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl and to the console."""
+        """Write a record to metrics.jsonl and to the console, and draw the loss curve where it is due."""
         if self.metrics_file is not None:
             self.metrics_file.write(record)
+            self._loss_curve.draw_if_due()
         self.ctx.console.log_metrics(record)
 
     def report_bad_step(self, bad_step: BadStep) -> None:
@@ -206,3 +209,4 @@ class Trainer:
             self.batch_source.close()
         if self.metrics_file is not None:
             self.metrics_file.close()
+        self._loss_curve.close()

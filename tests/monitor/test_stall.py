@@ -3,14 +3,28 @@
 import json
 import os
 import platform
+import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.monitor import watchdog
 from lmforge.monitor.heartbeat import FILE_BYTES, Heartbeat
-from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer, report_lines, stall_file
+from lmforge.monitor.stall import (
+    PeerStatus,
+    classify_ranks,
+    compiling_line,
+    compiling_peers,
+    read_peer,
+    report_lines,
+    stall_file,
+)
 from tests.seeds import fresh_random
 
 STACK = [["/site-packages/torch/x.py", 3, "wait", "work.wait()"], ["/home/me/train.py", 88, "main", "save()"]]
@@ -159,3 +173,60 @@ def test_what_happened_once_does_not_make_a_phase_patient(tmp_path: Path) -> Non
         heart.current = heart.current._replace(started=heart.current.started - took)
     heart.set_phase("forward", 30)
     assert heart.usual_seconds("data") == pytest.approx(max(seconds), abs=0.1)
+
+
+def test_a_rank_that_compiles_is_not_stuck_for_a_while(tmp_path: Path) -> None:
+    write(tmp_path, 0, 0, 4, "reduce", operation="all_reduce")
+    write(tmp_path, 1, 0, 3, "compiling")
+    peers = seen(tmp_path, 2)
+    assert [peer.rank for peer in compiling_peers(peers, patience_seconds=30.0)] == [1]
+    assert compiling_line(peers[1:], 2) == "rank 1: still compiling after 28 s (a long first step is normal)"
+    assert not compiling_peers(peers, patience_seconds=20.0)
+    text = told(tmp_path, 2)
+    assert "rank 1 is stuck, rank 0 waits for it" in text
+    assert re.search(r"rank 1 +\S+ +compiling +28 s +stuck", text)
+    assert "most recent call last" not in text
+
+
+def test_a_rank_that_is_gone_is_not_excused_by_one_that_compiles(tmp_path: Path) -> None:
+    write(tmp_path, 0, 0, 3, "compiling")
+    write(tmp_path, 1, 0, 3, "forward", process=2**22 + 1)
+    assert not compiling_peers(seen(tmp_path, 2), patience_seconds=30.0)
+
+
+def reporting_backend(log: Path, words: str) -> Callable[..., Any]:
+    """A compiler that takes until the log has these words."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        deadline = time.monotonic() + 60
+        while not log.exists() or words not in log.read_text():
+            assert time.monotonic() < deadline, f"{words} was not reported"
+            time.sleep(0.01)
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize("patience", [10.0, 1.0])
+def test_a_long_compilation_is_reported_as_one_and_a_longer_one_as_a_stall_without_its_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    monkeypatch.setattr(watchdog, "COMPILE_PATIENCE_FACTOR", patience)
+    log, dist_ctx = tmp_path / "rank-0.log", DistributedContext(RankInfo(), torch.device("cpu"), None)
+    watch = watchdog.Watchdog(dist_ctx, tmp_path, log, stall_seconds=0.5)
+    try:
+        watch.follow_compilation()
+        watch.set_phase("forward", 0)
+        words = "still compiling after" if patience > 1 else "STALL: "
+        torch.compile(lambda x: x + 1, backend=reporting_backend(log, words))(torch.ones(3))
+        assert watch.describe_progress() == "step 0, forward"
+    finally:
+        watch.stop("done")
+        torch.compiler.reset()
+    errors = capfd.readouterr().err
+    assert "most recent call last" not in errors
+    if patience > 1:
+        assert "STALL" not in errors
+    else:
+        assert re.search(r"^lmforge: STALL: no progress for .* at step 0: in compiling$", errors, re.M)
+        assert "in backend" in (tmp_path / "rank-0.stack.txt").read_text()

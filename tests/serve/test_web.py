@@ -1,5 +1,7 @@
 """The page of `lmforge serve`, used in a real browser by clicking and typing."""
 
+import itertools
+import json
 import re
 from collections.abc import Iterator
 
@@ -60,7 +62,7 @@ def test_an_answer_is_shown_as_text_whatever_it_contains(page: Page) -> None:
     done(page)
     assert page.locator("article.user .body").inner_text() == "What is <b>this</b>?"
     assert page.locator("#log s, #log b").count() == 0
-    expect(page.locator(".note")).to_have_text(re.compile(r"^8 tokens · [\d.]+ tokens/s$"))
+    expect(page.locator(".note")).to_have_text(re.compile(r"^8 tokens( · [\d.]+ tokens/s)?$"))
     page.get_by_label("Message").press_sequentially("More")
     page.keyboard.press("Shift+Enter")
     page.keyboard.press("Enter")
@@ -91,7 +93,7 @@ def test_settings_reach_the_model_and_regenerate_requests_again(page: Page) -> N
     page.get_by_label("System prompt").fill("Be brief")
     say(page, "noise", "Hi")
     done(page)
-    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · .* · stopped at the maximum$"))
+    expect(page.locator(".note")).to_have_text(re.compile(r"^9 tokens · (.* · )?stopped at the maximum$"))
     first = last_answer(page)
     page.get_by_role("button", name="Regenerate").click()
     done(page)
@@ -140,6 +142,56 @@ def test_a_new_chat_clears_the_conversation_and_stops_the_answer(page: Page, ser
     done(page)
 
 
+def test_a_speed_is_shown_only_where_it_was_measured(page: Page) -> None:
+    """An answer that comes all at once has none, however many tokens it has."""
+    chunks = [{"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]} for _ in range(40)]
+    chunks += [
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 40}},
+    ]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    say(page, "hello", "Hi")
+    done(page)
+    expect(page.locator(".note")).to_have_text("40 tokens")
+    assert page.evaluate("[speed(4, 9000), speed(65, 99), speed(65, 2000)]") == ["", "", "32.0 tokens/s"]
+
+
+def test_a_reload_keeps_the_chat_and_a_new_chat_does_not(page: Page) -> None:
+    if page.get_by_role("button", name="Settings").get_attribute("aria-expanded") == "false":
+        page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("System prompt").fill("Be <b>brief</b>")
+    say(page, "hello", "<img src=x onerror=alert(1)>")
+    done(page)
+    say(page, "endless", "Go on")
+    expect(page.locator("article.assistant .body").last).to_contain_text("abab")
+    page.reload()
+    expect(page.locator("article")).to_have_count(4)
+    assert page.locator("article.user .body").all_inner_texts() == ["<img src=x onerror=alert(1)>", "Go on"]
+    assert page.locator("article.assistant .body").first.inner_text() == "Hey <s>"
+    assert page.locator("#log img, #log s").count() == 0
+    assert "abab" in last_answer(page)
+    expect(page.locator(".note").last).to_have_text("stopped")
+    expect(page.get_by_label("System prompt")).to_have_value("Be <b>brief</b>")
+    expect(page.locator("#temperature-is")).to_have_text("0.50")
+    expect(page.get_by_label("Model", exact=True)).to_have_value("endless")
+    done(page)
+    page.get_by_role("button", name="New chat").click()
+    page.reload()
+    expect(page.get_by_text("No messages yet")).to_be_visible()
+    assert page.locator("article").count() == 0
+
+
+def test_what_is_kept_and_damaged_is_ignored(page: Page) -> None:
+    for kept in ("", "{", "null", "[1]", '{"turns": 3}', '{"turns": [null, 3, {"role": "x"}], "fields": [{}]}'):
+        page.evaluate("kept => { sessionStorage.setItem('chat', kept); restore(); draw(); }", kept)
+    say(page, "hello", "Hi")
+    done(page)
+    assert last_answer(page) == "Hey <s>"
+    assert page.locator("article").count() == 2
+
+
 def test_an_error_is_shown_in_place_of_the_answer(browser: Browser, server: Server) -> None:
     for page in opened(browser, server, allowed="status of 400"):
         say(page, "plain", "Hi")
@@ -172,6 +224,22 @@ def test_code_is_formatted_and_nothing_is_parsed_as_html(page: Page) -> None:
     assert page.locator("#log strong").all_inner_texts() == ["c"]
     assert page.locator("#log img, #log script").count() == 0
     expect(page.locator("#log")).to_contain_text("<script>alert(2)</script>")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_header_is_one_row_however_long_the_names_are(browser: Browser, server: Server, width: int) -> None:
+    for page in opened(browser, server, viewport={"width": width, "height": 800}):
+        page.get_by_label("Model", exact=True).select_option("hello")
+        page.evaluate("at('model').add(new Option('a-run-with-a-long-name, step 100,000 '.repeat(4), 'long'))")
+        page.get_by_label("Model", exact=True).select_option("long")
+        boxes = [box for name in ("#model", "#fresh", "#more") if (box := page.locator(name).bounding_box())]
+        assert len(boxes) == 3
+        assert max(box["height"] for box in boxes) < 1.2 * min(box["height"] for box in boxes), "one of them has two lines"
+        for left, right in itertools.pairwise(boxes):
+            assert left["x"] + left["width"] <= right["x"]
+        assert boxes[-1]["x"] + boxes[-1]["width"] <= width
+        assert boxes[0]["width"] >= 80
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])

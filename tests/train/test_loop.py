@@ -1,6 +1,7 @@
 """The loop: what it keeps in which dtype, when it says that it compiled again, and that it never waits for a GPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from lmforge import checkpoint
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cli import run as command
 from lmforge.cluster import distributed as cluster
+from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.options import validate_options
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
@@ -26,6 +28,7 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
+from lmforge.train import loop
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
@@ -161,3 +164,60 @@ def test_between_log_steps_the_host_never_waits_for_the_gpu(
     finally:
         torch.cuda.set_sync_debug_mode("default")
         loader.close()
+
+
+class Clock:
+    """Stands for the module `time` of the loop: stands still unless it is moved."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    config = validate_options(
+        PretrainConfig, {"train": {"steps": 100}, "validation": {"every_steps": 20}, "checkpoint": {"every_steps": 50}}
+    )
+    dist_ctx = cluster.DistributedContext(RankInfo(), torch.device("cpu"), None)
+    trainer: Any = SimpleNamespace(
+        ctx=SimpleNamespace(config=config, dist_ctx=dist_ctx),
+        start_step=0,
+        batch_source=RandomBatches(None),
+        parallel_model=SimpleNamespace(model_parallel_size=1),
+        flops_per_token=1.0,
+        peak_flops=None,
+        bad_step_detector=SimpleNamespace(skipped_steps=0),
+        checkpointer=SimpleNamespace(blocking_seconds=0.0),
+    )
+    throughput = loop._Throughput(trainer)
+
+    def steps(number: int, seconds: float, unusual: bool = False) -> None:
+        for _ in range(number):
+            clock.now += seconds
+            if unusual:
+                throughput.count_unusual_step(seconds)
+
+    def validate() -> None:
+        clock.now += 7.0
+
+    def save() -> None:
+        clock.now += 1.0
+
+    steps(2, 300.0, unusual=True)
+    assert throughput.read(2)["seconds_left"] is None, "nothing is known but steps that compile"
+    steps(1, 60.0, unusual=True)
+    steps(7, 2.0)
+    assert throughput.read(10)["seconds_left"] == pytest.approx(90 * 2.0)
+    steps(10, 2.0)
+    throughput.exclude(validate)
+    assert throughput.read(20)["seconds_left"] == pytest.approx(80 * 2.0 + 4 * 7.0)
+    steps(1, 60.0, unusual=True)
+    assert throughput.read(21)["seconds_left"] == pytest.approx(79 * 2.0 + 4 * 7.0), "the last usual step counts"
+    throughput.exclude(save)
+    steps(29, 3.0)
+    assert throughput.read(50)["seconds_left"] == pytest.approx(50 * 3.0 + 3 * 7.0 + 1.0)
+    steps(50, 3.0)
+    assert throughput.read(100)["seconds_left"] == 0.0

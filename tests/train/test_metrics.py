@@ -1,9 +1,10 @@
 """What a run tells: exact means, a file that survives being killed, and lines for people."""
 
-import io
 import json
 import os
 import pty
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from lmforge.train.metrics import (
     MetricsAccumulator,
     MetricsFile,
     format_duration,
-    measured_peak_flops,
     peak_memory_gib,
 )
 from tests.seeds import fresh_seed
@@ -179,36 +179,66 @@ def test_only_the_first_rank_tells(capsys: pytest.CaptureFixture[str], tmp_path:
     assert not (tmp_path / "rank-1.log").exists()
 
 
-def test_on_a_terminal_a_bar_moves_and_text_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def told_on_a_terminal(monkeypatch: pytest.MonkeyPatch, write: Callable[[], None]) -> str:
+    """What a terminal receives while `write` runs."""
     monkeypatch.setenv("TERM", "xterm")
     for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
     ours, theirs = pty.openpty()
+    received = b""
     with open(theirs, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        teller = ConsoleLogger(ALONE, 60, None)
-        teller.start_progress(0)
-        teller.info("[bold]not markup[/bold] é")
-        teller.update_progress(30)
-        teller.log_metrics(RECORD)
-        teller.close()
+        write()
         monkeypatch.undo()
-        shown = io.BytesIO()
         os.set_blocking(ours, False)
         while True:
             try:
-                shown.write(os.read(ours, 65_536))
+                received += os.read(ours, 65_536)
             except BlockingIOError:
                 break
     os.close(ours)
-    text = shown.getvalue().decode()
-    assert "[bold]not markup[/bold] é" in text
-    assert "step 30/60" in text
-    assert "loss 2.3457, 3m05s left" in text
+    return received.decode()
 
 
-def test_the_machine_is_measured_in_plausible_numbers() -> None:
-    assert 1e8 < measured_peak_flops(torch.float32, torch.get_num_threads()) < 1e14
+def on_screen(received: str) -> list[str]:
+    """The lines that a terminal shows in the end: it moves up, returns, erases lines and writes over them."""
+    lines, row, column = [""], 0, 0
+    for escape, text in re.findall(r"\x1b\[([\d;?]*[A-Za-z])|([^\x1b])", received):
+        if escape.endswith("A"):
+            row = max(0, row - int(escape[:-1] or 1))
+        elif escape == "2K":
+            lines[row] = ""
+        elif text == "\r":
+            column = 0
+        elif text == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif text:
+            lines[row] = lines[row].ljust(column)[:column] + text + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_on_a_terminal_a_bar_moves_and_text_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write() -> None:
+        console = ConsoleLogger(ALONE, 60, None)
+        console.start_progress(0)
+        console.info("[bold]not markup[/bold] é")
+        console.update_progress(30)
+        console.log_metrics(RECORD)
+        console.info("trained 60 steps")
+        console.close()
+
+    received = told_on_a_terminal(monkeypatch, write)
+    assert "step 30/60" in received
+    assert "loss 2.3457, 3m05s left" in received
+    shown = on_screen(received)
+    assert shown[0] == "[bold]not markup[/bold] é"
+    assert shown[-1] == "trained 60 steps", "the bar was drawn again below the last line"
+    assert not [line for line in shown if "━" in line]
+
+
+def test_memory_is_measured_in_plausible_numbers() -> None:
     before = peak_memory_gib(CPU)
     held = torch.ones(2**26)  # 256 MiB
     assert 0 < before <= peak_memory_gib(CPU)

@@ -1,0 +1,107 @@
+"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here, with these ranks."""
+
+import gc
+import json
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lmforge.bench import parity
+from lmforge.bench.parity import ParityCase, ParityData, ParityResult
+from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.config.verbs import DoctorOptions
+from lmforge.errors import UserError
+from lmforge.parallel.precision import missing_for_compile
+
+# For fp32 sums in another order, over ten steps. The kernels of a GPU also choose the order by the shapes of their inputs.
+TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
+SEQUENCES_PER_RANK = 8
+MIB = 2**20
+# What a rank holds: the first three between steps, the last between forward and backward.
+MEMORY_COLUMNS = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+
+
+def check_parity(options: DoctorOptions) -> int:
+    """Train the small model under every strategy that fits the ranks, and print a table. Returns 1 where one is wrong."""
+    with init_distributed(options.device, threads=1) as dist_ctx:
+        if options.compile and (missing := missing_for_compile(dist_ctx.device)):
+            raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
+        rows = _run_cases(dist_ctx, options)
+        if dist_ctx.is_rank0 and options.output == "json":
+            print(json.dumps(rows, indent=1))
+        elif dist_ctx.is_rank0:
+            _print_table(rows, dist_ctx)
+        return dist_ctx.broadcast(int(any(row["wrong"] for row in rows)))
+
+
+def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dict[str, Any]]:
+    """A row for each strategy on rank 0; none on the other ranks."""
+    data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
+    cases = parity.strategy_cases(dist_ctx.world_size, options.compile)
+    reference = parity.run_single(cases[0], data, dist_ctx) if dist_ctx.is_rank0 else None
+    gc.freeze()  # cases and the compiler collect garbage often: what stays need not be traversed each time
+    shows_progress = dist_ctx.is_rank0 and sys.stderr.isatty()
+    rows = []
+    for case in cases:
+        if shows_progress:
+            print(f"\r\033[K{case.name} …", end="", file=sys.stderr, flush=True)
+        if dist_ctx.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        result = parity.run_case(case, data, dist_ctx)
+        if reference is not None:
+            rows.append(_row(case, result, reference, dist_ctx))
+        torch.compiler.reset()
+    if shows_progress:
+        print("\r\033[K", end="", file=sys.stderr)
+    return rows
+
+
+def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext) -> dict[str, Any]:
+    differences, device_type = parity.relative_differences(result, reference), dist_ctx.device.type
+    return {
+        "strategy": case.name,
+        "ranks": dist_ctx.world_size,
+        "loss": result.losses[-1],
+        "reference": reference.losses[-1],
+        "difference": differences,
+        # NaN is not within the tolerance.
+        "wrong": not all(value <= TOLERANCES[device_type] for value in differences.values()),
+        "tokens_per_second": result.tokens_per_second,
+        "mib": {name: size / MIB for name, size in result.memory_bytes.items()},
+        "peak_gib": result.memory_gib if device_type == "cuda" else None,
+        "options": case.options.model_dump(),
+    }
+
+
+def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext) -> None:
+    device_type = dist_ctx.device.type
+    ranks = f"{dist_ctx.world_size} {'rank' if dist_ctx.world_size == 1 else 'ranks'}"
+    table = Table(title=f"{ranks} on {device_type}, fp32", title_justify="left")
+    table.add_column("strategy")
+    peak = ["peak GiB"] if device_type == "cuda" else []
+    for name in ("loss", "Δ loss", "Δ gradient", "Δ weights", "tok/s", *MEMORY_COLUMNS.values(), *peak):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [
+            row["strategy"],
+            f"{row['loss']:.6f}",
+            *(f"{row['difference'][name]:.0e}" for name in ("loss", "gradient_norm", "weights")),
+            f"{row['tokens_per_second']:,.0f}",
+            *(f"{row['mib'][name]:.2f}" if name in row["mib"] else "?" for name in MEMORY_COLUMNS),
+            *([f"{row['peak_gib']:.2f}"] if peak else []),
+        ]
+        table.add_row(*cells, style="bold red" if row["wrong"] else None)
+    # In a file or a pipe a table is as wide as it needs to be.
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(table)
+    wrong, tolerance = [row["strategy"] for row in rows if row["wrong"]], TOLERANCES[device_type]
+    verdict = f"{len(rows)} strategies agree with one process within {tolerance:g}"
+    if wrong:
+        verdict = f"WRONG, further than {tolerance:g} from one process: {', '.join(wrong)}"
+    console.print(verdict, style="bold red" if wrong else None, soft_wrap=True)
+    console.print("Δ: largest relative difference from one process over all steps")
+    memory = "MiB on rank 0: weights, gradients and optimizer states between steps, activations before the backward pass"
+    console.print(memory, soft_wrap=True)
