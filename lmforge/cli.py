@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
-from lmforge.cluster.rank_info import read_rank_info
+from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
 from lmforge.config.options import Options, format_help, parse_options
 from lmforge.config.stage import StageConfig
@@ -128,7 +128,7 @@ def parse_command(name: str, arguments: list[str]) -> Any:
     if not issubclass(options_class, StageConfig):
         return parse_options(options_class, arguments)
     config = parse_config(options_class, [word for word in arguments if name not in STAGES or word != "--dry-run"])
-    if name in STAGES and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0:
+    if name in STAGES and count_restarts() > 0:
         return config.again()
     return config
 

@@ -256,7 +256,7 @@ def test_a_section_that_is_not_a_table_is_refused(section_value: Any, words: lis
         ({"inner": {"whoel": 5}}, "a.toml: inner.whoel: no such option; did you mean inner.whole?"),
         ({"iner": {"whole": 5}}, "a.toml: iner: no such option; did you mean inner?"),
         ({"otherpart": {}}, "a.toml: otherpart: no such option; did you mean other_part?"),
-        ({"inner": {"zzzzz": 5}}, "a.toml: inner.zzzzz: no such option; --help lists all options"),
+        ({"inner": {"zzzzz": 5}}, "a.toml: inner.zzzzz: no such option; --help all lists all options"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], message: str) -> None:
@@ -271,7 +271,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
         ("--inner.whoel", "--inner.whoel: no such option; did you mean inner.whole?"),
         ("--inner.maybe-wole", "--inner.maybe-wole: no such option; did you mean inner.maybe_whole?"),
         ("--maybe_whole", "--maybe_whole: no such option; did you mean inner.maybe_whole?"),
-        ("--qqqq=3", "--qqqq: no such option; --help lists all options"),
+        ("--qqqq=3", "--qqqq: no such option; --help all lists all options"),
         ("--inner.tables.name", "--inner.tables.name: no such option; did you mean inner.tables?"),
         ("--inner.tables=a", '--inner.tables: expected a table such as {key = "value"}, got "a"'),
         ("--inner.tables={} \nb = 1", '--inner.tables: expected a table such as {key = "value"}, got "{} \\nb = 1"'),

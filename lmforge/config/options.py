@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from lmforge.errors import UserError
-from lmforge.untrusted import expectation, first_error, parse_toml, read_toml
+from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted, read_toml
 
 OptionPath = tuple[str, ...]
 MAX_NAME_WIDTH = 46
@@ -95,7 +95,7 @@ def parse_options(
         for part in path[:-1]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise UserError(f"{recipe_name}: {part}: expected a section, got {_as_json(table)}")
+                raise UserError(f"{recipe_name}: {part}: expected a section, got {quoted(table)}")
         table[path[-1]] = value
     return validate_options(options_class, merged, recipe_name, frozenset(given))
 
@@ -116,7 +116,7 @@ def validate_options(
         message = str(error["ctx"]["error"])
         raise UserError(f"{source}: {message}" if source else message)
     path = tuple(part for part in error["loc"] if isinstance(part, str))
-    name = ".".join(path)
+    name = cut(".".join(path))
     typed = any(path[:length] in from_command_line for length in range(1, len(path) + 1))
     place = f"--{name}" if typed or not source else f"{source}: {name}"
     if error["type"] == "extra_forbidden":
@@ -144,7 +144,7 @@ def _as_json(value: Any) -> str:
 
 def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: bool = True) -> str:
     """A hint at the option that was probably meant: in the section that was named, else anywhere."""
-    typed = ".".join(path).replace("-", "_")
+    typed = cut(".".join(path)).replace("-", "_")
     section, _, last = typed.rpartition(".")
     full = [".".join(known) for known, _ in iter_options(options_class, in_tables=in_tables)]
     anywhere = {name.rpartition(".")[2]: name for name in full}
@@ -155,7 +155,7 @@ def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: boo
         close = difflib.get_close_matches(word, names, n=1, cutoff=likeness)
         if close:
             return f"; did you mean {names[close[0]]}?"
-    return "; --help lists all options"
+    return "; --help all lists all options"
 
 
 def iter_options(
@@ -182,7 +182,8 @@ def _section_class(field: FieldInfo) -> type[BaseModel] | None:
 def _value_types(field: FieldInfo) -> tuple[Any, ...]:
     """The types of value that an option takes: its annotation, or the members of a union, or the items of a list."""
     several = typing.get_origin(field.annotation) in (types.UnionType, typing.Union, tuple)
-    return typing.get_args(field.annotation) if several else (field.annotation,)
+    members = typing.get_args(field.annotation) if several else (field.annotation,)
+    return tuple(typing.get_args(each)[0] if typing.get_origin(each) is typing.Annotated else each for each in members)
 
 
 def _accepts_none(field: FieldInfo) -> bool:
@@ -222,7 +223,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{word!r}: not UTF-8 text") from None
+            raise UserError(f"{cut(word)!r}: not UTF-8 text") from None
     words = deque(arguments)
     while words:
         word = words.popleft()
@@ -232,7 +233,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         name, equals, attached = word[2:].partition("=")
         path = tuple(name.replace("-", "_").split("."))
         if path not in known:
-            raise UserError(f"--{name}: no such option{_did_you_mean(options_class, path, in_tables=False)}")
+            raise UserError(f"--{cut(name)}: no such option{_did_you_mean(options_class, path, in_tables=False)}")
         field = known[path]
         values = [attached] if equals else _take_values(words, field)
         if _table_class(field):
@@ -257,7 +258,7 @@ def _assign_positional(known: dict[OptionPath, FieldInfo], given: dict[OptionPat
         if _is_positional(field) and path not in given:
             given[path] = _parse_value(field, word)
             return
-    raise UserError(f"unexpected argument {word!r}; options begin with --")
+    raise UserError(f"unexpected argument {cut(word)!r}; options begin with --")
 
 
 def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
@@ -294,7 +295,7 @@ def _parse_inline_table(name: str, text: str) -> Any:
         (table,) = parse_toml(f"table = {text}".encode(), name).values()
         return table
     except (UserError, ValueError):
-        raise UserError(f'--{name}: expected a table such as {{key = "value"}}, got {_as_json(text)}') from None
+        raise UserError(f'--{name}: expected a table such as {{key = "value"}}, got {quoted(text)}') from None
 
 
 def _parse_int(text: str) -> int:

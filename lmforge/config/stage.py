@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from lmforge.config.options import Options, option, section, validate_options
+from lmforge.config.ranges import TOKENS
 from lmforge.config.sections import (
+    DEFAULT_GLOBAL_BATCH_SIZE,
     CheckpointOptions,
     FaultOptions,
     LaunchOptions,
@@ -59,6 +61,9 @@ class StageConfig(Options):
             below = tokens // length * length
             near = f"{below} or {below + length}" if below else str(length)
             yield f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
+        size = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+        if not tokens and size * length > TOKENS["le"]:
+            yield f"train.global_batch_size = {size} x data.sequence_length = {length}: more than {TOKENS['le']:,} tokens a step"
         warmup = self.schedule.warmup(self.train.steps)
         decay = (self.schedule.decay_steps or 0) if self.schedule.name == "warmup-stable-decay" else 0
         if self.train.epochs is None and warmup + decay > self.train.steps:

@@ -13,9 +13,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.objectives.objective import Objective
-from lmforge.parallel.precision import choose_dtype
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
-from lmforge.plan.parameter_counts import count_parameters
 from lmforge.runs import Run
 from lmforge.stages.align import has_frozen_reference
 from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
@@ -51,10 +49,16 @@ def run_stage(config: StageConfig, spec: StageSpec) -> int:
     try:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            with dist_ctx.raise_on_all():
+                estimator = MemoryEstimator.of_run(
+                    config, inputs.model_config, inputs.batch_plan, dist_ctx, has_frozen_reference(config)
+                )
+                if point.step < config.train.steps:
+                    estimator.check(dist_ctx)
             ctx = start_attempt(config, run, dist_ctx)
             final_phase = "failed"
             try:
-                status = _train(ctx, spec, inputs, point)
+                status = _train(ctx, spec, inputs, point, estimator)
                 final_phase = "interrupted" if status else "done"
                 return status
             except RunFailed as failed:
@@ -67,7 +71,7 @@ def run_stage(config: StageConfig, spec: StageSpec) -> int:
         run.unlock()
 
 
-def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoint) -> int:
+def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoint, estimator: MemoryEstimator) -> int:
     config, steps = ctx.config, ctx.config.train.steps
     if point.step >= steps:
         point = ctx.dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
@@ -76,17 +80,6 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
     if point.step >= steps:
         ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
         return 0
-    dtype, _ = choose_dtype(config.train.dtype, ctx.dist_ctx.device)
-    on_gpu = ctx.dist_ctx.device.type == "cuda"
-    estimator = MemoryEstimator(
-        config,
-        inputs.model_config,
-        inputs.batch_plan,
-        dtype.itemsize,
-        on_gpu,
-        count_parameters(config, inputs.model_config),
-        has_frozen_reference(config),
-    )
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress):
         trainer = build_trainer(ctx, inputs, point, spec.build_objective(config))
         began = time.perf_counter()

@@ -47,7 +47,7 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         print("prompt, ended with Ctrl-D:", file=sys.stderr)
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise UserError(f"standard input: not UTF-8 text (byte {problem.start})") from None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import BYTE_ORDER_MARK, parse_json
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -19,7 +19,6 @@ JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 COMPRESSION_SUFFIXES = frozenset({".gz", ".zst"})
 MAX_RECORD_BYTES = 2**30  # of a line, or of a file that is one JSON list
 PARQUET_BATCH_ROWS = 1000
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Record = dict[str, Any]
 
@@ -61,7 +60,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
 def _json_list_or_lines(path: Path) -> Iterator[Record]:
     with open_decompressed(path) as file:
         if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            content = file.read(MAX_RECORD_BYTES + 1).removeprefix(BYTE_ORDER_MARK)
+            content = file.read(MAX_RECORD_BYTES + 1)
             hint = "a file that begins with [ must be one JSON list of objects"
             yield from parse_json(content, list[Record], str(path), max_bytes=MAX_RECORD_BYTES, hint=hint, allow_nan=True)
             return
@@ -87,7 +86,7 @@ def json_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Ite
 
 def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
     try:
-        return parse_json(line.removeprefix(BYTE_ORDER_MARK), Record, "", max_bytes=MAX_RECORD_BYTES, allow_nan=True)
+        return parse_json(line, Record, "", max_bytes=MAX_RECORD_BYTES, allow_nan=True)
     except UserError as problem:
         decode_utf8(line, path, offset)  # names the byte, where that is the reason
         surrogate = ": half of a surrogate pair, which no encoding holds" if "of hex escape" in str(problem) else ""
