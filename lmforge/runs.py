@@ -29,7 +29,7 @@ from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import parse_json, quoted
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -67,6 +67,8 @@ def remove_checkpoint(folder: Path) -> None:
 
 def parse_location(text: str) -> Path:
     """A folder given in options: a path, or an address such as s3://bucket/runs. Raises UserError."""
+    if "\0" in text:
+        raise UserError(f"{quoted(text)}: no path has a NUL character")
     if "://" not in text:
         return Path(text)
     try:

@@ -26,6 +26,7 @@ CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_INT_BITS = 1024  # of a whole number in TOML, which has no bound of its own; more than any float has
 MAX_QUOTED = 80
+MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
 # A string, or its beginning where it does not end; possessive, so that no content makes the search quadratic.
 JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -161,6 +162,15 @@ def quoted(value: Any) -> str:
 def cut(text: str, most: int = MAX_QUOTED) -> str:
     """`text` with what exceeds `most` characters left out: for values that came from outside, in messages."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def name_problem(name: str) -> str | None:
+    """Why a run, whose directory has its name, cannot be called so; None where it can."""
+    fits = len(name) <= MAX_NAME and len(name.encode()) <= MAX_NAME_BYTES
+    if fits and re.fullmatch(r"\w[^/\\\x00-\x1f\x7f]*", name):
+        return None
+    rule = f"at most {MAX_NAME} characters, without slashes, that begins with a letter or a digit"
+    return f"expected a name of {rule}, got {quoted(name)}"
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], Exception] = UserError) -> bytes:

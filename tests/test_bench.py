@@ -60,7 +60,10 @@ def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmfor
 
 
 def test_combinations_are_of_all_values_in_order() -> None:
-    assert sweep_combinations(("a.b=1,2", "c=x")) == [{"a.b": "1", "c": "x"}, {"a.b": "2", "c": "x"}]
+    assert sweep_combinations(("train.seed=1,2", "run.name=x")) == [
+        {"train.seed": "1", "run.name": "x"},
+        {"train.seed": "2", "run.name": "x"},
+    ]
 
 
 @pytest.mark.parametrize("axis", ["a.b", "a.b=", "a.b=1,,2"])

@@ -9,6 +9,7 @@ from lmforge.config.options import Options, option, section
 from lmforge.config.ranges import COUNT, DURATION, FRACTION, LENGTH, NONZERO_FRACTION, SCALE, SCALE_OR_0, SEQUENCES
 from lmforge.config.sections import Stage
 from lmforge.config.tuning import ExampleOptions, TunedConfig
+from lmforge.errors import UserError
 
 Method = Literal["dpo", "kto", "orpo", "simpo", "reward", "grpo"]
 
@@ -136,6 +137,16 @@ class AlignConfig(TunedConfig):
     """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
 
     of_stage: ClassVar[Stage] = "align"
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "align.method",
+        "align.loss_type",
+        "align.beta",
+        "align.reference",
+        "rollout.reward_functions",
+        "rollout.num_generations",
+        "rollout.max_completion_length",
+        *TunedConfig.ESSENTIAL,
+    )
     data: AlignDataOptions = section(AlignDataOptions, "preferences, or prompts")
     align: AlignOptions = section(AlignOptions, "how the model is aligned")
     rollout: RolloutOptions = section(RolloutOptions, "grpo: how completions are sampled and rewarded, and the loss")
@@ -156,6 +167,13 @@ class AlignConfig(TunedConfig):
         if self.align.reference == "auto":
             return "copy" if self.lora.rank is None else "adapters-off"
         return self.align.reference
+
+    def require_inputs(self) -> None:
+        super().require_inputs()
+        if self.align.method == "grpo" and not self.rollout.reward_functions:
+            raise UserError(
+                "rollout.reward_functions: name a reward function, such as --rollout.reward_functions rewards.py:reward"
+            )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

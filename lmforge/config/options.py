@@ -7,6 +7,7 @@ validation, so both give the same error message. `to_toml` writes a tree as a re
 import copy
 import difflib
 import json
+import os
 import re
 import types
 import typing
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted, read_toml
 
 OptionPath = tuple[str, ...]
 MAX_NAME_WIDTH = 46
+MAX_NAME_BYTES = 255  # what file systems take
 
 
 class Options(BaseModel):
@@ -33,10 +36,23 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
+    # Of a verb with many options those that most people need, in the order in which help lists them.
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ()
 
     def problems(self) -> Iterator[str]:
         """What is wrong with options that are valid one by one, in lines for the user. The first of them is reported."""
         return iter(())
+
+    @field_validator("*")
+    @classmethod
+    def _check_paths(cls, value: Any) -> Any:
+        """Refuse paths that no file system takes here, where the option is known."""
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path) and (
+                "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
+            ):
+                raise PydanticCustomError("path", f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL")
+        return value
 
     @model_validator(mode="after")
     def _check_problems(self) -> Self:
@@ -308,10 +324,18 @@ def _parse_int(text: str) -> int:
         return int(number)
 
 
-def format_help(options_class: type[Options]) -> str:
-    """Help for every option: its name, type, meaning and default, one line each."""
+def format_help(options_class: type[Options], verb: str = "", everything: bool = True) -> str:
+    """Help for options: name, type, meaning and default, one line each. Where a class names its essential ones, they are all
+    that is listed unless `everything` is asked for, and their sections come first."""
+    known = dict(iter_options(options_class))
+    essential = {tuple(name.split(".")): known[tuple(name.split("."))] for name in options_class.ESSENTIAL}
+    order = {section: at for at, section in enumerate(dict.fromkeys(path[0] for path in essential))}
+    if short := bool(essential) and not everything:
+        listed = list(essential.items())
+    else:
+        listed = sorted(known.items(), key=lambda item: (not _is_positional(item[1]), order.get(item[0][0], len(order))))
     rows = []
-    for path, field in sorted(iter_options(options_class), key=lambda item: not _is_positional(item[1])):
+    for path, field in listed:
         usage = f"{'[--]' if _is_positional(field) else '--'}{'.'.join(path)} {_type_name(field)}"
         rows.append((path, usage, f"{field.description}{_default_text(field)}"))
         if table := _table_class(field):
@@ -323,10 +347,12 @@ def format_help(options_class: type[Options]) -> str:
     lines: list[str] = []
     heading: OptionPath = ()
     for path, usage, meaning in rows:
-        if path[:-1] != heading:
+        if path[:-1] != heading and not short:
             heading = path[:-1]
             lines.append(f"\n[{path[0]}]  {options_class.model_fields[path[0]].description}")
         lines.append(f"  {usage:<{width}}  {meaning}")
+    if short:
+        lines.append(f"\nlmforge {verb} --help all lists all {len(known)} options")
     return "\n".join(lines)
 
 
@@ -348,16 +374,23 @@ def _default_text(field: FieldInfo) -> str:
     return f" (default: {value if isinstance(value, str | Path) else _as_json(value)})"
 
 
-def to_toml(options: Options) -> str:
-    """Options as TOML that `read_recipe` opens again; options that have no value by default are left out."""
-    return tomli_w.dumps(_as_toml(options))
+def to_toml(options: Options, changed_only: bool = False) -> str:
+    """Options as TOML that `read_recipe` opens again; options that have no value by default are left out, and where
+    `changed_only`, all that have their default."""
+    return tomli_w.dumps(_as_toml(options, changed_only))
 
 
-def _as_toml(value: Any) -> Any:
+def _as_toml(value: Any, changed_only: bool = False) -> Any:
     """A value in the types of TOML."""
     if isinstance(value, Options):
-        fields = type(value).model_fields
-        return {name: _as_toml(each) for name, each in value if each is not None or fields[name].default is not None}
+        table = {}
+        for name, field in type(value).model_fields.items():
+            each = getattr(value, name)
+            if isinstance(each, Options):
+                table[name] = _as_toml(each, changed_only)
+            elif (each is not None or field.default is not None) and not (changed_only and each == field.default):
+                table[name] = _as_toml(each)
+        return {name: each for name, each in table.items() if each != {} or not changed_only}
     if isinstance(value, tuple):
         return [_as_toml(item) for item in value]
     if isinstance(value, Path):

@@ -29,6 +29,7 @@ from lmforge.config.ranges import (
     THREADS,
     TOKENS,
 )
+from lmforge.untrusted import name_problem
 
 Resume = Literal["auto", "never", "required"]
 Stage = Literal["pretrain", "sft", "align"]
@@ -65,6 +66,10 @@ class RunOptions(Options):
     resume: Resume = option("auto", "continue a run that exists: auto (if it exists), required, or never")
     overwrite: bool = option(False, "delete a run of this name first")
     stage: Stage | None = option(None, "the verb that trains this recipe; recorded with the run, and refused by other verbs")
+
+    def problems(self) -> Iterator[str]:
+        if self.name and (problem := name_problem(self.name)):
+            yield f"run.name: {problem}"
 
 
 class SequenceOptions(Options):

@@ -18,7 +18,7 @@ from lmforge.config.sections import (
     Stage,
     TrainOptions,
 )
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import ESSENTIAL_TO_TRAINING, StageConfig
 from lmforge.errors import UserError
 
 
@@ -125,6 +125,15 @@ class TuningOptimizer(OptimizerOptions):
 class TunedConfig(StageConfig):
     """What the configs of fine-tuning and alignment have in common."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "model.source",
+        "data.files",
+        "data.validation_files",
+        "data.sequence_length",
+        "lora.rank",
+        "lora.target_modules",
+        *ESSENTIAL_TO_TRAINING,
+    )
     data: ExampleOptions = section(ExampleOptions, "examples to train on")
     model: TunedModelOptions = section(TunedModelOptions, "the model to start from")
     lora: LoraOptions = section(LoraOptions, "low-rank adapters")
@@ -136,6 +145,15 @@ class TunedConfig(StageConfig):
     def kind(self) -> str:
         """What its examples are."""
         return "conversations"
+
+    def require_inputs(self) -> None:
+        """Raise UserError where the recipe and the command line do not say what to begin from, and what to learn from."""
+        if self.model.source is None:
+            raise UserError(
+                "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
+            )
+        if not self.data.files:
+            raise UserError(f"data.files: name the files to learn from, such as --data.files {self.kind}.jsonl")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -160,4 +178,5 @@ class SftConfig(TunedConfig):
     """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or adapters."""
 
     of_stage: ClassVar[Stage] = "sft"
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.format", "data.mask", "data.packing", *TunedConfig.ESSENTIAL)
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lmforge.config.options import Options, argument, option, section
 from lmforge.config.ranges import (
@@ -22,6 +22,7 @@ from lmforge.config.ranges import (
 )
 from lmforge.config.sections import Device, DType, ExampleFormat
 from lmforge.config.stage import PretrainConfig
+from lmforge.untrusted import cut, name_problem
 
 ExportDType = Literal["fp32", "bf16", "fp16"]
 MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
@@ -238,6 +239,24 @@ class BenchOptions(Options):
 class BenchConfig(PretrainConfig):
     """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--trace FILE]: speed and memory of a step."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "bench.steps",
+        "bench.warmup_steps",
+        "bench.sweep",
+        "bench.trace",
+        "bench.output",
+        "data.sequence_length",
+        "model.preset",
+        "model.source",
+        "train.global_batch_size",
+        "train.micro_batch_size",
+        "train.dtype",
+        "train.compile",
+        "parallel.engine",
+        "parallel.sharding",
+        "parallel.activation_checkpointing",
+        "launch.processes",
+    )
     bench: BenchOptions = section(BenchOptions, "what is timed")
 
 
@@ -264,9 +283,11 @@ class PipelineOptions(Options):
     stages: tuple[PipelineStageOptions, ...] = option(..., "[[stages]], in order")
 
     def problems(self) -> Iterator[str]:
+        if self.name and (problem := name_problem(self.name)):
+            yield f"name: {problem}"
         names = [stage.name or stage.verb for stage in self.stages]
         for name in names:
             if names.count(name) > 1:
-                yield f"stages: two are called {name}; give each its own name"
+                yield f"stages: two are called {cut(name)}; give each its own name"
             if not re.fullmatch(r"[\w.-]+", name):
-                yield f"stages: {name!r} is not a valid name; use letters, digits, dots and dashes"
+                yield f"stages: {cut(name)!r} is not a valid name; use letters, digits, dots and dashes"

@@ -188,7 +188,7 @@ def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
     kind = "a whole number" if whole else "a number"
     if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
         return f"expected {kind} above zero, got {quoted(value)}"
-    return f"expected {kind} of at most {bounds['le']:,}, got {quoted(value)}" if value > bounds["le"] else None
+    return f"expected {kind} of at most {bounds['le']:.16g}, got {quoted(value)}" if value > bounds["le"] else None
 
 
 def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.monitor.loss_curve import draw_loss_curve
@@ -75,7 +77,7 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
     config, steps = ctx.config, ctx.config.train.steps
     if point.step >= steps:
         point = ctx.dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
-    for line in [*point.messages, *describe_config_changes(point, config)]:
+    for line in [*point.messages, *describe_config_changes(point, config), *_notes_on_ranks(ctx.dist_ctx)]:
         ctx.console.info(line)
     if point.step >= steps:
         ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
@@ -92,6 +94,15 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
         finally:
             trainer.close()
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
+
+
+def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
+    """A line where several ranks share the cores of one machine, which one process would use better."""
+    ranks = dist_ctx.world_size
+    if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
+        return []
+    cores = f"{threads_per_rank(1)} cores"
+    return [f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"]
 
 
 def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) -> int:

@@ -129,7 +129,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "5 heads do not divide hidden_size 48; change one of the two"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected a whole number above zero, got 0"),
         ({"hidden_size": "48"}, 'hidden_size: expected a whole number above zero, got "48"'),
-        ({"num_hidden_layers": 2.0}, "num_hidden_layers: expected a whole number above zero, got 2.0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers: expected a whole number, got 2.0"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: expected a number above zero, got -1"),
         ({"head_dim": 7}, "head_dim: rotary positions need an even width, got 7"),
     ],
