@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from lmforge import __version__
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
-from lmforge.config.options import Options, format_help, parse_options
+from lmforge.config.options import Options, format_help, iter_options, parse_options
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
@@ -33,8 +33,7 @@ MAX_LINE = 2000
 TRAINING_NOTES = """\
   --dry-run [all]     print the batch arithmetic and the options that differ from the defaults (all: every option), and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
-  --deterministic     the same as --train.deterministic
-"""
+  --deterministic     the same as --train.deterministic"""
 
 
 def main() -> None:
@@ -116,8 +115,12 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     everything = arguments[at + 1 : at + 2] == ["all"]
     verb = VERBS[name]
     option = "--section.option" if issubclass(verb.options, StageConfig) else "--option"
-    notes = TRAINING_NOTES if name in STAGES else ""
-    return f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{notes}{format_help(verb.options, name, everything)}"
+    listed = format_help(verb.options, everything).lstrip("\n")
+    text = f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{listed}"
+    text += f"\n\n{TRAINING_NOTES}" if name in STAGES else ""
+    if verb.options.ESSENTIAL and not everything:
+        text += f"\n\nlmforge {name} --help all lists all {len(list(iter_options(verb.options)))} options"
+    return text
 
 
 def _overview() -> str:

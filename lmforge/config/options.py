@@ -90,7 +90,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe") from None
     except OSError as problem:
-        raise UserError(f"{path}: {problem.strerror}") from None
+        raise UserError(f"{cut(str(path), MAX_NAME_BYTES)}: {problem.strerror}") from None
 
 
 def parse_options(
@@ -324,7 +324,7 @@ def _parse_int(text: str) -> int:
         return int(number)
 
 
-def format_help(options_class: type[Options], verb: str = "", everything: bool = True) -> str:
+def format_help(options_class: type[Options], everything: bool = True) -> str:
     """Help for options: name, type, meaning and default, one line each. Where a class names its essential ones, they are all
     that is listed unless `everything` is asked for, and their sections come first."""
     known = dict(iter_options(options_class))
@@ -351,8 +351,6 @@ def format_help(options_class: type[Options], verb: str = "", everything: bool =
             heading = path[:-1]
             lines.append(f"\n[{path[0]}]  {options_class.model_fields[path[0]].description}")
         lines.append(f"  {usage:<{width}}  {meaning}")
-    if short:
-        lines.append(f"\nlmforge {verb} --help all lists all {len(known)} options")
     return "\n".join(lines)
 
 

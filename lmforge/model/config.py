@@ -12,7 +12,7 @@ from typing import Any
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError
 from lmforge.model.presets import PRESETS
-from lmforge.untrusted import quoted
+from lmforge.untrusted import cut, quoted
 
 # The model_types that we compute, and which of our modules computes each.
 FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
@@ -158,9 +158,9 @@ class ModelConfig:
 def get_preset(name: str) -> ModelConfig:
     """A ready-made config by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
     if name not in PRESETS:
-        close = get_close_matches(name, PRESETS, n=1, cutoff=0.3)
+        close = get_close_matches(cut(name), PRESETS, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f'"{name}" is neither a preset nor a folder; {hint}presets: {", ".join(PRESETS)}')
+        raise UserError(f'"{cut(name)}" is neither a preset nor a folder; {hint}presets: {", ".join(PRESETS)}')
     return ModelConfig(**PRESETS[name])
 
 
