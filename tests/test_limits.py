@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmforge.cli import run
 from lmforge.cluster import memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import AvailableMemory
@@ -24,7 +25,7 @@ from lmforge.model.config import get_preset
 from lmforge.stages.build_model import check_model
 from lmforge.stages.run_stage import _notes_on_ranks
 from lmforge.untrusted import parse_json, parse_toml, quoted
-from tests.conftest import Command, Refusal
+from tests.conftest import Refusal
 
 LONG = "x" * 5000
 DIGITS = "9" * 6000
@@ -92,13 +93,21 @@ def test_sizes_that_are_allowed_alone_and_do_not_fit_this_machine_are_refused(
     assert written(tmp_path) == []
 
 
-def test_a_dry_run_tells_what_the_largest_model_costs_on_other_machines(tmp_path: Path, lmforge: Command) -> None:
+def test_a_dry_run_tells_what_the_largest_model_costs_on_other_machines(capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"--model.{name}={size}" for name, size in LARGEST_MODEL.items()]
-    done = lmforge(
-        "pretrain", "--dry-run", *words, "--launch.processes", 2**10, "--train.global_batch_size", 2**10, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "each holds" in done.stdout
+    assert run(["pretrain", "--dry-run", *words, "--launch.processes", "1024", "--train.global_batch_size", "1024"]) == 0
+    assert "each holds" in capsys.readouterr().out
+
+
+def test_more_processes_than_a_machine_runs_are_refused_by_prepare(tmp_path: Path, refused: Refusal) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert refused("prepare", tmp_path / "a.txt", tmp_path / "out", "--workers", 4096).startswith("4,096 processes: this")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_of_endless_sequences_is_refused(tiny_run: Path, refused: Refusal) -> None:
+    printed = refused("evaluate", tiny_run, "--sequence_length", 2**26, "--batch_size", 2**24)
+    assert printed.startswith("16 sequences of 67,108,864 tokens: needs ")
 
 
 def test_a_batch_of_many_passes_over_the_data_is_refused(tmp_path: Path, tiny_options: list[str], refused: Refusal) -> None:

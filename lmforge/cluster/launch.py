@@ -20,7 +20,7 @@ LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 def check_num_processes(number: int) -> None:
-    """Raise UserError for many more ranks than this machine can run: each takes a core or a GPU, and hundreds of MiB."""
+    """Raise UserError for many more processes than this machine can run: each takes a core or a GPU, and hundreds of MiB."""
     cores = threads_per_rank(1)
     most = max(MIN_PROCESSES_LIMIT, PROCESSES_PER_CORE * cores)
     if number > most:

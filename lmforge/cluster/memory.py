@@ -5,7 +5,7 @@ What a run needs, and what would have fitted, is arithmetic on its recipe (plan/
 
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,8 +91,10 @@ def _container_limits() -> Iterator[tuple[int, int]]:
         yield limit, used - sum(int(statistics.get(name, 0)) for name in cached)
 
 
-def check_fits(required_bytes: float, device: torch.device, what: str, way: str) -> None:
-    """Raise UserError where `what` (in words) needs more memory than this process may allocate; `way` says what to do.
+def check_fits(required_bytes: float, device: torch.device, what: str, way: str | Callable[[int], str]) -> None:
+    """Raise UserError where `what` (in words) needs more memory than this process may allocate.
+
+    `way` says what to do, or computes it from the number of free bytes.
 
     Asked before anything is built: the kernel would let it begin, and then kill the process without a word.
     """
@@ -100,6 +102,7 @@ def check_fits(required_bytes: float, device: torch.device, what: str, way: str)
     swap = 0 if device.type == "cuda" else _read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)
     if available is not None and required_bytes > available.free_bytes + swap:
         need, free = format_memory(required_bytes), format_memory(available.free_bytes)
+        way = way if isinstance(way, str) else way(available.free_bytes)
         raise UserError(f"{what}: needs {need}, and {free} are left of {available.limited_by}; {way}")
 
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -173,7 +174,7 @@ class MemoryEstimator:
         layers = model.num_hidden_layers // setting.options.pipeline_parallel_degree
         hidden = tokens * model.hidden_size * layers * self.compute_dtype_bytes
         batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
-        way = "use a smaller model, a shorter data.sequence_length, a smaller batch, or more ranks with fsdp2"
+        way = partial(suggest_what_fits, self, setting)
         state = self.model_state_bytes(setting) // setting.options.pipeline_parallel_degree
         check_fits(state + hidden, dist_ctx.device, "model, gradients, optimizer and activations of a rank", way)
         check_fits(batch, torch.device("cpu"), f"a batch of {plan.tokens:,} tokens", "use a smaller global batch")
