@@ -28,7 +28,7 @@ from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_fo
 from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
-from lmforge.errors import UserError
+from lmforge.errors import UserError, how_to_install
 from lmforge.untrusted import parse_json, quoted
 
 STEP_PREFIX = "step-"
@@ -77,7 +77,7 @@ def parse_location(text: str) -> Path:
         # Without a cache of listings, which would hide what others write.
         return cast(Path, UPath(text, use_listings_cache=False))
     except ImportError as problem:
-        raise UserError(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
+        raise UserError(f"{text}: needs {problem.name}; {how_to_install('cloud')}") from None
     except ValueError as problem:
         raise UserError(f"{text}: {problem}") from None
 

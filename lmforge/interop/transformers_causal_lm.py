@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lmforge.config.ranges import MODEL_RANGES
-from lmforge.errors import UserError, prefix_errors
+from lmforge.errors import UserError, how_to_install, prefix_errors
 from lmforge.interop.config_json import reject_extreme_sizes
 from lmforge.untrusted import quoted
 
@@ -41,10 +41,10 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError("transformers is not installed, and this model needs it; pip install 'lmforge[transformers]'") from None
+        raise UserError(f"transformers is not installed, and this model needs it; {how_to_install('transformers')}") from None
     version = transformers.__version__
     if tuple(map(int, version.split(".")[:2])) < MIN_TRANSFORMERS_VERSION:
-        raise UserError(f"transformers {version} is too old to be wrapped; pip install 'lmforge[transformers]'")
+        raise UserError(f"transformers {version} is too old to be wrapped; {how_to_install('transformers')}")
     transformers.utils.logging.set_verbosity_error()
     return transformers
 

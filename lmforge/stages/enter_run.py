@@ -14,7 +14,7 @@ from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
-from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.errors import PeerLost, RunFailed, UserError, how_to_install
 from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
@@ -49,7 +49,7 @@ def enter_run(
     resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     with dist_ctx.raise_on_all():
         if config.log.tensorboard and find_spec("tensorboard") is None:
-            way = "pip install 'lmforge[tensorboard]', or leave the option out"
+            way = f"{how_to_install('tensorboard')}, or leave the option out"
             raise UserError(f"log.tensorboard: it is not installed; {way}")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
         parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
