@@ -12,20 +12,20 @@ Range = dict[str, Any]
 COUNT: Range = {"gt": 0, "le": 10**9}  # steps, examples, files: what takes time and little memory
 COUNT_OR_0: Range = {"ge": 0, "le": 10**9}
 SEQUENCES: Range = {"gt": 0, "le": 2**24}  # in one batch, of all ranks
-LENGTH: Range = {"gt": 0, "le": 2**26}
-TOKENS: Range = {"gt": 0, "le": 2**36}
+LENGTH: Range = {"gt": 0, "le": 2**26}  # tokens of a sequence
+TOKENS: Range = {"gt": 0, "le": 2**36}  # of a batch, or of a file
 BYTES: Range = {"gt": 0, "le": 2**40}
 RANKS: Range = {"gt": 0, "le": 2**20}
-THREADS: Range = {"gt": 0, "le": 2**12}  # of a process; processes of a machine
+THREADS: Range = {"gt": 0, "le": 2**12}  # of a process; worker processes of a machine
 # Seeds of sequences, samples and steps are added to it, and torch takes 64 bits.
 SEED: Range = {"ge": 0, "le": 2**62}
 
 FRACTION: Range = {"ge": 0, "le": 1}
-PROBABILITY: Range = {"ge": 0, "lt": 1}
+PROBABILITY: Range = {"ge": 0, "lt": 1}  # of what may not be certain, such as dropout
 NONZERO_FRACTION: Range = {"gt": 0, "le": 1}
-SCALE: Range = {"gt": 0, "le": 1e9}  # learning rates, weights of losses, temperatures, standard deviations
-SCALE_OR_0: Range = {"ge": 0, "le": 1e9}
-DURATION: Range = {"gt": 0, "le": 1e6}  # seconds or minutes, as long as the system's timers take
+SCALE: Range = {"gt": 0, "le": 1e36}  # learning rates, weights of losses, temperatures: what fp32 holds
+SCALE_OR_0: Range = {"ge": 0, "le": 1e36}
+DURATION: Range = {"gt": 0, "le": 1e6}  # seconds, minutes, passes over the data; longer ones overflow timers
 
 # Fields of a model config, by their Hugging Face names.
 MODEL_RANGES: dict[str, Range] = {

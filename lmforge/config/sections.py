@@ -205,7 +205,7 @@ class TrainOptions(Options):
     """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
 
     steps: int = option(1000, "optimizer steps in the whole run (transformers: max_steps)", **COUNT)
-    epochs: float | None = option(None, "passes over the data, instead of train.steps (num_train_epochs)", **SCALE)
+    epochs: float | None = option(None, "passes over the data, instead of train.steps (num_train_epochs)", **DURATION)
     global_batch_size: int | None = option(
         None, f"sequences in an optimizer step, over all ranks (default: {DEFAULT_GLOBAL_BATCH_SIZE})", **SEQUENCES
     )

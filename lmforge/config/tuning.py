@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from lmforge.config.options import Options, option, section
-from lmforge.config.ranges import FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
+from lmforge.config.ranges import DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.config.sections import (
     ConversationFormat,
     ModelOptions,
@@ -87,7 +87,7 @@ class TunedTrainOptions(TrainOptions):
     """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
 
     epochs: float | None = option(
-        None, "passes over the data, instead of train.steps (default: 1, if neither is given; num_train_epochs)", **SCALE
+        None, "passes over the data, instead of train.steps (default: 1, if neither is given; num_train_epochs)", **DURATION
     )
 
     @model_validator(mode="before")
@@ -153,7 +153,7 @@ class TunedConfig(StageConfig):
                 "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
             )
         if not self.data.files:
-            raise UserError(f"data.files: name the files to learn from, such as --data.files {self.kind}.jsonl")
+            raise UserError("data.files: name the files to learn from, such as --data.files chats.jsonl")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
