@@ -5,6 +5,7 @@ The module of a verb is imported when it is called, so that `--help` answers bef
 
 import atexit
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -16,22 +17,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
-from lmforge.cluster.rank_info import read_rank_info
+from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
-from lmforge.config.options import Options, format_help, parse_options
+from lmforge.config.options import Options, format_help, iter_options, parse_options
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
+from lmforge.untrusted import cut
 from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
+MAX_LINE = 2000
 TRAINING_NOTES = """\
-  --dry-run           print the resolved recipe and the batch arithmetic, and stop
+  --dry-run [all]     print the batch arithmetic and the options that differ from the defaults (all: every option), and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
-  --deterministic     the same as --train.deterministic
-"""
+  --deterministic     the same as --train.deterministic"""
 
 
 def main() -> None:
@@ -84,6 +86,9 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as problem:
+        if not debug and (foreseen := _foreseen(problem)):
+            _print_error(str(foreseen))
+            return foreseen.exit_status
         if debug:
             if sys.__stderr__ is not None:
                 sys.stderr = sys.__stderr__  # a rank's own may be its log
@@ -101,15 +106,21 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     if name in ("-V", "--version"):
         return f"lmforge {__version__}"
     if name not in VERBS:
-        close = difflib.get_close_matches(name, VERBS, n=1)
+        close = difflib.get_close_matches(cut(name), VERBS, n=1)
         hint = f" did you mean {close[0]}?" if close else ""
-        raise UserError(f"{name}: no such verb;{hint} lmforge --help lists them")
-    if not {"-h", "--help"} & set(arguments):
+        raise UserError(f"{cut(name)}: no such verb;{hint} lmforge --help lists them")
+    at = next((at for at, word in enumerate(arguments) if word in ("-h", "--help")), None)
+    if at is None:
         return None
+    everything = arguments[at + 1 : at + 2] == ["all"]
     verb = VERBS[name]
     option = "--section.option" if issubclass(verb.options, StageConfig) else "--option"
-    notes = TRAINING_NOTES if name in STAGES else ""
-    return f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{notes}{format_help(verb.options)}"
+    listed = format_help(verb.options, everything).lstrip("\n")
+    text = f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{listed}"
+    text += f"\n\n{TRAINING_NOTES}" if name in STAGES else ""
+    if verb.options.ESSENTIAL and not everything:
+        text += f"\n\nlmforge {name} --help all lists all {len(list(iter_options(verb.options)))} options"
+    return text
 
 
 def _overview() -> str:
@@ -118,7 +129,8 @@ def _overview() -> str:
     return (
         "lmforge: language-model training end to end in plain PyTorch\n\n"
         f"usage: lmforge VERB [ARGUMENTS] [--option value]\n\n{verbs}\n\n"
-        "lmforge VERB --help lists every option of a verb with its default. --debug prints the traceback of an error."
+        "lmforge VERB --help lists the options of a verb with their defaults (--help all: every one of a verb that has many)."
+        " --debug prints the traceback of an error."
     )
 
 
@@ -127,19 +139,29 @@ def parse_command(name: str, arguments: list[str]) -> Any:
     options_class = VERBS[name].options
     if not issubclass(options_class, StageConfig):
         return parse_options(options_class, arguments)
-    config = parse_config(options_class, [word for word in arguments if name not in STAGES or word != "--dry-run"])
-    if name in STAGES and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0:
+    config = parse_config(options_class, _split_dry_run(arguments)[0] if name in STAGES else arguments)
+    if name in STAGES and count_restarts() > 0:
         return config.again()
     return config
+
+
+def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
+    """The arguments without --dry-run and its value, and what it is to print: "changed", "all", or None without it."""
+    if "--dry-run" not in arguments:
+        return arguments, None
+    at = arguments.index("--dry-run")
+    everything = arguments[at + 1 : at + 2] == ["all"]
+    rest = [word for word in arguments[at + 1 + everything :] if word != "--dry-run"]
+    return [*arguments[:at], *rest], "all" if everything else "changed"
 
 
 def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     """Call the function of a verb: here, or on ranks that are started for it. Returns the exit status."""
     verb = VERBS[name]
-    if name in STAGES and "--dry-run" in arguments:
+    if name in STAGES and (scope := _split_dry_run(arguments)[1]):
         from lmforge.verbs.dry_run import dry_run
 
-        print(dry_run(chosen))
+        print(dry_run(chosen, everything=scope == "all"))
         return 0
     if verb.distributed and not read_rank_info().launched:
         processes = chosen.launch.processes if isinstance(chosen, StageConfig) else chosen.processes
@@ -167,6 +189,20 @@ def _launch(command: list[str], chosen: Any, processes: int) -> int:
     )
 
 
+def _foreseen(problem: Exception) -> UserError | RunFailed | None:
+    """What a library or the system refused, in words for the user; None where nobody foresaw it."""
+    if isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG:
+        return UserError(f"{cut(str(problem.filename))}: {problem.strerror}")
+    if "torch" in sys.modules:
+        from lmforge.cluster.memory import describe_request, is_out_of_memory
+
+        if is_out_of_memory(problem):
+            return RunFailed(
+                f"out of memory: {describe_request(problem)}; use smaller batches, shorter sequences or a smaller model"
+            )
+    return None
+
+
 def _reports_errors() -> bool:
     """Whether this process is the one of its peers that reports to the user what went wrong."""
     try:
@@ -182,7 +218,11 @@ def _reports_errors() -> bool:
 def _print_error(line: str) -> None:
     """One line on standard error, from one rank only."""
     if _reports_errors():
-        print("lmforge: " + " ".join(line.split("\n")), file=sys.__stderr__, flush=True)
+        # Values that came from outside are cut where they are named; what is left is bounded, and drives no terminal, here.
+        printable = "".join(each if each.isprintable() else " " for each in line)
+        if len(printable) > MAX_LINE:
+            printable = f"{printable[: MAX_LINE // 2]} … {printable[-MAX_LINE // 2 :]}"
+        print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)
     else:
         # A launcher ends all ranks as soon as one has left: before the one that reports has. Ranks that fail before they have
         # joined each other have nothing else to wait for.

@@ -32,3 +32,8 @@ def prefix_errors(prefix: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{prefix}: {error}") from None
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs the packages of an extra, as the README has it."""
+    return f".venv/bin/pip install -e '.[{extra}]'"

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text
 from lmforge.errors import UserError
-from lmforge.untrusted import read_json
+from lmforge.untrusted import cut, read_json
 
 MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -76,15 +76,21 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
     """`org/name[@revision]` as (org/name, revision), "main" by default. Raises UserError for anything else."""
     parts = MODEL_NAME_PATTERN.fullmatch(name)
     if parts is None:
-        raise UserError(f"{name}: not the name of a model on the hub; give organisation/model, or organisation/model@revision")
+        raise UserError(
+            f"{cut(name)}: not the name of a model on the hub; give organisation/model or organisation/model@revision"
+        )
     if revision and parts["revision"] and revision != parts["revision"]:
         raise UserError(f"{name}: names one revision and --revision {revision} another; give one of them")
     return parts["name"], revision or parts["revision"] or "main"
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Whether `source` can only be a model on the hub: it has the form of such a name, and there is no such path."""
-    return MODEL_NAME_PATTERN.fullmatch(str(source)) is not None and not Path(source).exists()
+    """Whether `source` can only be a model on the hub: it has the form of such a name, and no path here is meant.
+
+    In a folder that exists it is a path, if a misspelt one (runs/quikstart), unless a revision follows.
+    """
+    parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(source)
+    return parts is not None and not path.exists() and (parts["revision"] is not None or not path.parent.exists())
 
 
 def resolve_model_folder(source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights") -> Path:

@@ -34,7 +34,7 @@ from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_wri
 from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
-from lmforge.errors import UserError
+from lmforge.errors import UserError, how_to_install
 from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, quoted, read_bounded
 
 STEP_PREFIX = "step-"
@@ -123,6 +123,8 @@ def remove_checkpoint(folder: Path) -> None:
 
 def parse_location(text: str) -> Path:
     """A folder given in options: a path, or an address such as s3://bucket/runs. Raises UserError."""
+    if "\0" in text:
+        raise UserError(f"{quoted(text)}: no path has a NUL character")
     if "://" not in text:
         return Path(text)
     try:
@@ -131,7 +133,7 @@ def parse_location(text: str) -> Path:
         # Without a cache of listings, which would hide what others write.
         return cast(Path, UPath(text, use_listings_cache=False))
     except ImportError as problem:
-        raise UserError(f"{text}: needs {problem.name}; pip install 'lmforge[cloud]'") from None
+        raise UserError(f"{text}: needs {problem.name}; {how_to_install('cloud')}") from None
     except ValueError as problem:
         raise UserError(f"{text}: {problem}") from None
 

@@ -25,7 +25,10 @@ MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
 MAX_MANIFEST_BYTES = 2**30  # manifests that list every file or shard
 CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
+MAX_INT_BITS = 1024  # of a whole number in TOML, which has no bound of its own; more than any float has
 MAX_QUOTED = 80
+MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
 # A string, or its beginning where it does not end; possessive, so that no content makes the search quadratic.
 JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # What pydantic found wrong → what was expected; filled in with the bounds of the field.
@@ -58,13 +61,15 @@ def read_json(
     max_bytes: int = MAX_BYTES,
     error: Callable[[str], Exception] = UserError,
     hint: str = "",
+    allow_nan: bool = False,
 ) -> T:
     """The content of a JSON file as a `schema`.
 
     Raises `error` with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
     JSON or not of the schema. OSError passes: only the caller knows what a missing file means.
     """
-    return parse_json(read_bounded(path, max_bytes, error), schema, str(path), max_bytes=max_bytes, error=error, hint=hint)
+    content = read_bounded(path, max_bytes, error)
+    return parse_json(content, schema, str(path), max_bytes=max_bytes, error=error, hint=hint, allow_nan=allow_nan)
 
 
 def parse_json(
@@ -81,6 +86,7 @@ def parse_json(
 
     `allow_nan`: NaN and Infinity, which JSON lacks and some programs write, are taken as numbers.
     """
+    content = content.removeprefix(BYTE_ORDER_MARK)
     _check_bounds(content, source, max_bytes, error)
     hint = f"; {hint}" if hint else ""
     try:
@@ -101,13 +107,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def parse_toml(content: bytes, source: str) -> dict[str, Any]:
     """TOML `content` as a nested table. Raises UserError as `read_toml` does."""
+    content = content.removeprefix(BYTE_ORDER_MARK)
     _check_bounds(content, source, MAX_BYTES, UserError)
     try:
-        return tomllib.loads(content.decode())
+        table = tomllib.loads(content.decode())
     except UnicodeDecodeError as problem:
         raise UserError(f"{source}: not UTF-8 text (byte {problem.start})") from None
-    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as problem:
+    except (tomllib.TOMLDecodeError, RecursionError) as problem:
         raise UserError(f"{source}: not valid TOML: {problem}") from None
+    except ValueError:  # Python reads no whole number of more than 4300 digits
+        raise UserError(f"{source}: holds a whole number of thousands of digits") from None
+    _check_table(table, source)
+    return table
 
 
 def describe(problem: ValidationError) -> str:
@@ -115,7 +126,7 @@ def describe(problem: ValidationError) -> str:
     error = first_error(problem)
     if error["type"] == "json_invalid":
         return f"not valid JSON: {error['ctx']['error']}"
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in error["loc"]]
     field = "".join(parts).removeprefix(".")
     return f"{field}: {expectation(error)}" if field else expectation(error)
 
@@ -143,8 +154,24 @@ def expectation(error: dict[str, Any]) -> str:
 
 def quoted(value: Any) -> str:
     """`value` as JSON, cut where it is long."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text):,} characters)"
+    try:
+        return cut(json.dumps(value, default=str, ensure_ascii=False))
+    except (ValueError, RecursionError):  # a number of thousands of digits, or what is nested as deeply
+        return f"a value of type {type(value).__name__} that is too large to print"
+
+
+def cut(text: str, most: int = MAX_QUOTED) -> str:
+    """`text` with what exceeds `most` characters left out: for values that came from outside, in messages."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def name_problem(name: str) -> str | None:
+    """Why a run, whose directory has its name, cannot be called so; None where it can."""
+    fits = len(name) <= MAX_NAME and len(name.encode()) <= MAX_NAME_BYTES
+    if fits and re.fullmatch(r"\w[^/\\\x00-\x1f\x7f]*", name):
+        return None
+    rule = f"at most {MAX_NAME} characters, without slashes, that begins with a letter or a digit"
+    return f"expected a name of {rule}, got {quoted(name)}"
 
 
 def describe_os_error(problem: OSError, path: str | Path) -> str:
@@ -180,6 +207,19 @@ def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[
         depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:
             raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
+
+
+def _check_table(table: dict[str, Any], source: str) -> None:
+    """Refuse what TOML can nest without a bracket (a.b.c = 1), and numbers that cannot be printed (0xfff…)."""
+    values: list[tuple[Any, int]] = [(table, 0)]
+    while values:
+        value, depth = values.pop()
+        if depth > MAX_DEPTH:
+            raise UserError(f"{source}: nested more than {MAX_DEPTH} levels deep")
+        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise UserError(f"{source}: holds a whole number of {value.bit_length():,} bits, more than any option takes")
+        if isinstance(value, dict | list):
+            values += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
 
 
 @cache

@@ -553,7 +553,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
 ) -> None:
     monkeypatch.setattr("lmforge.stages.enter_run.find_spec", lambda name: None)
     printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.tensorboard")
-    assert printed == "log.tensorboard: it is not installed; pip install 'lmforge[tensorboard]', or leave the option out"
+    assert printed == "log.tensorboard: it is not installed; .venv/bin/pip install -e '.[tensorboard]', or leave the option out"
     assert not (tmp_path / "a" / "recipe.toml").exists()
 
 

@@ -112,7 +112,10 @@ def test_ctrl_c_ends_a_sweep_and_its_trial(tiny_options: list[str]) -> None:
 
 
 def test_combinations_are_of_all_values_in_order() -> None:
-    assert sweep_combinations(("a.b=1,2", "c=x")) == [{"a.b": "1", "c": "x"}, {"a.b": "2", "c": "x"}]
+    assert sweep_combinations(("train.seed=1,2", "run.name=x")) == [
+        {"train.seed": "1", "run.name": "x"},
+        {"train.seed": "2", "run.name": "x"},
+    ]
 
 
 @pytest.mark.parametrize("axis", ["a.b", "a.b=", "a.b=1,,2"])

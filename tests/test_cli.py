@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cli import run
 from lmforge.config.load import load_config
 from lmforge.config.options import iter_options, validate_options
-from lmforge.config.stage import PretrainConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.errors import UserError
 from lmforge.verbs.table import VERBS
 from tests.conftest import Command
@@ -35,7 +36,9 @@ def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb_lists_every_option_with_meaning_and_default_and_needs_no_torch(verb: str) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, verb, "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, verb, "--help", "all"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert f"usage: lmforge {verb} " in done.stdout
     lines = {}
@@ -51,6 +54,22 @@ def test_help_of_a_verb_lists_every_option_with_meaning_and_default_and_needs_no
         assert told.startswith(field.description)
         assert told.endswith("(required)" if field.is_required() else ")")
         assert field.is_required() or "(default: " in told
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 42
+    options = list(iter_options(VERBS[verb].options))
+    listed = [name for line in lines if (name := re.match(r"  (?:--|\[--\])([\w.]+) ", line)) and name[1] != "resume"]
+    listed = [name[1] for name in listed if name[1] in {".".join(path) for path, _ in options}]
+    if issubclass(VERBS[verb].options, StageConfig):
+        assert lines[-1] == f"lmforge {verb} --help all lists all {len(options)} options"
+        assert listed[0].partition(".")[0] == {"align": "align", "bench": "bench"}.get(verb, "data")
+        assert listed[-1].startswith(("run.", "launch."))
+    else:
+        assert len(listed) == len(options)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -159,7 +178,17 @@ def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_
     command = [sys.executable, "-c", WITHOUT_TORCH, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    recipe, _, arithmetic = done.stdout.partition("\n\nbatch ")
+    arithmetic, _, recipe = done.stdout.partition("\n\n")
+    assert [line.split()[0] for line in arithmetic.splitlines()] == [
+        "batch",
+        "run",
+        "data",
+        "model",
+        "memory",
+        "sharding",
+        "compute",
+    ]
+    assert set(tomllib.loads(recipe)) == {"run", "data", "train", "launch"}
     resolved = validate_options(PretrainConfig, tomllib.loads(recipe))
     assert (resolved.run.name, resolved.train.micro_batch_size, resolved.launch.processes) == ("a", 3, 2)
     assert (
@@ -167,6 +196,15 @@ def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_
     )
     assert "1,000 steps = 1,536,000 tokens" in arithmetic
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.toml"]
+
+
+def test_a_dry_run_of_everything_prints_every_option(tiny_tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain", "--data.folder", str(tiny_tokens), "--train.seed", "7"]
+    assert run([*words, "--dry-run", "all", "--train.steps", "200"]) == 0
+    table = tomllib.loads(capsys.readouterr().out.partition("\n\n")[2])
+    assert (table["train"]["seed"], table["train"]["steps"], table["optimizer"]["beta1"]) == (7, 200, 0.9)
+    assert run([*words, "--dry-run", "--train.steps", "200"]) == 0
+    assert "optimizer" not in tomllib.loads(capsys.readouterr().out.partition("\n\n")[2])
 
 
 @pytest.mark.parametrize(

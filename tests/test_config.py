@@ -1,6 +1,7 @@
 """The options of the stages: batch arithmetic, and combinations that are refused."""
 
 import pkgutil
+import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from lmforge import config as config_package
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import batch_plan
 from lmforge.config.load import config_class, load_config
-from lmforge.config.options import Options, iter_options, read_recipe, to_toml, validate_options
+from lmforge.config.options import Options, _is_list, _value_types, iter_options, read_recipe, to_toml, validate_options
+from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import TunedConfig, TunedTrainOptions
@@ -136,6 +139,29 @@ def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules
     assert validate_options(options_class, given) == validate_options(
         options_class, validate_options(options_class, given).model_dump(mode="json")
     )
+
+
+def is_numeric(field: FieldInfo) -> bool:
+    return bool({int, float} & set(_value_types(field)))
+
+
+@pytest.mark.parametrize("options_class", OPTION_CLASSES, ids=lambda options_class: options_class.__name__)
+def test_every_number_has_an_upper_and_a_lower_bound(options_class: type[Options]) -> None:
+    for path, field in iter_options(options_class):
+        for extreme, words in ((10**40, "of at most|below"), (-(10**40), "of at least|above")):
+            if not is_numeric(field):
+                continue
+            name = re.escape(".".join(path))
+            table: dict[str, Any] = {path[-1]: [extreme] if _is_list(field) else extreme}
+            for part in reversed(path[:-1]):
+                table = {part: table}
+            with pytest.raises(UserError, match=rf"^--{name}: expected a number ({words}) "):
+                validate_options(options_class, table, "")
+
+
+@pytest.mark.parametrize("bounds", [*MODEL_RANGES.values(), *ROPE_SCALING_RANGES.values()])
+def test_every_number_of_a_model_config_has_an_upper_and_a_lower_bound(bounds: Range) -> None:
+    assert bounds.keys() == {"gt", "le"}
 
 
 def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:

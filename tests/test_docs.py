@@ -29,6 +29,7 @@ from lmforge.config.options import iter_options
 from lmforge.config.tuning import SftConfig
 from lmforge.config.verbs import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
+from lmforge.errors import how_to_install
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
@@ -373,3 +374,16 @@ def test_the_readme_lists_all_that_is_in_a_run_directory_and_nothing_else(reader
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
     there = {entry.name for entry in (reader.folder / "runs" / "quickstart").iterdir() if not entry.name.startswith(".")}
     assert listed == there
+
+
+def test_extras_are_installed_by_one_command_which_stands_in_the_readme_alone() -> None:
+    readme = README.read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(re.findall(r"^\| `(\w+)` \|", readme.partition("\n## Extras\n")[2].partition("\n## ")[0], re.M)) == (
+        project["optional-dependencies"].keys() - {"dev"}
+    )
+    pages = [path for path in [*PAGES, *ROOT.glob("recipes/**/*.md")] if path.name != "log.md"]
+    commands = {page: re.findall(r"^.*pip install.*$", page.read_text(encoding="utf-8"), re.M) for page in pages}
+    assert {page: lines for page, lines in commands.items() if lines} == {README: [how_to_install("serve")]}
+    named = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
+    assert named == [PACKAGE / "errors.py"]

@@ -15,7 +15,10 @@ def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(tmp_pa
     typed = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("$ lmforge ")]
     assert typed == ["prepare", "prepare", "pretrain", "pretrain", "sft", "align", "generate"]
     # From the same checkpoint, one process and FSDP2 on two have the same losses; here after one step.
-    assert re.findall(r"^.* 2 .* (loss|val/loss) .* (equal|NOT EQUAL)", done.stdout, re.M) == [("loss", "equal"), ("val/loss", "equal")]
+    assert re.findall(r"^.* 2 .* (loss|val/loss) .* (equal|NOT EQUAL)", done.stdout, re.M) == [
+        ("loss", "equal"),
+        ("val/loss", "equal"),
+    ]
     rows = re.findall(r"(pretrain|sft|align) .* (\d\.\d{3}|\d\d?\.\d{3}) .* (\d+\.\d{3}) .*(better)", done.stdout)
     assert [row[0] for row in rows] == ["pretrain", "sft", "align"], done.stdout[-1500:]
     runs = [Run(tmp_path / "runs" / name) for name in ("quickstart", "quickstart-sft", "quickstart-align")]

@@ -1,7 +1,9 @@
 """`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over its options; `trial.py` measures it."""
 
+import difflib
 import itertools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -12,9 +14,13 @@ from rich.table import Table
 
 from lmforge.bench.trial import TIMED_PHASES, measure
 from lmforge.cluster.rank_info import read_rank_info
+from lmforge.config.load import parse_config
+from lmforge.config.options import iter_options
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
+from lmforge.untrusted import cut
 
+MAX_COMBINATIONS = 1000
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -37,30 +43,41 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
 
 
 def _sweep(config: BenchConfig, arguments: list[str]) -> int:
-    """Time every combination and print. Each is reported as soon as it is done; what is done is printed whatever ends it."""
+    """Time every combination and print. Each is reported as soon as it is done; what is done is printed whatever ends it.
+
+    Raises UserError where no combination can be timed.
+    """
     combinations, rows = sweep_combinations(config.bench.sweep), list[dict[str, Any]]()
     try:
         for number, overrides in enumerate(combinations, start=1):
             print(f"{number} of {len(combinations)}  {_words(overrides)} …", file=sys.stderr, flush=True)
             rows.append({**_run_trial(arguments, overrides), "swept": overrides})
             print(f"{number} of {len(combinations)}  {_summary_line(rows[-1])}", file=sys.stderr, flush=True)
-        return 0
     except KeyboardInterrupt:
         print(f"lmforge: interrupted after {len(rows)} of {len(combinations)} combinations", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     finally:
         if rows:
             _print_results(rows, config.bench.output)
+    if all(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows):
+        raise UserError(f"--sweep: none of its {len(rows)} combinations can be timed; the first: {rows[0]['failed']}")
+    return 0
 
 
 def sweep_combinations(sweep: tuple[str, ...]) -> list[dict[str, str]]:
-    """Every combination of `section.option=value,value…`. Raises UserError where one has another form."""
+    """Every combination of `section.option=value,value…`. Raises UserError where one has another form, or is no option."""
+    known = {".".join(path) for path, _ in iter_options(BenchConfig)} - {"bench.sweep", "bench.output", "bench.trace"}
     axes = []
     for axis in sweep:
         name, equals, values = axis.partition("=")
         if not equals or not all(values.split(",")):
-            raise UserError(f"--sweep {axis}: expected section.option=value,value…")
+            raise UserError(f"--sweep {cut(axis)}: expected section.option=value,value…")
+        if name.replace("-", "_") not in known:
+            close = difflib.get_close_matches(cut(name), known, n=1)
+            raise UserError(f"--sweep {cut(name)}: no such option{f'; did you mean {close[0]}?' if close else ''}")
         axes.append([(name, value) for value in values.split(",")])
+    if (count := math.prod(map(len, axes))) > MAX_COMBINATIONS:
+        raise UserError(f"--sweep: {count:,} combinations, each of which takes seconds at least; at most {MAX_COMBINATIONS:,}")
     return [dict(combination) for combination in itertools.product(*axes)]
 
 
@@ -68,6 +85,10 @@ def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any
     """One combination in its own processes, so that its memory and its failure end with them."""
     options = [word for name, value in overrides.items() for word in (f"--{name}", value)]
     # The last of an option given twice counts, and a list may be empty.
+    try:
+        parse_config(BenchConfig, [*arguments, *options])
+    except UserError as problem:
+        return {"failed": str(problem)}
     command = [sys.executable, "-m", "lmforge", "bench", *arguments, *options, "--bench.output", "json", "--bench.sweep"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
@@ -82,7 +103,7 @@ def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any
 
 def ran_out_of_memory(status: int | None, stderr: str) -> bool:
     """Whether a process that ended with `status` and wrote `stderr` ran out of memory."""
-    return "OutOfMemoryError" in stderr or "can't allocate memory" in stderr or status == -9
+    return "OutOfMemoryError" in stderr or "out of memory" in stderr or "can't allocate memory" in stderr or status == -9
 
 
 def _words(overrides: dict[str, str]) -> str:

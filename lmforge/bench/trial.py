@@ -28,6 +28,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
+from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
@@ -79,6 +80,8 @@ class _Trial:
         pretrained = find_pretrained(source) if source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
+        with dist_ctx.raise_on_all():
+            MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx).check(dist_ctx)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
         self._compiled, _ = choose_compile(config.train.compile, self._device, config.train.steps)
         self._objective = NextTokenObjective()

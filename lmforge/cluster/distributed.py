@@ -26,6 +26,8 @@ from lmforge.errors import RunFailed, UserError
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
 REPORT_MISSING_AFTER_SECONDS = 30.0
+# Threads are allocated one by one, each with its own stack: thousands on a small machine end in a crash of the C library.
+THREADS_PER_CORE, MIN_THREADS_LIMIT = 4, 64
 T = TypeVar("T")
 
 
@@ -165,6 +167,8 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
 
     device: auto, cpu or cuda.
     threads: CPU threads of this rank; by default, on a CPU, its part of the cores.
+
+    Raises UserError for a device that is not there, for many more threads than cores, and for variables that are no launcher's.
     """
     info = read_rank_info()
     _terminate_with_launcher()
@@ -172,6 +176,7 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
     on_gpu = chosen.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(chosen)
+    _check_threads(threads)
     # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, so the number is set here.
     if threads or not on_gpu:
         torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
@@ -186,7 +191,14 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
     # A second initialization in the same processes would find the first one's keys in the store, so each has its own prefix.
     _init_count, _reports_errors = _init_count + 1, None
     with report_missing_ranks(info.rank, info.world_size, _init_count):
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://"))
+        except dist.DistNetworkError as problem:
+            if "failed to listen" not in str(problem):
+                raise
+            raise UserError(
+                f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on it; choose a free port"
+            ) from None
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
@@ -238,12 +250,19 @@ def _missing_message(missing: list[int], world_size: int) -> str:
     return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"
 
 
+def _check_threads(threads: int | None) -> None:
+    cores = threads_per_rank(1)
+    most = max(MIN_THREADS_LIMIT, THREADS_PER_CORE * cores)
+    if threads and threads > most:
+        raise UserError(f"train.threads = {threads}: this process may use {cores} cores; leave it out, or give at most {most}")
+
+
 def _terminate_with_launcher() -> None:
     """Have the kernel send SIGTERM when the launcher is killed. Otherwise ranks would train on, and keep the run locked."""
     library = ctypes.CDLL(None)
     # Removed, because processes that a rank starts have another parent.
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
-    if launcher is None or not hasattr(library, "prctl"):
+    if launcher is None or not launcher.isdecimal() or not hasattr(library, "prctl"):
         return
     parent_death_signal = 1
     library.prctl(parent_death_signal, signal.SIGTERM)

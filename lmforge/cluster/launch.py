@@ -7,14 +7,26 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE
-from lmforge.errors import EXIT_PEER_LOST
+from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, threads_per_rank
+from lmforge.errors import EXIT_PEER_LOST, UserError
 
 # After SIGTERM a rank finishes its step and saves; after this time it is killed.
 GRACE_SECONDS = 120
+# So many can be tried out even on a small machine; a machine with sixteen GPUs has many cores.
+PROCESSES_PER_CORE, MIN_PROCESSES_LIMIT = 4, 16
 INTERRUPTED_STATUSES = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 # Signals that torch's launcher handles.
 LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+
+
+def check_num_processes(number: int) -> None:
+    """Raise UserError for many more processes than this machine can run: each takes a core or a GPU, and hundreds of MiB."""
+    cores = threads_per_rank(1)
+    most = max(MIN_PROCESSES_LIMIT, PROCESSES_PER_CORE * cores)
+    if number > most:
+        raise UserError(
+            f"{number:,} processes: this machine has {cores} cores; start at most {most}, or use torchrun on several"
+        )
 
 
 def launch_local(
@@ -29,8 +41,9 @@ def launch_local(
 
     It is 2 when a rank refused its input, 128 + signal when ranks were interrupted, 1 when a rank failed otherwise. Where a
     rank was lost and `has_begun()`, all ranks are started again, at most `max_restarts` times, with `restart_arguments`
-    added.
+    added. Raises UserError as `check_num_processes` does.
     """
+    check_num_processes(num_processes)
     for number in range(max_restarts + 1):
         status = _launch_once(num_processes, [*arguments, *(restart_arguments if number else ())])
         if status != EXIT_PEER_LOST or number == max_restarts or not has_begun():

@@ -1,11 +1,15 @@
 """The options of `lmforge align`: preferences, reward models and reinforcement learning from rewards."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from lmforge.config.options import Options, option, section
+from lmforge.config.ranges import COUNT, DURATION, FRACTION, LENGTH, NONZERO_FRACTION, SCALE, SCALE_OR_0, SEQUENCES
 from lmforge.config.sections import Stage
 from lmforge.config.tuning import ExampleOptions, TunedConfig
+from lmforge.errors import UserError
 
 Method = Literal["dpo", "kto", "orpo", "simpo", "reward", "grpo"]
 
@@ -32,16 +36,16 @@ class AlignOptions(Options):
     beta: float | None = option(
         None,
         "strength of the penalty for leaving the reference; orpo: weight of the odds ratio (default: 0.1; simpo 2.0)",
-        gt=0,
+        **SCALE,
     )
     label_smoothing: float = option(
         0.0, "dpo, loss_type sigmoid, robust or exo: fraction of the labels taken to be wrong", ge=0, lt=0.5
     )
-    gamma: float = option(0.5, "simpo: target margin (TRL: simpo_gamma)", ge=0)
-    desirable_weight: float = option(1.0, "kto: weight of desirable completions", gt=0)
-    undesirable_weight: float = option(1.0, "kto: weight of undesirable completions", gt=0)
+    gamma: float = option(0.5, "simpo: target margin (TRL: simpo_gamma)", **SCALE_OR_0)
+    desirable_weight: float = option(1.0, "kto: weight of desirable completions", **SCALE)
+    undesirable_weight: float = option(1.0, "kto: weight of undesirable completions", **SCALE)
     center_rewards_coefficient: float = option(
-        0.0, "reward: weight of the squared sum of both rewards, which keeps rewards near zero", ge=0
+        0.0, "reward: weight of the squared sum of both rewards, which keeps rewards near zero", **SCALE_OR_0
     )
     reference: Literal["auto", "copy", "adapters-off", "precomputed"] = option(
         "auto",
@@ -63,31 +67,33 @@ class RolloutOptions(Options):
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = option(
         "grpo", "a named setting of the options below; each of them overrides it"
     )
-    num_generations: int = option(8, "completions of each prompt: a group", gt=1)
+    num_generations: int = option(8, "completions of each prompt: a group", gt=1, le=2**16)
     max_completion_length: int = option(
-        128, "longest completion, in tokens; data.sequence_length less this is left for prompts", gt=0
+        128, "longest completion, in tokens; data.sequence_length less this is left for prompts", **LENGTH
     )
-    temperature: float = option(1.0, "temperature of the sampling and of the log-probabilities in the loss", gt=0)
+    temperature: float = option(1.0, "temperature of the sampling and of the log-probabilities in the loss", **SCALE)
     top_p: float = option(
-        1.0, "sample from the likeliest tokens that hold this probability; below 1 importance ratios are biased", gt=0, le=1
+        1.0, "sample from the likeliest tokens that hold this probability; below 1 ratios are biased", **NONZERO_FRACTION
     )
     decode_batch_size: int = option(
-        64, "completions that a rank decodes at once; fewer need a smaller KV cache, and change nothing else", gt=0
+        64, "completions that a rank decodes at once; fewer need a smaller KV cache, and change nothing else", **SEQUENCES
     )
-    num_iterations: int = option(1, "optimizer steps on each set of completions", gt=0)
+    num_iterations: int = option(1, "optimizer steps on each set of completions", **COUNT)
     reward_functions: tuple[str, ...] = option(
         (),
         "what is summed up, weighted: FILE.py:FUNCTION, the built-in python_code, or the folder of a reward model",
     )
-    reward_weights: tuple[float, ...] = option((), "weight of each reward function (default: 1)")
-    reward_timeout_seconds: float = option(60.0, "seconds after which a reward function that has not answered is skipped", gt=0)
+    reward_weights: tuple[Annotated[float, Field(ge=-1e9, le=1e9)], ...] = option(
+        (), "weight of each reward function (default: 1)"
+    )
+    reward_timeout_seconds: float = option(60.0, "seconds that a reward function may take; then it is skipped", **DURATION)
     importance_sampling_level: Literal["token", "sequence", "product"] | None = option(
         None,
         "importance ratio of each token, of the sequence per token (geometric mean), or of the whole sequence (product, not"
         " in TRL)",
     )
-    epsilon: float | None = option(None, "ratios are clipped below 1 - epsilon", ge=0, le=1)
-    epsilon_high: float | None = option(None, "ratios are clipped above 1 + epsilon_high", ge=0)
+    epsilon: float | None = option(None, "ratios are clipped below 1 - epsilon", **FRACTION)
+    epsilon_high: float | None = option(None, "ratios are clipped above 1 + epsilon_high", **SCALE_OR_0)
     loss_aggregation: Literal["sequence", "token", "constant"] | None = option(
         None,
         "mean over sequences of token means (TRL's loss_type grpo), mean over all tokens (dapo), or sum over a constant"
@@ -102,7 +108,7 @@ class RolloutOptions(Options):
     kl_estimator: Literal["none", "k1", "k2", "k3"] | None = option(
         None, "estimator of the KL divergence from the reference: k1 in the reward, k2 and k3 (TRL's) in the loss"
     )
-    beta: float | None = option(None, "weight of the KL divergence", ge=0)
+    beta: float | None = option(None, "weight of the KL divergence", **SCALE_OR_0)
     use_bias_correction_kl: bool | None = option(
         None, "k2, k3: multiply the divergence by the importance ratio, so that its gradient is unbiased"
     )
@@ -110,8 +116,8 @@ class RolloutOptions(Options):
         None, "leave completions that were cut at max_completion_length out of the loss"
     )
     drop_zero_std_groups: bool = option(True, "leave out groups whose rewards are all equal, whose advantages are 0")
-    pass_threshold: float = option(1.0, "reward from which a completion counts as a pass, for pass@k")
-    log_completions_every: int = option(1, "write every k-th set of completions to the run's folder completions", gt=0)
+    pass_threshold: float = option(1.0, "reward from which a completion counts as a pass, for pass@k", ge=-1e9, le=1e9)
+    log_completions_every: int = option(1, "write every k-th set of completions to the run's folder completions", **COUNT)
 
 
 # Options of alignment that only some methods read.
@@ -131,6 +137,16 @@ class AlignConfig(TunedConfig):
     """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
 
     of_stage: ClassVar[Stage] = "align"
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "align.method",
+        "align.loss_type",
+        "align.beta",
+        "align.reference",
+        "rollout.reward_functions",
+        "rollout.num_generations",
+        "rollout.max_completion_length",
+        *TunedConfig.ESSENTIAL,
+    )
     data: AlignDataOptions = section(AlignDataOptions, "preferences, or prompts")
     align: AlignOptions = section(AlignOptions, "how the model is aligned")
     rollout: RolloutOptions = section(RolloutOptions, "grpo: how completions are sampled and rewarded, and the loss")
@@ -151,6 +167,13 @@ class AlignConfig(TunedConfig):
         if self.align.reference == "auto":
             return "copy" if self.lora.rank is None else "adapters-off"
         return self.align.reference
+
+    def require_inputs(self) -> None:
+        super().require_inputs()
+        if self.align.method == "grpo" and not self.rollout.reward_functions:
+            raise UserError(
+                "rollout.reward_functions: name a reward function, such as --rollout.reward_functions rewards.py:reward"
+            )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

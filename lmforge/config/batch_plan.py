@@ -1,5 +1,6 @@
 """How the global batch is cut into micro-batches: the one place where batch sizes are derived."""
 
+import math
 from dataclasses import dataclass
 
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, DEFAULT_GLOBAL_BATCH_SIZE, TrainOptions
@@ -28,6 +29,12 @@ class BatchPlan:
         )
 
 
+def divisors(number: int) -> list[int]:
+    """The divisors of a whole number, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
 def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
     """Cut the global batch for `ranks` data-parallel ranks. Raises UserError with the nearest sizes that divide."""
     size = train.global_batch_size or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_SIZE * length) // length
@@ -45,5 +52,5 @@ def batch_plan(train: TrainOptions, length: int, ranks: int) -> BatchPlan:
     per_rank = size // ranks
     if micro is None:
         most = max(1, COMFORTABLE_MICRO_BATCH_TOKENS // length)
-        micro = max(part for part in range(1, min(most, per_rank) + 1) if per_rank % part == 0)
+        micro = max(size for size in divisors(per_rank) if size <= most)
     return BatchPlan(size, length, ranks, micro, per_rank // micro)

@@ -7,6 +7,7 @@ validation, so both give the same error message. `to_toml` writes a tree as a re
 import copy
 import difflib
 import json
+import os
 import re
 import types
 import typing
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from lmforge.errors import UserError
-from lmforge.untrusted import expectation, first_error, parse_toml, read_toml
+from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted, read_toml
 
 OptionPath = tuple[str, ...]
 MAX_NAME_WIDTH = 46
+MAX_NAME_BYTES = 255  # what file systems take
 
 
 class Options(BaseModel):
@@ -33,10 +36,23 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
+    # Of a verb with many options those that most people need, in the order in which help lists them.
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ()
 
     def problems(self) -> Iterator[str]:
         """What is wrong with options that are valid one by one, in lines for the user. The first of them is reported."""
         return iter(())
+
+    @field_validator("*")
+    @classmethod
+    def _check_paths(cls, value: Any) -> Any:
+        """Refuse paths that no file system takes here, where the option is known."""
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path) and (
+                "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
+            ):
+                raise PydanticCustomError("path", f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL")
+        return value
 
     @model_validator(mode="after")
     def _check_problems(self) -> Self:
@@ -74,7 +90,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe") from None
     except OSError as problem:
-        raise UserError(f"{path}: {problem.strerror}") from None
+        raise UserError(f"{cut(str(path), MAX_NAME_BYTES)}: {problem.strerror}") from None
 
 
 def parse_options(
@@ -95,7 +111,7 @@ def parse_options(
         for part in path[:-1]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise UserError(f"{recipe_name}: {part}: expected a section, got {_as_json(table)}")
+                raise UserError(f"{recipe_name}: {part}: expected a section, got {quoted(table)}")
         table[path[-1]] = value
     return validate_options(options_class, merged, recipe_name, frozenset(given))
 
@@ -116,7 +132,7 @@ def validate_options(
         message = str(error["ctx"]["error"])
         raise UserError(f"{source}: {message}" if source else message)
     path = tuple(part for part in error["loc"] if isinstance(part, str))
-    name = ".".join(path)
+    name = cut(".".join(path))
     typed = any(path[:length] in from_command_line for length in range(1, len(path) + 1))
     place = f"--{name}" if typed or not source else f"{source}: {name}"
     if error["type"] == "extra_forbidden":
@@ -144,7 +160,7 @@ def _as_json(value: Any) -> str:
 
 def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: bool = True) -> str:
     """A hint at the option that was probably meant: in the section that was named, else anywhere."""
-    typed = ".".join(path).replace("-", "_")
+    typed = cut(".".join(path)).replace("-", "_")
     section, _, last = typed.rpartition(".")
     full = [".".join(known) for known, _ in iter_options(options_class, in_tables=in_tables)]
     anywhere = {name.rpartition(".")[2]: name for name in full}
@@ -155,7 +171,7 @@ def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: boo
         close = difflib.get_close_matches(word, names, n=1, cutoff=likeness)
         if close:
             return f"; did you mean {names[close[0]]}?"
-    return "; --help lists all options"
+    return "; --help all lists all options"
 
 
 def iter_options(
@@ -182,7 +198,8 @@ def _section_class(field: FieldInfo) -> type[BaseModel] | None:
 def _value_types(field: FieldInfo) -> tuple[Any, ...]:
     """The types of value that an option takes: its annotation, or the members of a union, or the items of a list."""
     several = typing.get_origin(field.annotation) in (types.UnionType, typing.Union, tuple)
-    return typing.get_args(field.annotation) if several else (field.annotation,)
+    members = typing.get_args(field.annotation) if several else (field.annotation,)
+    return tuple(typing.get_args(each)[0] if typing.get_origin(each) is typing.Annotated else each for each in members)
 
 
 def _accepts_none(field: FieldInfo) -> bool:
@@ -222,7 +239,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{word!r}: not UTF-8 text") from None
+            raise UserError(f"{cut(word)!r}: not UTF-8 text") from None
     words = deque(arguments)
     while words:
         word = words.popleft()
@@ -232,7 +249,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         name, equals, attached = word[2:].partition("=")
         path = tuple(name.replace("-", "_").split("."))
         if path not in known:
-            raise UserError(f"--{name}: no such option{_did_you_mean(options_class, path, in_tables=False)}")
+            raise UserError(f"--{cut(name)}: no such option{_did_you_mean(options_class, path, in_tables=False)}")
         field = known[path]
         values = [attached] if equals else _take_values(words, field)
         if _table_class(field):
@@ -257,7 +274,7 @@ def _assign_positional(known: dict[OptionPath, FieldInfo], given: dict[OptionPat
         if _is_positional(field) and path not in given:
             given[path] = _parse_value(field, word)
             return
-    raise UserError(f"unexpected argument {word!r}; options begin with --")
+    raise UserError(f"unexpected argument {cut(word)!r}; options begin with --")
 
 
 def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
@@ -294,7 +311,7 @@ def _parse_inline_table(name: str, text: str) -> Any:
         (table,) = parse_toml(f"table = {text}".encode(), name).values()
         return table
     except (UserError, ValueError):
-        raise UserError(f'--{name}: expected a table such as {{key = "value"}}, got {_as_json(text)}') from None
+        raise UserError(f'--{name}: expected a table such as {{key = "value"}}, got {quoted(text)}') from None
 
 
 def _parse_int(text: str) -> int:
@@ -307,10 +324,18 @@ def _parse_int(text: str) -> int:
         return int(number)
 
 
-def format_help(options_class: type[Options]) -> str:
-    """Help for every option: its name, type, meaning and default, one line each."""
+def format_help(options_class: type[Options], everything: bool = True) -> str:
+    """Help for options: name, type, meaning and default, one line each. Where a class names its essential ones, they are all
+    that is listed unless `everything` is asked for, and their sections come first."""
+    known = dict(iter_options(options_class))
+    essential = {tuple(name.split(".")): known[tuple(name.split("."))] for name in options_class.ESSENTIAL}
+    order = {section: at for at, section in enumerate(dict.fromkeys(path[0] for path in essential))}
+    if short := bool(essential) and not everything:
+        listed = list(essential.items())
+    else:
+        listed = sorted(known.items(), key=lambda item: (not _is_positional(item[1]), order.get(item[0][0], len(order))))
     rows = []
-    for path, field in sorted(iter_options(options_class), key=lambda item: not _is_positional(item[1])):
+    for path, field in listed:
         usage = f"{'[--]' if _is_positional(field) else '--'}{'.'.join(path)} {_type_name(field)}"
         rows.append((path, usage, f"{field.description}{_default_text(field)}"))
         if table := _table_class(field):
@@ -322,7 +347,7 @@ def format_help(options_class: type[Options]) -> str:
     lines: list[str] = []
     heading: OptionPath = ()
     for path, usage, meaning in rows:
-        if path[:-1] != heading:
+        if path[:-1] != heading and not short:
             heading = path[:-1]
             lines.append(f"\n[{path[0]}]  {options_class.model_fields[path[0]].description}")
         lines.append(f"  {usage:<{width}}  {meaning}")
@@ -347,16 +372,23 @@ def _default_text(field: FieldInfo) -> str:
     return f" (default: {value if isinstance(value, str | Path) else _as_json(value)})"
 
 
-def to_toml(options: Options) -> str:
-    """Options as TOML that `read_recipe` opens again; options that have no value by default are left out."""
-    return tomli_w.dumps(_as_toml(options))
+def to_toml(options: Options, changed_only: bool = False) -> str:
+    """Options as TOML that `read_recipe` opens again; options that have no value by default are left out, and where
+    `changed_only`, all that have their default."""
+    return tomli_w.dumps(_as_toml(options, changed_only))
 
 
-def _as_toml(value: Any) -> Any:
+def _as_toml(value: Any, changed_only: bool = False) -> Any:
     """A value in the types of TOML."""
     if isinstance(value, Options):
-        fields = type(value).model_fields
-        return {name: _as_toml(each) for name, each in value if each is not None or fields[name].default is not None}
+        table = {}
+        for name, field in type(value).model_fields.items():
+            each = getattr(value, name)
+            if isinstance(each, Options):
+                table[name] = _as_toml(each, changed_only)
+            elif (each is not None or field.default is not None) and not (changed_only and each == field.default):
+                table[name] = _as_toml(each)
+        return {name: each for name, each in table.items() if each != {} or not changed_only}
     if isinstance(value, tuple):
         return [_as_toml(item) for item in value]
     if isinstance(value, Path):

@@ -13,6 +13,23 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from lmforge.config.options import Options, option
+from lmforge.config.ranges import (
+    COUNT,
+    COUNT_OR_0,
+    DURATION,
+    FRACTION,
+    LENGTH,
+    MODEL_RANGES,
+    PROBABILITY,
+    RANKS,
+    SCALE,
+    SCALE_OR_0,
+    SEED,
+    SEQUENCES,
+    THREADS,
+    TOKENS,
+)
+from lmforge.untrusted import name_problem
 
 Resume = Literal["auto", "never", "required"]
 Stage = Literal["pretrain", "sft", "align"]
@@ -26,8 +43,6 @@ ExampleFormat = Literal[ConversationFormat, "prompts"]
 # One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
 COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
 DEFAULT_GLOBAL_BATCH_SIZE = 32
-# Seeds of sequences, samples and steps are added to it, and torch takes 64 bits.
-LARGEST_SEED = 2**62
 # torch's name of each sharding (ShardingStrategy), which `parallel.sharding` takes too.
 TORCH_SHARDING_NAMES = {
     "full-shard": "FULL_SHARD",
@@ -39,8 +54,8 @@ TORCH_SHARDING_NAMES = {
 DEFAULT_INTERLEAVED_STAGES = 2
 
 
-def _model_option(meaning: str, **bounds: Any) -> Any:
-    return option(None, f"{meaning} (default: unchanged)", **bounds)
+def _model_option(meaning: str, field: str = "") -> Any:
+    return option(None, f"{meaning} (default: unchanged)", **MODEL_RANGES.get(field, {}))
 
 
 class RunOptions(Options):
@@ -52,11 +67,15 @@ class RunOptions(Options):
     overwrite: bool = option(False, "delete a run of this name first")
     stage: Stage | None = option(None, "the verb that trains this recipe; recorded with the run, and refused by other verbs")
 
+    def problems(self) -> Iterator[str]:
+        if self.name and (problem := name_problem(self.name)):
+            yield f"run.name: {problem}"
+
 
 class SequenceOptions(Options):
     """What every stage's data has in common."""
 
-    sequence_length: int = option(1024, "tokens in a sequence", gt=0)
+    sequence_length: int = option(1024, "tokens in a sequence", **LENGTH)
 
 
 class ModelOptions(Options):
@@ -74,23 +93,23 @@ class ModelOptions(Options):
     model_type: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] | None = _model_option(
         "model family; it decides which of the options below exist"
     )
-    hidden_size: int | None = _model_option("width of the residual stream", gt=0)
-    intermediate_size: int | None = _model_option("width of the feed-forward layer", gt=0)
-    num_hidden_layers: int | None = _model_option("number of blocks", gt=0)
-    num_attention_heads: int | None = _model_option("query heads", gt=0)
-    num_key_value_heads: int | None = _model_option("key and value heads (grouped-query attention)", gt=0)
-    head_dim: int | None = _model_option("width of a head", gt=0)
-    max_position_embeddings: int | None = _model_option("longest sequence that the model is made for, in tokens", gt=0)
-    rope_theta: float | None = _model_option("base of the rotary position embedding's frequencies", gt=0)
-    rms_norm_eps: float | None = _model_option("epsilon of the norms", gt=0)
+    hidden_size: int | None = _model_option("width of the residual stream", "hidden_size")
+    intermediate_size: int | None = _model_option("width of the feed-forward layer", "intermediate_size")
+    num_hidden_layers: int | None = _model_option("number of blocks", "num_hidden_layers")
+    num_attention_heads: int | None = _model_option("query heads", "num_attention_heads")
+    num_key_value_heads: int | None = _model_option("key and value heads (grouped-query attention)", "num_key_value_heads")
+    head_dim: int | None = _model_option("width of a head", "head_dim")
+    max_position_embeddings: int | None = _model_option("longest sequence it is made for, in tokens", "max_position_embeddings")
+    rope_theta: float | None = _model_option("base of the rotary position embedding's frequencies", "rope_theta")
+    rms_norm_eps: float | None = _model_option("epsilon of the norms", "rms_norm_eps")
     tie_word_embeddings: bool | None = _model_option("use the input embedding as output head")
     attention_bias: bool | None = _model_option("biases in the attention projections")
     mlp_bias: bool | None = _model_option("biases in the feed-forward layer")
-    sliding_window: int | None = _model_option("attend to this many last tokens only", gt=0)
-    initializer_range: float | None = _model_option("standard deviation of random weights", gt=0)
-    embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", gt=0)
+    sliding_window: int | None = _model_option("attend to this many last tokens only", "sliding_window")
+    initializer_range: float | None = _model_option("standard deviation of random weights", "initializer_range")
+    embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", **SCALE)
     dropout: float = option(
-        0.0, "dropout probability in training, on the embeddings and on the output of attention and feed-forward", ge=0, lt=1
+        0.0, "dropout probability in training, on the embeddings and on the output of attention and feed-forward", **PROBABILITY
     )
 
     def problems(self) -> Iterator[str]:
@@ -125,17 +144,17 @@ class ParallelOptions(Options):
         " no-shard replicates (fsdp2). torch's names, such as SHARD_GRAD_OP, are taken too",
     )
     shard_degree: int | None = option(
-        None, "ranks that share one copy of the model in hybrid sharding, HSDP (default: those of one host)", gt=0
+        None, "ranks that share one copy of the model in hybrid sharding, HSDP (default: those of one host)", **RANKS
     )
     activation_checkpointing: Literal["none", "full", "selective-blocks", "selective-ops"] = option(
         "none",
         "recompute activations in backward: of every block (full), of every k-th block (selective-blocks), or of all but"
         " expensive operators (selective-ops)",
     )
-    activation_checkpointing_every: int = option(2, "the k of activation_checkpointing = selective-blocks", gt=0)
+    activation_checkpointing_every: int = option(2, "the k of activation_checkpointing = selective-blocks", **COUNT)
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
     wrap_embedding: bool = option(True, "shard an untied input embedding as its own FSDP unit (fsdp1, fsdp2)")
-    prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", ge=0)
+    prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", **COUNT_OR_0)
     reduce_every_micro_batch: bool = option(
         True,
         "reduce-scatter gradients after every micro-batch, which keeps them sharded; false waits for the last micro-batch"
@@ -143,15 +162,15 @@ class ParallelOptions(Options):
     )
     limit_all_gathers: bool = option(True, "fsdp1: torch's limit_all_gathers, which bounds the memory of gathered weights")
     tensor_parallel_degree: int = option(
-        1, "fsdp2: ranks that split every matrix of a block (tensor parallelism, with sequence parallelism)", gt=0
+        1, "fsdp2: ranks that split every matrix of a block (tensor parallelism, with sequence parallelism)", **RANKS
     )
-    context_parallel_degree: int = option(1, "fsdp2: ranks that split the tokens of each sequence (context parallelism)", gt=0)
+    context_parallel_degree: int = option(1, "fsdp2: ranks that split the tokens of a sequence (context parallelism)", **RANKS)
     pipeline_parallel_degree: int = option(
-        1, "fsdp2: ranks that split the blocks, with micro-batches flowing through them (pipeline parallelism)", gt=0
+        1, "fsdp2: ranks that split the blocks, with micro-batches flowing through them (pipeline parallelism)", **RANKS
     )
     pipeline_schedule: Literal["1f1b", "interleaved"] = option("1f1b", "order of a pipeline's forward and backward passes")
     pipeline_stages_per_rank: int | None = option(
-        None, f"with pipeline_schedule = interleaved: stages on each rank (default: {DEFAULT_INTERLEAVED_STAGES})", gt=1
+        None, f"with pipeline_schedule = interleaved: stages of a rank (default: {DEFAULT_INTERLEAVED_STAGES})", gt=1, le=2**12
     )
     forward_prefetch: bool = option(False, "fsdp1: torch's forward_prefetch, which gathers the next unit early in forward")
 
@@ -185,16 +204,16 @@ class ParallelOptions(Options):
 class TrainOptions(Options):
     """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
 
-    steps: int = option(1000, "optimizer steps in the whole run (transformers: max_steps)", gt=0)
-    epochs: float | None = option(None, "passes over the data, instead of train.steps (num_train_epochs)", gt=0)
+    steps: int = option(1000, "optimizer steps in the whole run (transformers: max_steps)", **COUNT)
+    epochs: float | None = option(None, "passes over the data, instead of train.steps (num_train_epochs)", **DURATION)
     global_batch_size: int | None = option(
-        None, f"sequences in an optimizer step, over all ranks (default: {DEFAULT_GLOBAL_BATCH_SIZE})", gt=0
+        None, f"sequences in an optimizer step, over all ranks (default: {DEFAULT_GLOBAL_BATCH_SIZE})", **SEQUENCES
     )
-    global_batch_tokens: int | None = option(None, "the global batch size in tokens; a multiple of data.sequence_length", gt=0)
+    global_batch_tokens: int | None = option(None, "global batch size in tokens; a multiple of data.sequence_length", **TOKENS)
     micro_batch_size: int | None = option(
-        None, f"sequences in a rank's forward pass (default: up to {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", gt=0
+        None, f"sequences in a rank's forward pass (default: up to {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", **SEQUENCES
     )
-    seed: int = option(0, "seed of the initial weights, the data order and dropout", ge=0, le=LARGEST_SEED)
+    seed: int = option(0, "seed of the initial weights, the data order and dropout", **SEED)
     dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware supports it")
     master_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "dtype of parameters and optimizer states between steps; bf16 halves them, and small updates are lost"
@@ -209,7 +228,7 @@ class TrainOptions(Options):
         False,
         "bit-identical results on the same ranks, on GPUs too; slower, and operators without a deterministic form are refused",
     )
-    threads: int | None = option(None, "CPU threads of a rank (default: the cores divided by the local ranks)", gt=0)
+    threads: int | None = option(None, "CPU threads of a rank (default: the cores divided by the local ranks)", **THREADS)
 
     def problems(self) -> Iterator[str]:
         if "steps" in self.model_fields_set and self.epochs is not None:
@@ -222,8 +241,8 @@ class GroupOptions(Options):
     """A parameter group: parameters chosen by name, and the values that hold for them."""
 
     pattern: str = option(..., "a regular expression searched in parameter names, such as norm|bias or layers\\.0\\.")
-    lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without the group)", ge=0)
-    weight_decay: float | None = option(None, "weight decay (default: as without the group)", ge=0)
+    lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without it)", **SCALE_OR_0)
+    weight_decay: float | None = option(None, "weight decay (default: as without the group)", **SCALE_OR_0)
 
     def problems(self) -> Iterator[str]:
         try:
@@ -238,16 +257,16 @@ class OptimizerOptions(Options):
     name: Literal["adamw", "muon", "sgd"] = option(
         "adamw", "muon updates the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw"
     )
-    lr: float = option(3e-4, "peak learning rate", gt=0)
-    beta1: float = option(0.9, "adamw: decay rate of the first moment", ge=0, lt=1)
-    beta2: float = option(0.95, "adamw: decay rate of the second moment", ge=0, lt=1)
-    eps: float = option(1e-8, "adamw: epsilon, added to the root of the second moment", gt=0)
-    momentum: float | None = option(None, "muon and sgd: momentum (default: 0.95 for muon, 0.9 for sgd)", ge=0, lt=1)
-    embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to optimizer.lr", gt=0)
+    lr: float = option(3e-4, "peak learning rate", **SCALE)
+    beta1: float = option(0.9, "adamw: decay rate of the first moment", **PROBABILITY)
+    beta2: float = option(0.95, "adamw: decay rate of the second moment", **PROBABILITY)
+    eps: float = option(1e-8, "adamw: epsilon, added to the root of the second moment", **SCALE)
+    momentum: float | None = option(None, "muon and sgd: momentum (default: 0.95 for muon, 0.9 for sgd)", **PROBABILITY)
+    embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to optimizer.lr", **SCALE)
     weight_decay: float = option(
-        0.1, "weight decay of matrices, not of norms and biases; decoupled, but sgd adds it to the gradient", ge=0
+        0.1, "weight decay of matrices, not of norms and biases; decoupled, but sgd adds it to the gradient", **SCALE_OR_0
     )
-    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 does not clip", ge=0)
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 does not clip", **SCALE_OR_0)
     groups: tuple[GroupOptions, ...] = option(
         (), "parameter groups, [[optimizer.groups]] in a recipe; the first whose pattern matches applies"
     )
@@ -265,10 +284,10 @@ class ScheduleOptions(Options):
     """The learning rate over the run."""
 
     name: ScheduleName = option("cosine", "schedule after warm-up (transformers: lr_scheduler_type)")
-    warmup_steps: int = option(100, "steps of linear warm-up", ge=0)
-    warmup_ratio: float | None = option(None, "warm-up as a fraction of the run, instead of schedule.warmup_steps", ge=0, le=1)
-    decay_steps: int | None = option(None, "warmup-stable-decay: steps of decay at the end (default: a fifth of the run)", gt=0)
-    min_lr_ratio: float = option(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
+    warmup_steps: int = option(100, "steps of linear warm-up", **COUNT_OR_0)
+    warmup_ratio: float | None = option(None, "warm-up as a fraction of the run, instead of schedule.warmup_steps", **FRACTION)
+    decay_steps: int | None = option(None, "warmup-stable-decay: steps of decay (default: a fifth of the run)", **COUNT)
+    min_lr_ratio: float = option(0.1, "final learning rate, as a fraction of the peak", **FRACTION)
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps`."""
@@ -278,14 +297,14 @@ class ScheduleOptions(Options):
 class ValidationOptions(Options):
     """Loss on validation data while training, and scores of tasks."""
 
-    every_steps: int | None = option(None, "steps between validations; none for never (the last step always validates)", gt=0)
-    sequences: int = option(64, "validation sequences, evenly spaced over the split and always the same", gt=0)
+    every_steps: int | None = option(None, "steps between validations; none: only the last step validates", **COUNT)
+    sequences: int = option(64, "validation sequences, evenly spaced over the split and always the same", **COUNT)
     at_start: bool = option(False, "validate before the first step too")
     tasks: tuple[Path, ...] = option(
         (), "files of questions, one JSON object a line, scored at each validation, as by `lmforge evaluate --tasks`"
     )
-    task_limit: int | None = option(None, "use the first so many questions of each task (default: all)", gt=0)
-    num_fewshot: int = option(0, "examples before each question: the first others of its file", ge=0)
+    task_limit: int | None = option(None, "use the first so many questions of each task (default: all)", **COUNT)
+    num_fewshot: int = option(0, "examples before each question: the first others of its file", **COUNT_OR_0)
 
     def problems(self) -> Iterator[str]:
         for name in ("task_limit", "num_fewshot"):
@@ -296,25 +315,25 @@ class ValidationOptions(Options):
 class SampleOptions(Options):
     """Text that the model generates while it trains."""
 
-    every_steps: int | None = option(None, "steps between samples; none for never", gt=0)
+    every_steps: int | None = option(None, "steps between samples; none for never", **COUNT)
     prompts: tuple[str, ...] = option(("import ",), "prompts of the samples")
-    max_tokens: int = option(48, "tokens of a sample", gt=0)
-    temperature: float = option(0.8, "sampling temperature; 0 is greedy", ge=0)
+    max_tokens: int = option(48, "tokens of a sample", **LENGTH)
+    temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
 
 
 class CheckpointOptions(Options):
     """Which checkpoints are saved and kept. Temporary checkpoints make room for newer ones; kept ones stay."""
 
     every_steps: int | None = option(
-        None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", gt=0
+        None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", **COUNT
     )
-    every_minutes: float | None = option(None, "minutes between checkpoints, in addition to those by steps", gt=0)
-    keep_last: int = option(3, "newest temporary checkpoints to keep (transformers: save_total_limit)", gt=0)
+    every_minutes: float | None = option(None, "minutes between checkpoints, in addition to those by steps", **DURATION)
+    keep_last: int = option(3, "newest temporary checkpoints to keep (transformers: save_total_limit)", **COUNT)
     keep_every_steps: int | None = option(
-        None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", gt=0
+        None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", **COUNT
     )
-    keep_every_minutes: float | None = option(None, "minutes between checkpoints that are kept, likewise", gt=0)
-    keep_best: int = option(0, "best checkpoints to keep in addition to the newest", ge=0)
+    keep_every_minutes: float | None = option(None, "minutes between checkpoints that are kept, likewise", **DURATION)
+    keep_best: int = option(0, "best checkpoints to keep in addition to the newest", **COUNT_OR_0)
     best_metric: str = option(
         "val/loss", "metric that says which is best, by its name in metrics.jsonl; for val/… each checkpoint validates"
     )
@@ -328,27 +347,27 @@ class CheckpointOptions(Options):
         " (default: in the run's directory)",
     )
     async_save: bool = option(True, "write in the background while training goes on; needs host memory for what a rank writes")
-    max_failures: int = option(3, "failed saves in a row after which the run ends; 0 never ends it", ge=0)
-    retry_seconds: float = option(60.0, "seconds until a failed save is tried again", gt=0)
+    max_failures: int = option(3, "failed saves in a row after which the run ends; 0 never ends it", **COUNT_OR_0)
+    retry_seconds: float = option(60.0, "seconds until a failed save is tried again", **DURATION)
 
 
 class FaultOptions(Options):
     """Bad steps. A step with a non-finite loss or gradient (NaN or inf) is skipped: it changes nothing and is counted."""
 
     max_bad_steps: int = option(
-        5, "bad steps in a row after which the run rolls back to a checkpoint and continues with later batches", gt=0
+        5, "bad steps in a row after which the run rolls back to a checkpoint and continues with later batches", **COUNT
     )
-    max_rollbacks: int = option(3, "rollbacks after which the run ends", ge=0)
+    max_rollbacks: int = option(3, "rollbacks after which the run ends", **COUNT_OR_0)
     spike_sigmas: float | None = option(
-        None, "a loss this many standard deviations above the mean of the steps before it is bad too (try 6)", gt=0
+        None, "a loss this many standard deviations above the mean of the steps before it is bad too (try 6)", **SCALE
     )
-    spike_window_steps: int = option(128, "number of those steps", gt=1)
+    spike_window_steps: int = option(128, "number of those steps", gt=1, le=10**6)
 
 
 class LogOptions(Options):
     """What is logged."""
 
-    every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", gt=0)
+    every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", **COUNT)
     tensorboard: bool = option(False, "write TensorBoard events too (extra: tensorboard)")
 
 
@@ -356,10 +375,10 @@ class WatchOptions(Options):
     """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
 
     stall_seconds: float = option(
-        30.0, "report which rank is where after so long without progress (or 3 times what the phase usually takes)", ge=0.5
+        30.0, "report which rank is where after so long without progress (or 3 times what the phase takes)", ge=0.5, le=1e6
     )
     timeout_seconds: float | None = option(
-        1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", gt=0
+        1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", **DURATION
     )
 
     def problems(self) -> Iterator[str]:
@@ -373,5 +392,5 @@ class WatchOptions(Options):
 class LaunchOptions(Options):
     """How processes are started."""
 
-    processes: int = option(1, "ranks to start on this machine (torchrun: --nproc-per-node); leave it out under torchrun", gt=0)
-    max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", ge=0)
+    processes: int = option(1, "ranks to start on this machine (torchrun: --nproc-per-node); not under torchrun", **RANKS)
+    max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", **COUNT_OR_0)

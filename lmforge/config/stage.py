@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from lmforge.config.options import Options, option, section, validate_options
+from lmforge.config.ranges import TOKENS
 from lmforge.config.sections import (
+    DEFAULT_GLOBAL_BATCH_SIZE,
     CheckpointOptions,
     FaultOptions,
     LaunchOptions,
@@ -23,12 +25,36 @@ from lmforge.config.sections import (
     ValidationOptions,
     WatchOptions,
 )
+from lmforge.errors import UserError
+from lmforge.untrusted import name_problem
+
+# What `--help` lists of every stage after what is its own.
+ESSENTIAL_TO_TRAINING = (
+    "train.steps",
+    "train.epochs",
+    "train.global_batch_size",
+    "train.global_batch_tokens",
+    "train.micro_batch_size",
+    "train.dtype",
+    "train.compile",
+    "optimizer.lr",
+    "schedule.warmup_steps",
+    "validation.every_steps",
+    "sample.every_steps",
+    "checkpoint.every_steps",
+    "parallel.engine",
+    "launch.processes",
+    "run.name",
+    "run.folder",
+    "run.overwrite",
+)
 
 
 class StageConfig(Options):
     """The options of one run of any stage; `of_stage` is the verb that trains it."""
 
     of_stage: ClassVar[Stage] = "pretrain"
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("model.preset", "model.source", *ESSENTIAL_TO_TRAINING)
     ALTERNATIVES = (
         (("model", "preset"), ("model", "source")),
         (("train", "steps"), ("train", "epochs")),
@@ -59,6 +85,9 @@ class StageConfig(Options):
             below = tokens // length * length
             near = f"{below} or {below + length}" if below else str(length)
             yield f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
+        size, most = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE, TOKENS["le"]
+        if not tokens and size * length > most:
+            yield f"train.global_batch_size = {size} x data.sequence_length = {length}: more than {most:,} tokens a step"
         warmup = self.schedule.warmup(self.train.steps)
         decay = (self.schedule.decay_steps or 0) if self.schedule.name == "warmup-stable-decay" else 0
         if self.train.epochs is None and warmup + decay > self.train.steps:
@@ -76,7 +105,9 @@ class StageConfig(Options):
             yield "optimizer.name = muon: not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
 
     def with_name(self, name: str) -> Self:
-        """The same options with their stage recorded, for a run called `name` unless they name it themselves."""
+        """The same options with their stage recorded, for a run called `name` unless they name it. Raises UserError."""
+        if not self.run.name and (problem := name_problem(name)):
+            raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         return self._with_run(name=self.run.name or name, stage=self.of_stage)
 
     def again(self) -> Self:
@@ -108,4 +139,5 @@ class PretrainDataOptions(SequenceOptions):
 class PretrainConfig(StageConfig):
     """lmforge pretrain [RECIPE.toml]: train a model on token shards, or continue a run."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.folder", "data.sequence_length", *StageConfig.ESSENTIAL)
     data: PretrainDataOptions = section(PretrainDataOptions, "training data")

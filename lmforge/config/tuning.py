@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from lmforge.config.options import Options, option, section
+from lmforge.config.ranges import DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.config.sections import (
     ConversationFormat,
     ModelOptions,
@@ -17,7 +18,7 @@ from lmforge.config.sections import (
     Stage,
     TrainOptions,
 )
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import ESSENTIAL_TO_TRAINING, StageConfig
 from lmforge.errors import UserError
 
 
@@ -37,7 +38,7 @@ class ExampleOptions(SequenceOptions):
         (), "files to validate on, or folders of them (default: a fraction of data.files)"
     )
     validation_ratio: float = option(
-        0.02, "fraction of the examples kept for validation where data.validation_files is not given", ge=0, lt=1
+        0.02, "fraction of the examples kept for validation where data.validation_files is not given", **PROBABILITY
     )
     packing: Literal["best-fit", "none"] = option(
         "best-fit",
@@ -68,17 +69,17 @@ class TunedModelOptions(ModelOptions):
     """The model to start from."""
 
     neftune_noise_alpha: float = option(
-        0.0, "NEFTune (arXiv 2310.05914): uniform noise on the embeddings, alpha / sqrt(document length x width)", ge=0
+        0.0, "NEFTune (arXiv 2310.05914): uniform noise on the embeddings, alpha / sqrt(document length x width)", **SCALE_OR_0
     )
 
 
 class LoraOptions(Options):
     """LoRA: low-rank adapters (Hu et al., arXiv 2106.09685) are trained beside frozen weights. Names are PEFT's."""
 
-    rank: int | None = option(None, "rank of the adapters (PEFT: r); none trains all weights", gt=0)
-    alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank (PEFT: lora_alpha)", gt=0)
+    rank: int | None = option(None, "rank of the adapters (PEFT: r); none trains all weights", **MODEL_RANGES["hidden_size"])
+    alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank (PEFT: lora_alpha)", **SCALE)
     target_modules: tuple[str, ...] = option(("all-linear",), "layers with adapters: names such as q_proj, or all-linear")
-    dropout: float = option(0.0, "dropout probability of the adapters' inputs (PEFT: lora_dropout)", ge=0, lt=1)
+    dropout: float = option(0.0, "dropout probability of the adapters' inputs (PEFT: lora_dropout)", **PROBABILITY)
     use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (arXiv 2312.03732)")
 
 
@@ -86,7 +87,7 @@ class TunedTrainOptions(TrainOptions):
     """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
 
     epochs: float | None = option(
-        None, "passes over the data, instead of train.steps (default: 1, if neither is given; num_train_epochs)", gt=0
+        None, "passes over the data, instead of train.steps (default: 1, if neither is given; num_train_epochs)", **DURATION
     )
 
     @model_validator(mode="before")
@@ -101,8 +102,8 @@ class TuningSchedule(ScheduleOptions):
     """The learning rate over the run: linear, after a warm-up of a tenth of the run."""
 
     name: ScheduleName = option("linear", "schedule after warm-up (transformers: lr_scheduler_type)")
-    warmup_ratio: float | None = option(0.1, "warm-up as a fraction of the run; none uses schedule.warmup_steps", ge=0, le=1)
-    min_lr_ratio: float = option(0.0, "final learning rate, as a fraction of the peak", ge=0, le=1)
+    warmup_ratio: float | None = option(0.1, "warm-up as a fraction of the run; none uses schedule.warmup_steps", **FRACTION)
+    min_lr_ratio: float = option(0.0, "final learning rate, as a fraction of the peak", **FRACTION)
 
     @model_validator(mode="before")
     @classmethod
@@ -116,14 +117,23 @@ class TuningSchedule(ScheduleOptions):
 class TuningOptimizer(OptimizerOptions):
     """AdamW, Muon or SGD."""
 
-    lr: float = option(2e-5, "peak learning rate; about ten times as much for adapters", gt=0)
-    beta2: float = option(0.999, "adamw: decay rate of the second moment", ge=0, lt=1)
-    weight_decay: float = option(0.0, "weight decay of matrices; vectors (norms, biases) have none", ge=0)
+    lr: float = option(2e-5, "peak learning rate; about ten times as much for adapters", **SCALE)
+    beta2: float = option(0.999, "adamw: decay rate of the second moment", **PROBABILITY)
+    weight_decay: float = option(0.0, "weight decay of matrices; vectors (norms, biases) have none", **SCALE_OR_0)
 
 
 class TunedConfig(StageConfig):
     """What the configs of fine-tuning and alignment have in common."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "model.source",
+        "data.files",
+        "data.validation_files",
+        "data.sequence_length",
+        "lora.rank",
+        "lora.target_modules",
+        *ESSENTIAL_TO_TRAINING,
+    )
     data: ExampleOptions = section(ExampleOptions, "examples to train on")
     model: TunedModelOptions = section(TunedModelOptions, "the model to start from")
     lora: LoraOptions = section(LoraOptions, "low-rank adapters")
@@ -135,6 +145,15 @@ class TunedConfig(StageConfig):
     def kind(self) -> str:
         """What its examples are."""
         return "conversations"
+
+    def require_inputs(self) -> None:
+        """Raise UserError where the recipe and the command line do not say what to begin from, and what to learn from."""
+        if self.model.source is None:
+            raise UserError(
+                "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
+            )
+        if not self.data.files:
+            raise UserError("data.files: name the files to learn from, such as --data.files chats.jsonl")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -159,4 +178,5 @@ class SftConfig(TunedConfig):
     """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or adapters."""
 
     of_stage: ClassVar[Stage] = "sft"
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.format", "data.mask", "data.packing", *TunedConfig.ESSENTIAL)
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")

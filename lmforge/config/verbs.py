@@ -3,11 +3,26 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lmforge.config.options import Options, argument, option, section
-from lmforge.config.sections import LARGEST_SEED, Device, DType, ExampleFormat
+from lmforge.config.ranges import (
+    BYTES,
+    COUNT,
+    COUNT_OR_0,
+    LENGTH,
+    MODEL_RANGES,
+    NONZERO_FRACTION,
+    RANKS,
+    SCALE_OR_0,
+    SEED,
+    SEQUENCES,
+    THREADS,
+    TOKENS,
+)
+from lmforge.config.sections import Device, DType, ExampleFormat
 from lmforge.config.stage import PretrainConfig
+from lmforge.untrusted import cut, name_problem
 
 ExportDType = Literal["fp32", "bf16", "fp16"]
 MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
@@ -25,9 +40,9 @@ class PrepareOptions(Options):
     vocab_size: int = option(4096, "vocabulary size of a tokenizer that is trained here", gt=300, le=1_000_000)
     text_field: str = option("text", "field of the text in jsonl and parquet")
     validation_ratio: float = option(0.02, "fraction of the documents kept for validation", gt=0, lt=1)
-    shard_tokens: int = option(100_000_000, "tokens in one shard file", gt=0)
-    seed: int = option(0, "seed of the order of documents", ge=0, le=LARGEST_SEED)
-    workers: int | None = option(None, "worker processes (default: the number of cores)", gt=0)
+    shard_tokens: int = option(100_000_000, "tokens in one shard file", **TOKENS)
+    seed: int = option(0, "seed of the order of documents", **SEED)
+    workers: int | None = option(None, "worker processes (default: the number of cores)", **THREADS)
     overwrite: bool = option(False, "delete what another preparation left in OUT")
 
 
@@ -39,21 +54,23 @@ class EvaluateOptions(Options):
         None, "token shards, or files: text, jsonl, parquet, conversations (default: what the run was trained on)"
     )
     split: Literal["validation", "train"] = option("validation", "split of prepared data; of files all is used")
-    sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", gt=0)
-    sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", gt=0)
-    batch_size: int = option(16, "sequences in one forward pass", gt=0)
+    sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", **COUNT)
+    sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", **LENGTH)
+    batch_size: int = option(16, "sequences in one forward pass", **SEQUENCES)
     tasks: tuple[str, ...] = option((), "files of questions, one JSON object a line: print their scores instead of the loss")
     lm_eval: tuple[str, ...] = option((), "tasks of lm-evaluation-harness by name: print their scores instead of the loss")
     lm_eval_include_path: Path | None = option(None, "folder with more tasks for the harness, as YAML files")
-    num_fewshot: int | None = option(None, "examples before each question (default: none, or the harness task's own)", ge=0)
+    num_fewshot: int | None = option(
+        None, "examples before each question (default: none, or the harness task's own)", **COUNT_OR_0
+    )
     fewshot_file: Path | None = option(None, "file of questions to take the examples from (default: the task's own)")
-    limit: int | None = option(None, "use the first so many questions of each task (default: all)", gt=0)
-    max_tokens: int = option(64, "longest generated answer, in tokens", gt=0)
+    limit: int | None = option(None, "use the first so many questions of each task (default: all)", **COUNT)
+    max_tokens: int = option(64, "longest generated answer, in tokens", **LENGTH)
     stop: tuple[str, ...] = option(("\n",), "strings that end a generated answer")
     answers: Path | None = option(None, "new file for the answer to each question of the tasks, as JSON lines")
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("fp32", "compute dtype")
-    processes: int = option(1, "ranks to start on this machine, which share the work; leave it out under torchrun", gt=0)
+    processes: int = option(1, "ranks to start on this machine, which share the work; leave it out under torchrun", **RANKS)
     output: Literal["text", "json"] = option("text", "output format")
 
     def problems(self) -> Iterator[str]:
@@ -78,10 +95,10 @@ class EvaluateOptions(Options):
 class SamplingOptions(Options):
     """How tokens are chosen."""
 
-    temperature: float = option(0.8, "sampling temperature; 0 is greedy", ge=0)
-    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", ge=0)
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", gt=0, le=1)
-    seed: int | None = option(None, "seed of the sampling (default: random)", ge=0, le=LARGEST_SEED)
+    temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
+    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", **COUNT_OR_0)
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", **NONZERO_FRACTION)
+    seed: int | None = option(None, "seed of the sampling (default: random)", **SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
 
@@ -91,7 +108,7 @@ class GenerateOptions(SamplingOptions):
 
     model: Path = argument(..., MODEL)
     prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
-    max_tokens: int = option(128, "tokens to generate after each prompt", gt=0)
+    max_tokens: int = option(128, "tokens to generate after each prompt", **LENGTH)
     stop: tuple[str, ...] = option((), "strings that end a completion")
 
 
@@ -100,9 +117,9 @@ class ChatOptions(SamplingOptions):
 
     model: Path = argument(..., MODEL)
     system: str | None = option(None, "system message")
-    max_tokens: int | None = option(None, "longest answer, in tokens (default: what there is room for)", gt=0)
+    max_tokens: int | None = option(None, "longest answer, in tokens (default: what there is room for)", **LENGTH)
     max_length: int | None = option(
-        None, "longest conversation, in tokens (default: what the model was made for, up to 4096)", gt=0
+        None, "longest conversation, in tokens (default: what the model was made for, up to 4096)", **LENGTH
     )
 
 
@@ -114,13 +131,13 @@ class ServeOptions(Options):
     port: int = option(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
     api_key: str | None = option(None, "key that requests must have (default: the environment's LMFORGE_API_KEY, if set)")
     without_key: bool = option(False, "accept requests without a key on an address that other machines reach")
-    max_batch_size: int = option(16, "requests that a model decodes at once", gt=0)
-    max_queue: int = option(64, "further requests that wait for a model; beyond, requests are refused with 429", ge=0)
+    max_batch_size: int = option(16, "requests that a model decodes at once", **SEQUENCES)
+    max_queue: int = option(64, "further requests that wait for a model; beyond, requests are refused with 429", **COUNT_OR_0)
     max_length: int | None = option(
-        None, "longest prompt with its answer, in tokens (default: what the model was made for, up to 4096)", gt=0
+        None, "longest prompt with its answer, in tokens (default: what the model was made for, up to 4096)", **LENGTH
     )
-    max_body_bytes: int = option(4 * 2**20, "largest request, in bytes", gt=0)
-    max_models: int = option(2, "models in memory at once; beyond, the least recently used one is closed", gt=0)
+    max_body_bytes: int = option(4 * 2**20, "largest request, in bytes", **BYTES)
+    max_models: int = option(2, "models in memory at once; beyond, the least recently used one is closed", **COUNT)
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
 
@@ -144,10 +161,16 @@ class ImportOptions(Options):
     config_from: str | None = option(
         None, "a preset, a Hugging Face folder or a name on the hub, for values of the next five that are not given"
     )
-    num_attention_heads: int | None = option(None, "query heads (a nanogpt checkpoint has them)", gt=0)
-    rope_theta: float | None = option(None, "base of the rotary position embedding's frequencies (torchtitan and fms)", gt=0)
-    rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", gt=0)
-    max_position_embeddings: int | None = option(None, "longest sequence it was trained for (default: 4096)", gt=0)
+    num_attention_heads: int | None = option(
+        None, "query heads (a nanogpt checkpoint has them)", **MODEL_RANGES["num_attention_heads"]
+    )
+    rope_theta: float | None = option(
+        None, "base of the rotary position embedding's frequencies (torchtitan and fms)", **MODEL_RANGES["rope_theta"]
+    )
+    rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", **MODEL_RANGES["rms_norm_eps"])
+    max_position_embeddings: int | None = option(
+        None, "longest sequence it was trained for (default: 4096)", **MODEL_RANGES["max_position_embeddings"]
+    )
     activation: Literal["gelu", "gelu_new"] | None = option(
         None, "nanogpt: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
     )
@@ -185,8 +208,8 @@ class QuickstartOptions(Options):
     """lmforge quickstart: the whole way on the Python standard library's source, at most 10 minutes on 2 cores."""
 
     folder: Path = option(Path("."), "folder for data and runs")
-    steps: int | None = option(None, "steps of each stage (default: the recipe's)", gt=1)
-    processes: int | None = option(None, "ranks to start (default: one for each GPU, or one)", gt=0)
+    steps: int | None = option(None, "steps of each stage (default: the recipe's)", **{**COUNT, "gt": 1})
+    processes: int | None = option(None, "ranks to start (default: one for each GPU, or one)", **RANKS)
     prompt: str = option("def ", "prompt that the model continues at the end")
     overwrite: bool = option(False, "begin again instead of continuing")
 
@@ -195,10 +218,10 @@ class DoctorOptions(Options):
     """lmforge doctor [--parity [--processes N]]: check this machine; with --parity, compare every strategy with one process."""
 
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
-    processes: int = option(1, "ranks to start on this machine; leave it out under torchrun", gt=0)
-    steps: int = option(10, "steps with each strategy", gt=1)
+    processes: int = option(1, "ranks to start on this machine; leave it out under torchrun", **RANKS)
+    steps: int = option(10, "steps with each strategy", gt=1, le=10_000)
     compile: bool = option(False, "compiled blocks too")
-    seed: int = option(0, "seed of weights and data", ge=0, le=LARGEST_SEED)
+    seed: int = option(0, "seed of weights and data", **SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     output: Literal["text", "json"] = option("text", "output format")
 
@@ -211,8 +234,8 @@ class DoctorOptions(Options):
 class BenchOptions(Options):
     """What is timed, and for how long."""
 
-    steps: int = option(10, "timed steps", gt=0)
-    warmup_steps: int = option(3, "untimed steps before them, which include compilation", gt=0)
+    steps: int = option(10, "timed steps", **COUNT)
+    warmup_steps: int = option(3, "untimed steps before them, which include compilation", **COUNT)
     sweep: tuple[str, ...] = option((), "section.option=value,value…: time every combination and print one table")
     trace: Path | None = option(None, "write a profiler trace of one step, for Perfetto (.json or .json.gz)")
     output: Literal["text", "json"] = option("text", "output format")
@@ -221,6 +244,24 @@ class BenchOptions(Options):
 class BenchConfig(PretrainConfig):
     """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--trace FILE]: speed and memory of a step."""
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "bench.steps",
+        "bench.warmup_steps",
+        "bench.sweep",
+        "bench.trace",
+        "bench.output",
+        "data.sequence_length",
+        "model.preset",
+        "model.source",
+        "train.global_batch_size",
+        "train.micro_batch_size",
+        "train.dtype",
+        "train.compile",
+        "parallel.engine",
+        "parallel.sharding",
+        "parallel.activation_checkpointing",
+        "launch.processes",
+    )
     bench: BenchOptions = section(BenchOptions, "what is timed")
 
 
@@ -247,9 +288,11 @@ class PipelineOptions(Options):
     stages: tuple[PipelineStageOptions, ...] = option(..., "[[stages]], in order")
 
     def problems(self) -> Iterator[str]:
+        if self.name and (problem := name_problem(self.name)):
+            yield f"name: {problem}"
         names = [stage.name or stage.verb for stage in self.stages]
         for name in names:
             if names.count(name) > 1:
-                yield f"stages: two are called {name}; give each its own name"
+                yield f"stages: two are called {cut(name)}; give each its own name"
             if not re.fullmatch(r"[\w.-]+", name):
-                yield f"stages: {name!r} is not a valid name; use letters, digits, dots and dashes"
+                yield f"stages: {cut(name)!r} is not a valid name; use letters, digits, dots and dashes"

@@ -124,9 +124,11 @@ class Tokenizer:
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
-            text = read_bounded(file, MAX_TOKENIZER_BYTES).decode()
+            text = read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8-sig")
             companions = {
-                name: read_bounded(beside).decode() for name in COMPANION_FILES if (beside := file.parent / name).is_file()
+                name: read_bounded(beside).decode("utf-8-sig")
+                for name in COMPANION_FILES
+                if (beside := file.parent / name).is_file()
             }
         except FileNotFoundError:
             raise UserError(f"{file}: no such tokenizer: name a tokenizer.json or a folder that holds one") from None

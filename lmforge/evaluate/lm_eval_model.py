@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.errors import UserError
+from lmforge.errors import UserError, how_to_install
 from lmforge.evaluate.likelihood import TokenPair, loglikelihoods, max_input_length
 from lmforge.evaluate.tasks import TaskSettings, generate_in_batches
 from lmforge.generate.model_loading import LoadedModel
@@ -27,7 +27,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as missing:
-    raise UserError(f"lm-evaluation-harness cannot be imported ({missing}); pip install 'lmforge[eval]'") from None
+    raise UserError(f"lm-evaluation-harness cannot be imported ({missing}); {how_to_install('eval')}") from None
 
 DEFAULT_MAX_GEN_TOKENS = 256  # of tasks that set none
 

@@ -5,13 +5,17 @@ former, which both read. Refuses by name what lmforge cannot compute. Which valu
 model/config.py.
 """
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from lmforge.config.ranges import MODEL_RANGES
 from lmforge.errors import UserError
 from lmforge.model.config import FAMILY_BY_MODEL_TYPE, ModelConfig
-from lmforge.untrusted import read_json
+from lmforge.untrusted import describe, quoted, read_json
 
 # What transformers assumes where a config.json leaves a field out; it differs by model_type.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -50,11 +54,30 @@ _CLASS_PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qw
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 
+class _ConfigJson(BaseModel, strict=True):
+    """Types of the fields that are looked at before ModelConfig checks the numbers."""
+
+    architectures: list[str] | None = None
+    num_labels: int | None = None
+    id2label: dict[str, Any] | None = None
+    num_hidden_layers: int | None = None
+    layer_types: list[str] | None = None
+    max_window_layers: int | None = None
+    use_sliding_window: bool | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+
 def read_config_json(path: Path) -> dict[str, Any]:
     """The content of a config.json. Raises UserError where it cannot be read."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
-    return read_json(path, dict[str, Any], hint="copy the file again")
+    # Infinity is refused by the name of its field.
+    return read_json(path, dict[str, Any], hint="copy the file again", allow_nan=True)
 
 
 def model_config_from_json(content: dict[str, Any], source: str, implementation: str = "lmforge") -> ModelConfig:
@@ -112,6 +135,11 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     _reject_unsupported(content)
     if model_type not in FAMILY_BY_MODEL_TYPE:
         raise UserError(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILY_BY_MODEL_TYPE)}')
+    reject_extreme_sizes(content)
+    try:
+        _ConfigJson.model_validate(content)
+    except ValidationError as problem:
+        raise UserError(describe(problem)) from None
     gpt2 = model_type == "gpt2"
     fields: dict[str, Any] = {"model_type": model_type, **_DEFAULTS[model_type], "reward": _is_reward_model(content)}
     for ours in _COMMON_FIELDS if gpt2 else _LLAMA_FIELDS:
@@ -143,6 +171,16 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
                 "sliding_attention" if layer >= first else "full_attention" for layer in range(fields["num_hidden_layers"])
             ]
     return fields
+
+
+def reject_extreme_sizes(content: dict[str, Any]) -> None:
+    """Raise UserError, naming the field, for more layers or experts than any model has: each of them is built one by one."""
+    most = MODEL_RANGES["num_hidden_layers"]["le"]
+    for name, value in content.items():
+        if isinstance(value, dict):
+            reject_extreme_sizes(value)
+        elif re.search("layers?$|experts$|^depth$", name) and isinstance(value, int | float) and not value <= most:
+            raise UserError(f"{name}: expected at most {most:,}, got {quoted(value)}")
 
 
 def _rope_table(content: dict[str, Any]) -> dict[str, Any]:

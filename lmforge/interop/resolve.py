@@ -73,6 +73,10 @@ def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[s
         if name not in known:
             close = get_close_matches(name, known, n=1)
             raise UserError(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
+    if "num_attention_heads" in overrides and chosen.get("num_key_value_heads") == chosen.get("num_attention_heads"):
+        chosen = {
+            name: value for name, value in chosen.items() if name != "num_key_value_heads"
+        }  # as many, whatever their number
     chosen = chosen | overrides
     model_type = chosen.get("model_type", "llama")
     if "model_type" in overrides:

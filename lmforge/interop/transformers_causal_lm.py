@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmforge.errors import UserError
+from lmforge.config.ranges import MODEL_RANGES
+from lmforge.errors import UserError, how_to_install, prefix_errors
+from lmforge.interop.config_json import reject_extreme_sizes
+from lmforge.untrusted import quoted
 
 MIN_TRANSFORMERS_VERSION = (5, 20)
 # Their positions are slopes on the distance of two tokens: they need not be told where a document begins or ends.
@@ -38,10 +41,10 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError("transformers is not installed, and this model needs it; pip install 'lmforge[transformers]'") from None
+        raise UserError(f"transformers is not installed, and this model needs it; {how_to_install('transformers')}") from None
     version = transformers.__version__
     if tuple(map(int, version.split(".")[:2])) < MIN_TRANSFORMERS_VERSION:
-        raise UserError(f"transformers {version} is too old to be wrapped; pip install 'lmforge[transformers]'")
+        raise UserError(f"transformers {version} is too old to be wrapped; {how_to_install('transformers')}")
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
@@ -57,6 +60,8 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
         raise UserError(
             f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}" ({why}); use another model'
         )
+    with prefix_errors(source):
+        reject_extreme_sizes(content)
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
     except Exception as error:  # whatever a family's own checks raise
@@ -65,6 +70,10 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
         raise UserError(f"{source}: transformers has no causal language model of type {model_type}; use one that writes text")
     if config.get_text_config() is not config:
         raise UserError(f"{source}: a {model_type} model reads more than text; use the folder of its text model")
+    for name, bounds in MODEL_RANGES.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and not -bounds["le"] <= value <= bounds["le"]:
+            raise UserError(f"{source}: {name}: expected a number of at most {bounds['le']:.16g}, got {quoted(value)}")
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     return config

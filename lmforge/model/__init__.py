@@ -10,6 +10,8 @@ and flops.py. Importing this package, config.py or flops.py does not import torc
 
 from typing import TYPE_CHECKING
 
+FP32_BYTES = 4
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,9 +20,21 @@ if TYPE_CHECKING:
 
 
 def build_model(config: "ModelConfig", device: "str | torch.device" = "cpu") -> "LanguageModel":
-    """A model of this config in fp32. Its weights are allocated, not filled: `init_weights` or `load_folder` does that."""
+    """A model of this config in fp32. Its weights are allocated, not filled: `init_weights` or `load_folder` does that.
+
+    Raises UserError where the device has no memory for them.
+    """
     import torch
 
+    from lmforge.cluster.memory import check_fits
+    from lmforge.model.flops import parameter_count
+
+    device = torch.device(device)
+    if device.type != "meta":
+        total = parameter_count(config).total
+        check_fits(
+            total * FP32_BYTES, device, f"a model of {total:,} parameters in fp32", "use a smaller one, or a larger machine"
+        )
     with torch.device("meta"):
         model: LanguageModel = config.new_module()
     model.to_empty(device=device)

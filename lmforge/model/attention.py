@@ -10,6 +10,7 @@ and it is one collective a block (Llama 3, arXiv 2407.21783, section 3.3.2). A s
 there are ranks; rank r gets the r-th from either end. Under a causal mask that is equal work for all ranks.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from lmforge.cluster.memory import check_fits
 from lmforge.data.batch import Batch
 from lmforge.model.config import ModelConfig
 
@@ -187,7 +189,7 @@ class KVCache:
     `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the model's forward: keys and
     values of the token at position p are in slot p. Sequences have lengths of their own, and those in use are always the
     first ones, so that a decoding step reads and writes one block of memory. Raises UserError where the model cannot compute
-    that many tokens (learned positions).
+    that many tokens (learned positions), or the device has no memory for them.
     """
 
     def __init__(
@@ -202,6 +204,9 @@ class KVCache:
         config.check_length(max_length)
         # For each layer keys, then values. Zeros: attention still multiplies masked slots, by 0.
         shape = (2, batch_size, config.num_key_value_heads, max_length, config.head_dim)
+        what = f"a KV cache of {batch_size:,} sequences of {max_length:,} tokens"
+        way = "generate fewer tokens, or decode fewer sequences at once"
+        check_fits(config.num_hidden_layers * math.prod(shape) * dtype.itemsize, torch.device(device), what, way)
         self.key_values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.max_length = max_length
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError
 from lmforge.model.presets import PRESETS
+from lmforge.untrusted import cut, quoted
 
 # The model_types that we compute, and which of our modules computes each.
 FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
@@ -156,9 +158,9 @@ class ModelConfig:
 def get_preset(name: str) -> ModelConfig:
     """A ready-made config by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
     if name not in PRESETS:
-        close = get_close_matches(name, PRESETS, n=1, cutoff=0.3)
+        close = get_close_matches(cut(name), PRESETS, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f'"{name}" is neither a preset nor a folder; {hint}presets: {", ".join(PRESETS)}')
+        raise UserError(f'"{cut(name)}" is neither a preset nor a folder; {hint}presets: {", ".join(PRESETS)}')
     return ModelConfig(**PRESETS[name])
 
 
@@ -173,15 +175,20 @@ def _parse_rope_scaling(table: dict[str, Any]) -> RopeScaling | None:
         raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(needed)}')
     values: dict[str, Any] = {name: table.get(name) for name in needed[rope_type]}
     for name, value in values.items():
-        if not _is_positive(value):
-            raise UserError(f'rope_scaling: rope_type "{rope_type}" needs {name}, a number above zero; got {value!r}')
+        if problem := number_problem(value, ROPE_SCALING_RANGES[name], whole=name == "original_max_position_embeddings"):
+            raise UserError(f'rope_scaling: rope_type "{rope_type}" needs {name}: {problem}')
     if rope_type == "llama3" and table["low_freq_factor"] >= table["high_freq_factor"]:
         raise UserError("rope_scaling: low_freq_factor must be below high_freq_factor")
     return RopeScaling(rope_type, **values) if values else None
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
+    """What is wrong with a number that is to be above zero and within `bounds`, in words; None where nothing is."""
+    kinds = int if whole else int | float
+    kind = "a whole number" if whole else "a number"
+    if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
+        return f"expected {kind} above zero, got {quoted(value)}"
+    return f"expected {kind} of at most {bounds['le']:.16g}, got {quoted(value)}" if value > bounds["le"] else None
 
 
 def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
@@ -191,16 +198,12 @@ def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    integers = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
-    integers += ["intermediate_size", "num_key_value_heads"]
-    integers += [name for name in ("head_dim", "sliding_window") if getattr(config, name) is not None]
-    for name in integers:
+    for name, bounds in MODEL_RANGES.items():
         value = getattr(config, name)
-        if not (isinstance(value, int) and _is_positive(value)):
-            raise UserError(f"{name}: expected a whole number above zero, got {value!r}")
-    for name in ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range"):
-        if not _is_positive(getattr(config, name)):
-            raise UserError(f"{name}: expected a number above zero, got {getattr(config, name)!r}")
+        if value is None and name in ("head_dim", "sliding_window"):
+            continue
+        if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):
+            raise UserError(f"{name}: {problem}")
 
 
 def _check_options(config: ModelConfig) -> None:

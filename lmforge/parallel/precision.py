@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lmforge.errors import UserError
+from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
 
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
@@ -53,7 +53,7 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
     if find_spec("torchao") is None:
-        raise UserError(f"train.float8: torchao is not installed; pip install 'lmforge[fp8]', or {way}")
+        raise UserError(f"train.float8: torchao is not installed; {how_to_install('fp8')}, or {way}")
 
 
 def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Whether a model, its sequences and its micro-batches can be distributed as the options say. No torch: a dry run asks too."""
 
-from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
@@ -122,7 +122,7 @@ def _check_pipeline_parallel(config: ModelConfig, degree: int, stages_per_rank: 
     if plan.accumulation >= degree and not (is_interleaved and plan.accumulation % degree):
         return
     local_batch = plan.micro_batch_size * plan.accumulation
-    sizes = [size for size in range(1, local_batch // degree + 1) if local_batch % size == 0]
+    sizes = [size for size in divisors(local_batch) if size <= local_batch // degree]
     fitting = [size for size in sizes if not is_interleaved or local_batch // size % degree == 0]
     way = f"use train.micro_batch_size = {fitting[-1]}" if fitting else f"use a global batch of {degree} or more sequences"
     needed = f"a multiple of {degree}" if is_interleaved else f"at least {degree}"

@@ -5,20 +5,19 @@ was free before this process built anything. The failure is itself a measurement
 should have fitted, all estimates are scaled up by the same factor, until it does not.
 """
 
-import re
-import resource
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.batch_plan import BatchPlan
+from lmforge.cluster.memory import available_memory, check_fits, describe_request, format_memory, is_out_of_memory
+from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import StageConfig
 from lmforge.data.labels import CHUNK_TOKENS
@@ -26,87 +25,20 @@ from lmforge.errors import RunFailed
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 from lmforge.parallel.dims import ParallelDims, parallel_dims
+from lmforge.parallel.precision import choose_dtype
 from lmforge.parallel.validate import choose_engine
 from lmforge.plan.activations import activation_bytes, block_activation_bytes
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
+from lmforge.plan.parameter_counts import count_parameters
 
-GIB = 2**30
 # What the arithmetic leaves out: short-lived copies, and fragmentation. On a CPU, where the C library fragments memory between
 # what is kept and what is recomputed, up to 1.35, 1.9 and 2.9 times the estimate was measured, by
 # `parallel.activation_checkpointing`, beside what libraries and threads take whatever is trained (290 MiB).
 GPU_MARGIN = 1.1
 HOST_MARGINS = {"none": 1.4, "selective-blocks": 2.0, "selective-ops": 2.0, "full": 3.0}
 HOST_OVERHEAD_BYTES = 320 * 2**20
-_OUT_OF_MEMORY_PATTERN = re.compile(
-    r"can't allocate memory|[Cc]annot allocate memory|out of memory|bad_alloc|[Uu]nable to allocate"
-)
-_REQUESTED_BYTES_PATTERN = re.compile(
-    r"(?:tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
-)
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-
-
-def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether torch, numpy or Python ran out of memory, on a GPU or in the host."""
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(problem, RuntimeError) and _OUT_OF_MEMORY_PATTERN.search(str(problem)) is not None
-
-
-@dataclass(frozen=True)
-class AvailableMemory:
-    """Bytes that this process has and may still allocate, and what limits them, in words."""
-
-    used_bytes: int
-    free_bytes: int
-    limited_by: str
-
-
-def available_memory(device: torch.device, local_world_size: int) -> AvailableMemory | None:
-    """The tightest limit on the memory in which a model trains on `device`; None where the system does not report it.
-
-    Memory that the ranks of a host have in common is divided equally.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return AvailableMemory(total - free - idle, free + idle, f"this GPU's {_format_bytes(total)}")
-    status = _read_kib_table(Path("/proc/self/status"))
-    if not status:
-        return None
-    resident = status["VmRSS"]
-    on_host = _read_kib_table(Path("/proc/meminfo"))["MemAvailable"] // local_world_size
-    limits = [AvailableMemory(resident, on_host, "the memory of this host")]
-    for which, used, words in (
-        (resource.RLIMIT_AS, status["VmSize"], "address space (ulimit -v)"),
-        (resource.RLIMIT_DATA, status["VmData"], "data (ulimit -d)"),
-    ):
-        limit, _ = resource.getrlimit(which)
-        if limit != resource.RLIM_INFINITY:
-            limits.append(AvailableMemory(used, max(0, limit - used), f"{_format_bytes(limit)} of {words}"))
-    for folder, limit_name, used_name in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (int(Path(folder, name).read_text()) for name in (limit_name, used_name))
-        except (OSError, ValueError):  # "max"
-            continue
-        free = max(0, limit - used) // local_world_size
-        limits.append(AvailableMemory(resident, free, f"{_format_bytes(limit)} of this container"))
-    return min(limits, key=lambda limit: limit.free_bytes)
-
-
-def _format_bytes(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
-
-
-def _read_kib_table(path: Path) -> dict[str, int]:
-    """Bytes by name, from a file in the form of /proc/meminfo; empty where there is none."""
-    try:
-        return {name: int(kib) * 2**10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.M)}
-    except OSError:
-        return {}
+# Of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
+BATCH_BYTES_PER_TOKEN = 36
 
 
 @dataclass(frozen=True)
@@ -151,6 +83,20 @@ class MemoryEstimator:
     on_gpu: bool
     counts: ParameterCounts
     has_reference: bool = False
+
+    @classmethod
+    def of_run(
+        cls,
+        config: StageConfig,
+        model_config: ModelConfig,
+        plan: BatchPlan,
+        dist_ctx: DistributedContext,
+        has_reference: bool = False,
+    ) -> Self:
+        """The estimator of a recipe on these ranks."""
+        dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
+        counts, on_gpu = count_parameters(config, model_config), dist_ctx.device.type == "cuda"
+        return cls(config, model_config, plan, dtype.itemsize, on_gpu, counts, has_reference)
 
     def setting(self, dist_ctx: DistributedContext) -> MemorySetting:
         """The setting of the recipe."""
@@ -217,6 +163,22 @@ class MemoryEstimator:
         margin = GPU_MARGIN if self.on_gpu else HOST_MARGINS[setting.options.activation_checkpointing]
         return int(GPU_MARGIN * self.model_state_bytes(setting) + margin * self.activation_bytes(setting))
 
+    def check(self, dist_ctx: DistributedContext) -> None:
+        """Raise UserError where this rank cannot hold the run, whatever the arithmetic leaves out: asked before it is built.
+
+        The model's state is exact, and so is the batch. A compiler keeps fewer activations than are estimated: they count only
+        with their smallest part, the input of each block.
+        """
+        setting, plan, model = self.setting(dist_ctx), self.plan, self.model_config
+        tokens = plan.micro_batch_size * plan.sequence_length // setting.options.context_parallel_degree
+        layers = model.num_hidden_layers // setting.options.pipeline_parallel_degree
+        hidden = tokens * model.hidden_size * layers * self.compute_dtype_bytes
+        batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
+        way = partial(suggest_what_fits, self, setting)
+        state = self.model_state_bytes(setting) // setting.options.pipeline_parallel_degree
+        check_fits(state + hidden, dist_ctx.device, "model, gradients, optimizer and activations of a rank", way)
+        check_fits(batch, torch.device("cpu"), f"a batch of {plan.tokens:,} tokens", "use a smaller global batch")
+
     @property
     def overhead_bytes(self) -> int:
         """Bytes that a process needs whatever it trains."""
@@ -243,7 +205,7 @@ def suggest_what_fits(estimator: MemoryEstimator, current: MemorySetting, availa
 
     def largest_batch(setting: MemorySetting, at_most: int) -> MemorySetting | None:
         local_batch = estimator.plan.micro_batch_size * estimator.plan.accumulation
-        sizes = [size for size in range(min(local_batch, at_most), 0, -1) if local_batch % size == 0]
+        sizes = [size for size in reversed(divisors(local_batch)) if size <= at_most]
         return first_fitting(replace(setting, micro_batch_size=size) for size in sizes)
 
     # One change at a time, the cheapest of each kind first.
@@ -260,14 +222,11 @@ def suggest_what_fits(estimator: MemoryEstimator, current: MemorySetting, availa
         if fitting := largest_batch(setting, current.micro_batch_size):
             return f"by estimate would fit: {_describe_changes(current, fitting)}"
     smallest = min((replace(each, micro_batch_size=1) for each in settings), key=needed)
-    sizes = [
-        current.world_size * factor
-        for factor in range(2, estimator.plan.global_batch_size + 1)
-        if estimator.plan.global_batch_size % (estimator.plan.data_parallel_size * factor) == 0
-    ]
+    per_rank = estimator.plan.global_batch_size // estimator.plan.data_parallel_size
+    sizes = [current.world_size * factor for factor in divisors(per_rank)[1:]]
     enough = first_fitting(replace(smallest.fully_sharded(), world_size=size) for size in sizes)
     on_more = f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that would fit" if enough else ""
-    least = _format_bytes(needed(smallest) + estimator.overhead_bytes)
+    least = format_memory(needed(smallest) + estimator.overhead_bytes)
     changes = _describe_changes(current, smallest) or "this"
     return f"by estimate nothing fits: {changes} needs at least {least} a rank{on_more}"
 
@@ -315,11 +274,9 @@ def explain_out_of_memory(
         then = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
         # The frames of the failed step hold its tensors, which could leave no memory for this message.
         traceback.clear_frames(problem.__traceback__)
-        request = _REQUESTED_BYTES_PATTERN.search(str(problem))
-        size = _format_bytes(float(request[1]) * _UNITS[request[2]]) if request else ""
-        reason = f"{size} were requested" if request else "a request was refused"
+        reason = describe_request(problem)
         if then is not None:
-            used, free = _format_bytes(then.used_bytes), _format_bytes(then.free_bytes)
+            used, free = format_memory(then.used_bytes), format_memory(then.free_bytes)
             reason += f", with {used} in use and {free} left of {then.limited_by}"
         way = "the free memory is not known"
         if before is not None:

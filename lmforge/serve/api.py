@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lmforge import __version__
-from lmforge.config.sections import LARGEST_SEED
+from lmforge.config.ranges import SEED
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
@@ -146,7 +146,7 @@ def _generation_requests(
     """`n` requests for each prompt, each with its own seed. Raises ApiError where a prompt is too long."""
     chat = isinstance(body, ChatCompletionRequest)
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
-    seed = secrets.randbelow(LARGEST_SEED) if body.seed is None else body.seed
+    seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
     sampling = SamplingParams(body.temperature, body.top_k, body.top_p)
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
     requests: list[GenerationRequest] = []

@@ -8,6 +8,7 @@ from lmforge.checkpoint import CorruptCheckpoint
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.sections import SampleOptions
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
 from lmforge.train.optimizer import assign_groups, build_optimizer
+from lmforge.untrusted import quoted
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -40,14 +42,30 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
     limit, length = model_config.max_sequence_length, config.data.sequence_length
     if limit is not None and length > limit:
         raise UserError(f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at most that")
-    sample = config.sample
-    longest = max((len(tokenizer.encode(prompt)) for prompt in sample.prompts), default=0) + sample.max_tokens
-    if sample.every_steps is not None and limit is not None and longest > limit:
-        raise UserError(f"sample.max_tokens: prompt and sample take {longest} tokens, this model has positions for {limit}")
+    _check_samples(config, model_config, tokenizer)
     check_parallel(config.parallel, model_config, batch_plan)
     if config.optimizer.groups or get_lora_config(config) is not None:
         parameters = build_meta_model(config, model_config).named_parameters()
         assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
+
+
+def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for prompts of samples that are longer than what the model is trained on, or reads."""
+    sample, length, longest = config.sample, config.data.sequence_length, 0
+    if sample == SampleOptions():
+        return
+    # Encoding a text that cannot fit would take long. A tokenizer may shorten it first, by less than this.
+    most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
+    for prompt in sample.prompts:
+        count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1
+        longest = max(longest, count)
+        if count > length:
+            way = f"does not fit into data.sequence_length = {length} tokens; shorten it"
+            raise UserError(f"sample.prompts: {quoted(prompt)} {way}")
+    limit = max(length, model_config.max_position_embeddings)
+    if sample.every_steps is not None and longest + sample.max_tokens > limit:
+        total = longest + sample.max_tokens
+        raise UserError(f"sample.max_tokens: prompt and sample take {total} tokens, this model has positions for {limit}")
 
 
 def build_model_and_optimizer(

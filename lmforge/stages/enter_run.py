@@ -14,7 +14,7 @@ from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
-from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.errors import PeerLost, RunFailed, UserError, how_to_install
 from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
@@ -27,6 +27,8 @@ from lmforge.train.resume import check_resumable, find_resume_point, last_checkp
 from lmforge.train.trainer import ResumePoint, RunContext, RunInputs
 from lmforge.train.validation import open_validation_tasks
 
+# More passes over the data in one optimizer step than this are a mistake, and may take forever.
+MAX_EPOCHS_A_STEP = 100
 # What gloo and NCCL say when the other end is gone.
 PEER_LOST_PATTERN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
@@ -49,7 +51,7 @@ def enter_run(
     resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     with dist_ctx.raise_on_all():
         if config.log.tensorboard and find_spec("tensorboard") is None:
-            way = "pip install 'lmforge[tensorboard]', or leave the option out"
+            way = f"{how_to_install('tensorboard')}, or leave the option out"
             raise UserError(f"log.tensorboard: it is not installed; {way}")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
         parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
@@ -58,6 +60,7 @@ def enter_run(
     with dist_ctx.raise_on_all():
         inputs = open_inputs(config, dist_ctx.world_size)
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
+        _check_batch(inputs.batch_plan.global_batch_size, sequences_per_epoch)
         config = config.with_steps(sequences_per_epoch, inputs.batch_plan.global_batch_size)
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
@@ -65,6 +68,14 @@ def enter_run(
     with dist_ctx.raise_on_all():
         check_resumable(point, config, inputs)
     return config, inputs, replace(point, messages=(*point.messages, *notes))
+
+
+def _check_batch(global_batch_size: int, sequences_per_epoch: int) -> None:
+    if global_batch_size > MAX_EPOCHS_A_STEP * sequences_per_epoch:
+        raise UserError(
+            f"a global batch of {global_batch_size:,} sequences: the data has {sequences_per_epoch:,}, so that one step would"
+            f" use each of them {global_batch_size // sequences_per_epoch:,} times; use a smaller batch"
+        )
 
 
 def lock_run(run: Run, config: StageConfig) -> bool:

@@ -87,8 +87,6 @@ def prepare_examples(config: TunedConfig) -> None:
     """Tokenize the examples of a recipe on this host. Raises UserError where one of them is not valid."""
     options, length = config.data, config.data.sequence_length
     tokenizer = find_required_pretrained(config).tokenizer()
-    if not options.files:
-        raise UserError("data.files: name the files to learn from, such as --data.files chats.jsonl")
     folder, plan = _folder_and_plan(config, tokenizer)
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")

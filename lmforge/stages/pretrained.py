@@ -25,6 +25,7 @@ from lmforge.interop.resolve import model_config_from_options
 from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from lmforge.model.presets import PRESETS
 from lmforge.rewards.functions import is_model_folder
 from lmforge.runs import MANIFEST, Run
 
@@ -83,11 +84,18 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
         return replace(find_pretrained(base_model_of(source), required_file), adapters=source)
     if is_hub_name(source) or (source / "config.json").exists():
         return Pretrained(resolve_model_folder(source, required_file), None)
+    if not source.exists():
+        way = f"give a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model){_preset_hint(source)}"
+        raise UserError(f"{source}: no such folder; {way}")
     if not ((source / MANIFEST).exists() or Run.open(source).checkpoint_steps()):
         # Refused, in its own words, by whoever reads its config.json.
         return Pretrained(source, None)
     (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
     return Pretrained(folder, manifest)
+
+
+def _preset_hint(source: Path) -> str:
+    return f"; the preset of this name is --model.preset {source}" if str(source) in PRESETS else ""
 
 
 def resolve_model_config(config: StageConfig, pretrained: Pretrained | None, vocab_size: int | None) -> ModelConfig:
@@ -106,11 +114,9 @@ def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelC
 
 
 def find_required_pretrained(config: TunedConfig) -> Pretrained:
-    """The model that a recipe tunes. Raises UserError where it names none."""
-    if config.model.source is None:
-        raise UserError(
-            "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
-        )
+    """The model that a recipe tunes. Raises UserError where it names none, or no data."""
+    config.require_inputs()
+    assert config.model.source is not None
     return find_pretrained(config.model.source, "weights")
 
 

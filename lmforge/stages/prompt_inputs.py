@@ -46,12 +46,7 @@ class PromptPacking:
 
 def check_prompts_and_rewards(config: AlignConfig) -> None:
     """Raise UserError where prompts or reward functions cannot be used."""
-    if not config.data.files:
-        raise UserError("data.files: name the files of prompts, such as --data.files prompts.jsonl")
-    if not config.rollout.reward_functions:
-        raise UserError(
-            "rollout.reward_functions: name a reward function, such as --rollout.reward_functions rewards.py:reward"
-        )
+    config.require_inputs()
     models = [spec for spec in config.rollout.reward_functions if is_model_folder(spec)]
     for spec in models:
         with prefix_errors("rollout.reward_functions"):

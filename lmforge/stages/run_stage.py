@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.objectives.objective import Objective
-from lmforge.parallel.precision import choose_dtype
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
-from lmforge.plan.parameter_counts import count_parameters
 from lmforge.runs import Run
 from lmforge.stages.align import has_frozen_reference
 from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
@@ -51,10 +51,16 @@ def run_stage(config: StageConfig, spec: StageSpec) -> int:
     try:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            with dist_ctx.raise_on_all():
+                estimator = MemoryEstimator.of_run(
+                    config, inputs.model_config, inputs.batch_plan, dist_ctx, has_frozen_reference(config)
+                )
+                if point.step < config.train.steps:
+                    estimator.check(dist_ctx)
             ctx = start_attempt(config, run, dist_ctx)
             final_phase = "failed"
             try:
-                status = _train(ctx, spec, inputs, point)
+                status = _train(ctx, spec, inputs, point, estimator)
                 final_phase = "interrupted" if status else "done"
                 return status
             except RunFailed as failed:
@@ -67,26 +73,15 @@ def run_stage(config: StageConfig, spec: StageSpec) -> int:
         run.unlock()
 
 
-def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoint) -> int:
+def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoint, estimator: MemoryEstimator) -> int:
     config, steps = ctx.config, ctx.config.train.steps
     if point.step >= steps:
         point = ctx.dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
-    for line in [*point.messages, *describe_config_changes(point, config)]:
+    for line in [*point.messages, *describe_config_changes(point, config), *_notes_on_ranks(ctx.dist_ctx)]:
         ctx.console.info(line)
     if point.step >= steps:
         ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
         return 0
-    dtype, _ = choose_dtype(config.train.dtype, ctx.dist_ctx.device)
-    on_gpu = ctx.dist_ctx.device.type == "cuda"
-    estimator = MemoryEstimator(
-        config,
-        inputs.model_config,
-        inputs.batch_plan,
-        dtype.itemsize,
-        on_gpu,
-        count_parameters(config, inputs.model_config),
-        has_frozen_reference(config),
-    )
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress):
         trainer = build_trainer(ctx, inputs, point, spec.build_objective(config))
         began = time.perf_counter()
@@ -99,6 +94,15 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
         finally:
             trainer.close()
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
+
+
+def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
+    """A line where several ranks share the cores of one machine, which one process would use better."""
+    ranks = dist_ctx.world_size
+    if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
+        return []
+    cores = f"{threads_per_rank(1)} cores"
+    return [f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"]
 
 
 def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) -> int:

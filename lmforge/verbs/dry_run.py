@@ -1,4 +1,4 @@
-"""`--dry-run` of the training verbs: the resolved recipe, how its batch is cut and what it costs."""
+"""`--dry-run` of the training verbs: how the batch of a recipe is cut, what it costs, and the recipe as it was resolved."""
 
 from dataclasses import replace
 
@@ -19,15 +19,25 @@ from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.runs import MANIFEST, format_bytes
 
 
-def dry_run(config: StageConfig) -> str:
-    """The resolved recipe and the batch arithmetic. Raises UserError where they do not fit together."""
+def dry_run(config: StageConfig, everything: bool = False) -> str:
+    """What `--dry-run` prints. Raises UserError where the run would be refused for its recipe."""
+    if isinstance(config, TunedConfig):
+        config.require_inputs()
+    return describe_recipe(config, everything)
+
+
+def describe_recipe(config: StageConfig, everything: bool = False) -> str:
+    """The batch arithmetic and what the run costs, then the recipe: the options that differ from their defaults, or all.
+
+    Raises UserError where they do not fit together.
+    """
     rank_info = read_rank_info()
     ranks = rank_info.world_size if rank_info.launched else config.launch.processes
     plan = plan_batches(config, ranks)
     steps = config.train.steps
     passes = config.train.epochs
     length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
-    lines = [to_toml(config), f"batch      {plan}", f"run        {length}"]
+    lines = [f"batch      {plan}", f"run        {length}"]
     vocab_size = None
     if isinstance(config, PretrainConfig):
         folder = config.data.folder
@@ -58,7 +68,8 @@ def dry_run(config: StageConfig) -> str:
     lines += _describe_sharding(config, ranks, at_rest)
     if passes is None:
         lines.append(f"compute    {flops * steps * plan.tokens:.3g} FLOPs in the whole run")
-    return "\n".join(lines)
+    shown = "every option" if everything else "what differs from the defaults; --dry-run all prints every option"
+    return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 
 
 def _model_config(config: StageConfig, vocab_size: int | None) -> ModelConfig:

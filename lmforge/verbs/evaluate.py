@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lmforge.atomic_files import create_file
 from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.cluster.memory import check_fits
 from lmforge.config.verbs import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.evaluation_data import open_evaluation_dataset
@@ -24,6 +25,7 @@ from lmforge.objectives.language import score_text
 from lmforge.parallel.precision import choose_dtype
 
 DEFAULT_SEQUENCE_LENGTH = 1024
+MIN_BATCH_LIMIT = 16  # sequences; batches up to this size are as they were requested, so that results do not depend on the data
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
@@ -59,6 +61,13 @@ def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dic
         length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
         dataset, split = open_evaluation_dataset(loaded, data, options.split, length)
+    # More sequences than there are would be padding.
+    batch_size = min(options.batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size)))
+    with dist_ctx.raise_on_all():
+        # A lower bound: the batch, the residual stream and what a block adds to it.
+        bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
+        what, way = f"{batch_size:,} sequences of {length:,} tokens", "give a smaller --batch_size or --sequence_length"
+        check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)
     token_bytes = torch.from_numpy(loaded.tokenizer.token_byte_lengths()).to(dist_ctx.device)
     silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:
@@ -68,7 +77,7 @@ def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dic
             dataset,
             dist_ctx,
             num_sequences=options.sequences,
-            batch_size=options.batch_size,
+            batch_size=batch_size,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     measured = {"model": str(loaded.path), "data": str(data), "split": split, "sequence_length": length}

@@ -68,6 +68,9 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
 
 def run_import(options: ImportOptions) -> int:
     """Write the folder and print what it holds. Raises UserError."""
+    if (options.source / "config.json").is_file() and any(options.source.glob("*.safetensors")):
+        way = f"use it as it is: lmforge generate {options.source}, or --model.source {options.source}"
+        raise UserError(f"{options.source}: is a Hugging Face folder already; {way}")
     source = open_tensor_source(options.source)
     converted = convert_checkpoint(options.source, source, options.layout, _layout_hints(options))
     config = converted.config

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from lmforge.config.verbs import GenerateOptions, ServeOptions
-from lmforge.errors import UserError
+from lmforge.errors import UserError, how_to_install
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import load_model, resolve_device_and_dtype
 from lmforge.generate.sampling import SamplingParams
@@ -47,7 +47,7 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         print("prompt, ended with Ctrl-D:", file=sys.stderr)
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise UserError(f"standard input: not UTF-8 text (byte {problem.start})") from None
 
@@ -58,7 +58,7 @@ def run_serve(options: ServeOptions) -> int:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as problem:
-        raise UserError(f"serve: needs {problem.name}, which is not installed; pip install 'lmforge[serve]'") from None
+        raise UserError(f"serve: needs {problem.name}, which is not installed; {how_to_install('serve')}") from None
     from lmforge.serve.auth import is_loopback
     from lmforge.serve.model_registry import ModelRegistry, ServingLimits
     from lmforge.serve.server import bind_socket, serve

@@ -19,8 +19,8 @@ from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, format_bytes, read_checkpoint_manifest
-from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_json
-from lmforge.verbs.dry_run import describe_cost, dry_run
+from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
+from lmforge.verbs.dry_run import describe_cost, describe_recipe
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 
@@ -56,13 +56,13 @@ def show(thing: str) -> str:
     if path.suffix == ".toml":
         table = read_recipe(path)
         config = validate_options(config_class(table, thing), table, thing).with_name(path.stem)
-        return f"recipe {thing}\n{dry_run(config)}"
+        return f"recipe {thing}\n{describe_recipe(config)}"
     if not path.exists():
         if thing in PRESETS:
             return _describe_model(get_preset(thing), f"preset {thing}")
         if is_hub_name(thing):
             return _describe_model(resolve_model_config(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
-        raise UserError(f"{thing}: no such file, folder or preset; `lmforge show presets` lists the presets")
+        raise UserError(f"{cut(thing)}: no such file, folder or preset; `lmforge show presets` lists the presets")
     if (path / "recipe.toml").exists():
         return _describe_run(Run.open(path))
     if (path / MANIFEST).exists():

@@ -51,10 +51,10 @@ def test_missing_variables_are_refused_by_name(absent: str) -> None:
         read_rank_info(variables)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["", "many", "1.5"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["", "many", "1.5", "٣", "1_0", "9" * 10, "9" * 6000])
 def test_a_variable_that_is_not_a_whole_number_is_refused(name: str, value: str) -> None:
-    with pytest.raises(UserError, match="must be whole numbers"):
+    with pytest.raises(UserError, match=rf"^environment: {name}: expected a whole number up to \d+, got .{{0,120}}$"):
         read_rank_info({**TORCHRUN, name: value})
 
 
@@ -67,6 +67,12 @@ def test_impossible_ranks_are_refused(rank: int, ranks: int, local_rank: int, lo
     else:
         with pytest.raises(UserError, match=f"rank {rank} of {ranks}"):
             read_rank_info(variables)
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_ADDR", " ")])
+def test_an_address_that_nobody_can_listen_on_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"^environment: {name}"):
+        read_rank_info({**TORCHRUN, name: value})
 
 
 def test_ranks_that_torchrun_starts_know_their_rank_info(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("pipeline", PIPELINE), pytest.param("tensor", TENSOR, marks=pytest.mark.slow)], ids=["pipeline", "tensor"]
+    ("name", "more"),
+    [("pipeline", PIPELINE), pytest.param("tensor", TENSOR, marks=pytest.mark.slow)],
+    ids=["pipeline", "tensor"],
 )
 def test_ranks_that_split_the_model_begin_from_a_folder_and_keep_their_masters_in_bf16(
     recipe: Recipe, runs: Runs, tmp_path: Path, name: str, more: list[str]

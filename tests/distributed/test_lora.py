@@ -24,9 +24,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
     ("world_size", "name"),
     sampled("lora", ((2, f"{shape} {case.name}") for shape in shapes_on(2) for case in lora_cases(shape, 2))),
 )
-def test_losses_gradient_norms_and_adapters_are_those_of_one_process(
-    trials: SampledTrials, world_size: int, name: str
-) -> None:
+def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
     found = trials.read(world_size, name)
     assert len(set(found["losses"])) == len(found["losses"])
     differences = {what: found[what] for what in ("loss", "gradient_norm")}

@@ -103,7 +103,10 @@ def test_training_lowers_the_loss(runs: dict[str, Run]) -> None:
 def test_other_models_and_other_steps_differ(runs: dict[str, Run]) -> None:
     """The comparisons above would pass if every run were the same."""
     assert losses(runs["tied single"])[RECIPE_STEPS] != pytest.approx(losses(runs["single"])[RECIPE_STEPS], rel=1e-3)
-    assert any(not torch.equal(tensor, weights(runs["single"], RECIPE_STEPS // 2)[name]) for name, tensor in weights(runs["single"]).items())
+    assert any(
+        not torch.equal(tensor, weights(runs["single"], RECIPE_STEPS // 2)[name])
+        for name, tensor in weights(runs["single"]).items()
+    )
 
 
 def test_a_rank_of_full_shard_saves_only_its_part(runs: dict[str, Run], tmp_path: Path) -> None:

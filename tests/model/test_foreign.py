@@ -237,7 +237,7 @@ sys.exit(run(["show", {str(tmp_path)!r}]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stderr == (
-        "lmforge: transformers is not installed, and this model needs it; pip install 'lmforge[transformers]'\n"
+        "lmforge: transformers is not installed, and this model needs it; .venv/bin/pip install -e '.[transformers]'\n"
     )
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmforge.cluster.memory import is_out_of_memory
 from lmforge.config.load import load_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
-from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemorySetting, is_out_of_memory, suggest_what_fits
+from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemorySetting, suggest_what_fits
 from lmforge.plan.parameter_counts import count_parameters
 from tests.seeds import fresh_random
 
@@ -122,17 +123,19 @@ def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path
         assert f"step {STEPS}/{STEPS}" in done.stdout
 
 
-def test_a_model_that_does_not_fit_says_what_it_needs_at_least(tiny_tokens: Path, tmp_path: Path, mapped: int) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_what_it_needs_at_least(
+    tiny_tokens: Path, tmp_path: Path, mapped: int
+) -> None:
     large = ["--model.hidden_size", "4096", "--model.intermediate_size", "8192", "--train.micro_batch_size", "1"]
     done = pretrain_within(mapped + 2**29, *options(tiny_tokens, tmp_path, "large", *large))
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 2, done.stdout + done.stderr
     (said,) = done.stderr.splitlines()
     print(said)
-    assert "rank 0, step 0, building: out of memory: " in said
+    assert said.startswith("lmforge: model, gradients, optimizer and activations of a rank: needs ")
     least = re.search(r"by estimate nothing fits: [^;]*? needs at least (\d+\.\d\d) GiB a rank", said)
     assert least
     assert float(least[1]) > 16 * 8 * (4 * 4096**2 + 3 * 4096 * 8192) / 2**30  # weights, gradients, moments
-    assert "no checkpoint had been saved; log: " in said
+    assert not (tmp_path / "large" / "recipe.toml").exists()
 
 
 def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
@@ -203,7 +206,7 @@ def test_out_of_memory_is_distinguished_from_other_errors() -> None:
 
 def test_available_memory_is_what_the_tightest_limit_leaves() -> None:
     code = (
-        "import torch, json; from lmforge.plan.out_of_memory import available_memory;"
+        "import torch, json; from lmforge.cluster.memory import available_memory;"
         " print(json.dumps(vars(available_memory(torch.device('cpu'), 1))))"
     )
     limit = 2**33

@@ -5,6 +5,7 @@ written once for each set of files and options, and verified when it is opened. 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -231,7 +232,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
     """
     bins: list[list[int]] = []
-    with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    with_space: defaultdict[int, list[int]] = defaultdict(list)
     # Bit s is set if a bin has space s: the lowest set bit at or above a size is the best fit.
     spaces = 0
     for item in np.argsort(-sizes, kind="stable").tolist():

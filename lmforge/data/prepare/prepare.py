@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
+from lmforge.cluster.launch import check_num_processes
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.prepare.shard_jobs import (
     DocumentIndex,
@@ -131,6 +132,7 @@ def prepare(
         shard_tokens,
         seed,
     )
+    check_num_processes(workers or 1)
     out = Path(out)
     with _lock_output_folder(out, asdict(plan), overwrite) as finished:
         if not finished:

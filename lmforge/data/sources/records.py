@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.errors import UserError
-from lmforge.untrusted import CHUNK_BYTES, parse_json, read_stream
+from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, parse_json, read_stream
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -22,7 +22,6 @@ MAX_LINE_BYTES = 2**26
 MAX_LIST_BYTES = 2**30  # of a file that is one JSON list
 READ_BUFFER_BYTES = 1 << 18
 PARQUET_BATCH_ROWS = 1000
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Record = dict[str, Any]
 
@@ -84,7 +83,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
 def _json_list_or_lines(path: Path) -> Iterator[Record]:
     with open_decompressed(path) as file:
         if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            content = read_stream(file, str(path), MAX_LIST_BYTES).removeprefix(BYTE_ORDER_MARK)
+            content = read_stream(file, str(path), MAX_LIST_BYTES)
             hint = "a file that begins with [ must be one JSON list of objects"
             yield from parse_json(content, list[Record], str(path), max_bytes=MAX_LIST_BYTES, hint=hint, allow_nan=True)
             return

@@ -1,0 +1,52 @@
+"""How large each kind of number may be, in options and in model configs: wider than on any machine there is, and never open.
+
+A number without a bound is a job without an end, or a size that overflows where sizes are multiplied. Each range is a dict of
+pydantic's bounds: `steps: int = option(1000, "…", **COUNT)`. Whether sizes fit together into memory is checked later, by
+cluster/memory.py and plan/out_of_memory.py.
+"""
+
+from typing import Any
+
+Range = dict[str, Any]
+
+COUNT: Range = {"gt": 0, "le": 10**9}  # steps, examples, files: what takes time and little memory
+COUNT_OR_0: Range = {"ge": 0, "le": 10**9}
+SEQUENCES: Range = {"gt": 0, "le": 2**24}  # in one batch, of all ranks
+LENGTH: Range = {"gt": 0, "le": 2**26}  # tokens of a sequence
+TOKENS: Range = {"gt": 0, "le": 2**36}  # of a batch, or of a file
+BYTES: Range = {"gt": 0, "le": 2**40}
+RANKS: Range = {"gt": 0, "le": 2**20}
+THREADS: Range = {"gt": 0, "le": 2**12}  # of a process; worker processes of a machine
+# Seeds of sequences, samples and steps are added to it, and torch takes 64 bits.
+SEED: Range = {"ge": 0, "le": 2**62}
+
+FRACTION: Range = {"ge": 0, "le": 1}
+PROBABILITY: Range = {"ge": 0, "lt": 1}  # of what may not be certain, such as dropout
+NONZERO_FRACTION: Range = {"gt": 0, "le": 1}
+SCALE: Range = {"gt": 0, "le": 1e36}  # learning rates, weights of losses, temperatures: what fp32 holds
+SCALE_OR_0: Range = {"ge": 0, "le": 1e36}
+DURATION: Range = {"gt": 0, "le": 1e6}  # seconds, minutes, passes over the data; longer ones overflow timers
+
+# Fields of a model config, by their Hugging Face names.
+MODEL_RANGES: dict[str, Range] = {
+    "vocab_size": {"gt": 0, "le": 2**24},
+    "hidden_size": {"gt": 0, "le": 2**20},
+    "intermediate_size": {"gt": 0, "le": 2**22},
+    "num_hidden_layers": {"gt": 0, "le": 2**12},
+    "num_attention_heads": {"gt": 0, "le": 2**16},
+    "num_key_value_heads": {"gt": 0, "le": 2**16},
+    "head_dim": {"gt": 0, "le": 2**16},
+    "max_position_embeddings": {"gt": 0, "le": 2**30},
+    "sliding_window": {"gt": 0, "le": 2**30},
+    "rope_theta": {"gt": 0, "le": 1e15},
+    "rms_norm_eps": {"gt": 0, "le": 1.0},
+    "layer_norm_epsilon": {"gt": 0, "le": 1.0},
+    "initializer_range": {"gt": 0, "le": 1e3},
+}
+# Fields of rope_scaling.
+ROPE_SCALING_RANGES: dict[str, Range] = {
+    "factor": {"gt": 0, "le": 1e6},
+    "low_freq_factor": {"gt": 0, "le": 1e6},
+    "high_freq_factor": {"gt": 0, "le": 1e6},
+    "original_max_position_embeddings": MODEL_RANGES["max_position_embeddings"],
+}
