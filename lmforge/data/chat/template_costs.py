@@ -1,8 +1,8 @@
 """What each operation of a chat template costs, estimated before it runs: nothing can stop a single call of C code.
 
-A cost counts characters, items of lists (ITEM each), steps (STEP each) and calls (CALL each). `jinja_sandbox.py` adds the costs up and refuses the
-operation that would exceed MAX_WORK. Only jinja2 and the standard library are imported: template_trial.py does so in a bare
-interpreter.
+A cost counts characters, items of lists (ITEM each), steps (STEP each) and calls (CALL each). `jinja_sandbox.py` adds costs up
+and refuses the operation that would exceed MAX_WORK. Only jinja2 and the standard library are imported, because
+template_trial.py does so in a bare interpreter.
 """
 
 import re
@@ -21,7 +21,8 @@ VISIT = 128
 MAX_DEPTH = 100
 # Of filters that are written in Python, for each character.
 SLOW = 64
-CONTAINERS = (list, tuple, dict, set, type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: Any = (list, tuple, dict, set, type({}.keys()), type({}.values()), type({}.items()))
+SIZED: Any = (*CONTAINERS, range)
 # A width or a precision of a % format. Names in parentheses can hold anything.
 PERCENT_NUMBERS = re.compile(r"%[-#0 +]*(\d*)(?:\.(\d*))?")
 
@@ -36,7 +37,7 @@ def shallow_size(value: Any) -> int:
         return len(value)
     if isinstance(value, int):
         return value.bit_length() // 8 + 1
-    return ITEM * len(value) if isinstance(value, (*CONTAINERS, range)) else 1
+    return ITEM * len(value) if isinstance(value, SIZED) else 1
 
 
 def deep_size(value: Any) -> int:
@@ -197,16 +198,18 @@ METHOD_COSTS: Costs = {
     "zfill": _padding,
 }
 FUNCTION_COSTS: Costs = {"generate_lorem_ipsum": _lipsum, "strftime": _split_lines}
-# Whose arguments are looked at, not into: often all messages, for each message.
-SHALLOW_FILTERS = frozenset(
-    "attr batch count d default first items last length list map random reject rejectattr reverse select selectattr slice".split()
-)
+# Filters whose arguments are looked at, not into: often all messages, for each message.
+_SHALLOW = """
+attr batch count d default first items last length list map random reject rejectattr reverse select selectattr slice
+"""
+SHALLOW_FILTERS = frozenset(_SHALLOW.split())
 # Tests that compare, and so look into their arguments.
-DEEP_TESTS = frozenset("in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le".split())
+_COMPARING = "in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le"
+DEEP_TESTS = frozenset(_COMPARING.split())
 # Methods of strings that a template may call: those whose cost is known. The others make bytes, or texts of any length.
-STRING_METHODS = frozenset(
-    "capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit"
-    " isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix"
-    " removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title"
-    " upper zfill".split()
-)
+_METHODS = """
+capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit isidentifier
+islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind
+rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+"""
+STRING_METHODS = frozenset(_METHODS.split())

@@ -56,7 +56,7 @@ def _problem(source: str, variables: tuple[tuple[str, str], ...], location: str)
     paths = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
     paths.add(str(Path(__file__).resolve().parents[3]))
     code = f"import sys; sys.path += {sorted(paths)!r}; from {__name__} import main; main()"
-    request = json.dumps([source, dict(variables), location]).encode()
+    request = json.dumps([CPU_SECONDS, MEMORY_BYTES, source, dict(variables), location]).encode()
     try:
         # No site-packages and no variables: nothing that a user's environment imports at start.
         done = subprocess.run(
@@ -75,13 +75,13 @@ def _problem(source: str, variables: tuple[tuple[str, str], ...], location: str)
 
 
 def main() -> None:
-    """In the child: read a template from standard input, and print as JSON what is wrong with it."""
-    for limit, amount in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
+    """In the child: read limits and a template from standard input, and print as JSON what is wrong with the template."""
+    cpu_seconds, memory_bytes, source, variables, location = json.load(sys.stdin)
+    for limit, amount in ((resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(limit)[1]
         soft = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
         with suppress(ValueError, OSError):  # not every system limits memory
             resource.setrlimit(limit, (soft, hard))
-    source, variables, location = json.load(sys.stdin)
     print(json.dumps(_try_here(source, variables, location)))
 
 
