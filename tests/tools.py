@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,14 @@ def has_landlock() -> bool:
     return landlock_version() > 0
 
 
+def syscall_header() -> Path | None:
+    """The kernel's header with the numbers of this architecture's system calls."""
+    folder = Path("/usr/include")
+    found = {"x86_64": folder / "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": folder / "asm-generic/unistd.h"}
+    header = found.get(os.uname().machine)
+    return header if header and header.exists() else None
+
+
 def has_gpu() -> bool:
     """Whether there is a CUDA device."""
     import torch
@@ -72,6 +81,7 @@ TOOLS = {
     "a C++ compiler": Tool(has_compiler, "apt-get install g++ python3-dev"),
     "git": Tool(lambda: shutil.which("git"), "apt-get install git"),
     "Landlock": Tool(has_landlock, "Linux 5.13 or newer", installable=False),
+    "the kernel's headers": Tool(syscall_header, "apt-get install linux-libc-dev"),
     "a GPU": Tool(has_gpu, "one that torch.cuda can use; make test-gpu", installable=False),
     "the right to mount": Tool(may_mount, "unshare -rm", installable=False),
 }

@@ -7,16 +7,20 @@ standard library is imported.
 import fcntl
 import gc
 import json
+import math
 import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import types
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lmforge.rewards import confinement
@@ -25,12 +29,15 @@ POLL_SECONDS = 0.05
 ERROR_CHARACTERS = 500
 # ast.PyCF_ONLY_AST, without importing ast.
 ONLY_SYNTAX_TREE = 0x400
-# The descriptor on which a child reports its progress.
-REPORT_FD = 3
+# The descriptor on which a child reports its progress, and the one on which it says why it could not be confined. The second is
+# closed before the program is compiled: what a program writes to the first can make its own result wrong, and nothing else.
+REPORT_FD, FAILURE_FD = 3, 4
+STAGES = ("parses", "compiles", "runs")
 # Of what a program prints, and of its report.
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_FOLDER_BYTES = 32 << 20
 MAX_FOLDER_FILES = 1000
+MAX_THREADS = 256
 
 
 # Run first, confined like all programs: prints as JSON what a program tries in vain.
@@ -57,8 +64,8 @@ print(json.dumps({
 
 def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str, Any]:
     """Run one program, from the fork to the deletion of its files. Returns the fields of sandbox.ProgramResult."""
-    folder = tempfile.mkdtemp(prefix="lmforge-code-", dir=scratch)
-    output, report = os.pipe(), os.pipe()
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="lmforge-code-", dir=scratch))
+    output, report, failure = os.pipe(), os.pipe(), os.pipe()
     parent = os.getpid()
     began = time.monotonic()
     # Every line of the report begins with this. The program does not know it, though it could find it out.
@@ -66,30 +73,28 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
     pid = os.fork()
     if pid == 0:
         try:
-            _redirect_descriptors(output[1], report[1])
+            _redirect_descriptors(output[1], report[1], failure[1])
             _confine(job, folder, parent, landlock)
+            os.close(FAILURE_FD)
+            _execute(job, secret)
         except BaseException as error:
-            try:
-                os.write(REPORT_FD, f"{secret} unconfined {json.dumps(_error_line(error))}\n".encode())
-            finally:
-                os._exit(1)
-        _execute(job, secret)
-    os.close(output[1])
-    os.close(report[1])
+            os.write(FAILURE_FD, json.dumps(_error_line(error)).encode())
+        finally:
+            os._exit(1)
+    for _, written in (output, report, failure):
+        os.close(written)
     exit_status, killed_for, printed, reported = _watch(pid, output[0], report[0], began + job["seconds"], folder)
     seconds = time.monotonic() - began
     _remove(folder)
-    # (event, " ", its detail) of each line.
-    lines = [line.partition(" ")[2].partition(" ") for line in reported.split("\n") if line.startswith(secret)]
-    events = [event for event, _, _ in lines]
-    details = {event: detail for event, _, detail in lines}
-    passed = {detail for event, _, detail in lines if event == "passed"}
-    status, reason = _classify(killed_for, exit_status, events, details, len(job["checks"]))
+    with open(failure[0], "rb") as file:
+        unconfined = file.read()
+    progress = _read_progress(reported, secret, len(job["checks"]))
+    status, reason = _classify(killed_for, exit_status, progress)
     return {
-        "status": status,
-        "stages_reached": [event for event in ("parses", "compiles", "runs") if event in events],
-        "checks_passed": [str(number) in passed for number in range(len(job["checks"]))],
-        "error": reason,
+        "status": "unconfined" if unconfined else status,
+        "stages_reached": progress.stages,
+        "checks_passed": progress.passed,
+        "error": json.loads(unconfined) if unconfined else reason,
         "output": printed,
         "seconds": seconds,
     }
@@ -98,14 +103,14 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def _redirect_descriptors(output: int, report: int) -> None:
-    """Leave open /dev/null as 0, `output` as 1 and 2, and `report` as REPORT_FD, and nothing else."""
+def _redirect_descriptors(output: int, report: int, failure: int) -> None:
+    """Leave open /dev/null as 0, `output` as 1 and 2, `report` as REPORT_FD and `failure` as FAILURE_FD, and nothing else."""
     null = os.open(os.devnull, os.O_RDONLY)
-    # Duplicated above REPORT_FD first: otherwise dup2 could close one of them by taking its number for another.
-    null, output, report = (fcntl.fcntl(each, fcntl.F_DUPFD, REPORT_FD + 1) for each in (null, output, report))
-    for source, target in ((null, 0), (output, 1), (output, 2), (report, REPORT_FD)):
+    # Duplicated above FAILURE_FD first: otherwise dup2 could close one of them by taking its number for another.
+    null, output, report, failure = (fcntl.fcntl(x, fcntl.F_DUPFD, FAILURE_FD + 1) for x in (null, output, report, failure))
+    for target, source in enumerate((null, output, output, report, failure)):
         os.dup2(source, target)
-    os.closerange(REPORT_FD + 1, confinement.MAX_OPEN_FILES)  # the server was started with 0 to 2 only, and opens few
+    os.closerange(FAILURE_FD + 1, confinement.MAX_OPEN_FILES)  # the server was started with 0 to 2 only, and opens few
 
 
 def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> None:
@@ -118,6 +123,7 @@ def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> N
         os.chmod(folder, 0o777)
     confinement.set_resource_limits(cpu_seconds=int(job["seconds"]) + 2, memory_bytes=job["memory_mib"] << 20)
     confinement.drop_root()
+    confinement.set_visible(True)  # to the server, which looks for deleted files
     confinement.set_no_new_privs(parent)
     if landlock:
         confinement.restrict_files_to(folder)
@@ -156,7 +162,7 @@ def _execute(job: dict[str, Any], secret: str) -> NoReturn:
             except BaseException as error:
                 report("failed", json.dumps(f"check {number + 1}: {_error_line(error)}"))
             else:
-                report("passed", str(number))
+                report("passed")
     try:
         sys.stdout.flush()
     finally:
@@ -176,8 +182,8 @@ def _error_line(error: BaseException) -> str:
 def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> tuple[int, str, str, str]:
     """Read what the child writes until it ends or has to be killed: (exit status, killed for, output, report).
 
-    It is killed for "time", "files" or "output"; "" if it was not killed. The child can start no processes, so when it is
-    dead only files are left.
+    It is killed for "time", "files", "threads" or "output"; "" if it was not killed. The child can start no processes,
+    so when it is dead only files are left.
     """
     received = {output: bytearray(), report: bytearray()}
     killed_for, ended, next_look = "", False, time.monotonic() + POLL_SECONDS
@@ -190,7 +196,7 @@ def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> 
         if not killed_for and now >= deadline:
             killed_for = "time"
         if not killed_for and now >= next_look:
-            killed_for = "files" if _exceeds_quota(folder) else ""
+            killed_for = _excess(pid, folder)
             next_look = time.monotonic() + POLL_SECONDS
         if killed_for:
             os.kill(pid, signal.SIGKILL)
@@ -224,22 +230,80 @@ def _read(descriptor: int, content: bytearray) -> bool:
     return bool(piece) and len(content) <= MAX_OUTPUT_BYTES
 
 
-def _exceeds_quota(folder: str) -> bool:
-    """Whether the folder holds more than a program may write."""
+def _excess(pid: int, folder: str) -> str:
+    """What a program has more of than it may: "threads", "files" or ""."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has ended
+        tasks = []
+    if len(tasks) > MAX_THREADS:
+        return "threads"
+    with confinement.as_confined_user():
+        deleted = _deleted_bytes(pid, tasks, os.fsencode(folder) + b"/")
+    return "files" if _folder_bytes(folder) + deleted > MAX_FOLDER_BYTES else ""
+
+
+def _deleted_bytes(pid: int, tasks: list[str], folder: bytes) -> int:
+    """The bytes on disk of deleted files that a program has open or mapped. One that is only mapped counts as if full."""
+    sizes: dict[int, int] = {}
+    for task in tasks:  # all have the same descriptors and memory, but the first may have ended
+        process = f"/proc/{pid}/task/{task}"
+        try:
+            with open(f"{process}/maps", "rb") as file:
+                mappings = file.read().splitlines()
+            descriptors = os.listdir(f"{process}/fd")
+        except OSError:
+            continue
+        for descriptor in descriptors:
+            with suppress(OSError):
+                status = os.stat(f"{process}/fd/{descriptor}")
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                    sizes[status.st_ino] = status.st_blocks * 512
+        for mapping in mappings:
+            if mapping.endswith(b" (deleted)") and folder in mapping:
+                sizes.setdefault(int(mapping.split()[4]), confinement.MAX_FILE_BYTES)
+        if mappings:
+            break
+    return sum(sizes.values())
+
+
+def _folder_bytes(folder: str) -> float:
+    """The bytes on disk of what a folder holds; infinite if it has too many files, or paths too long to look at."""
     files = size = 0
     folders = [folder]
     while folders:
+        path = folders.pop()
         try:
-            with os.scandir(folders.pop()) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     files += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if files > MAX_FOLDER_FILES or size > MAX_FOLDER_BYTES:
-                        return True
+                    with suppress(FileNotFoundError):
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if files > MAX_FOLDER_FILES:
+                        return math.inf
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
+        except PermissionError:
+            if _make_readable(path, folder):
+                folders.append(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # deleted or replaced meanwhile
         except OSError:
-            continue  # deleted meanwhile, or made unreadable by the program
+            return math.inf
+    return size
+
+
+def _make_readable(path: str, folder: str) -> bool:
+    """Make a folder within `folder` readable, which the program made unreadable. Never follows a link out of it."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
+        opened = f"/proc/self/fd/{descriptor}"
+        try:
+            if os.readlink(opened).startswith(f"{folder}/"):
+                os.chmod(opened, 0o700)
+                return os.access(path, os.R_OK | os.X_OK)
+        finally:
+            os.close(descriptor)
     return False
 
 
@@ -252,24 +316,60 @@ def _remove(folder: str) -> None:
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
-def _classify(
-    killed_for: str, exit_status: int, events: list[str], details: dict[str, str], num_checks: int
-) -> tuple[str, str]:
+@dataclass
+class _Progress:
+    """What a report says: stages reached, which checks passed, how many ran. `ending`: "memory", "exit", "error" or ""."""
+
+    stages: list[str]
+    passed: list[bool]
+    checks_run: int = 0
+    ending: str = ""
+    error: str = ""
+
+
+def _read_progress(reported: str, secret: str, num_checks: int) -> _Progress:
+    """Read a report, which the program can write too: any bytes give some progress that a program can have made."""
+    progress = _Progress([], [False] * num_checks)
+    for line in reported.split("\n"):
+        mark, _, rest = line.partition(" ")
+        event, _, detail = rest.partition(" ")
+        if mark != secret or progress.ending:
+            continue
+        if event in STAGES[len(progress.stages) :][:1]:
+            progress.stages.append(event)
+        elif event in ("memory", "exit", "error") and len(progress.stages) < len(STAGES):
+            progress.ending, progress.error = event, _read_detail(detail)
+        elif event in ("passed", "failed") and len(progress.stages) == len(STAGES) and progress.checks_run < num_checks:
+            progress.passed[progress.checks_run] = event == "passed"
+            progress.checks_run += 1
+            progress.error = _read_detail(detail) or progress.error
+    return progress
+
+
+def _read_detail(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    return value[: 2 * ERROR_CHARACTERS].encode("utf-8", "replace").decode() if isinstance(value, str) else ""
+
+
+def _classify(killed_for: str, exit_status: int, progress: _Progress) -> tuple[str, str]:
     """The status and the error of sandbox.ProgramResult."""
+    if killed_for == "threads":
+        return "killed", f"more than {MAX_THREADS} threads"
     if killed_for:
         return killed_for, ""
     if os.WIFSIGNALED(exit_status):
         number = os.WTERMSIG(exit_status)
         names = {int(each): each.name for each in signal.Signals}  # real-time signals have none
         return "time" if number == signal.SIGXCPU else "killed", f"killed by {names.get(number, f'signal {number}')}"
-    if "unconfined" in events:
-        return "unconfined", json.loads(details["unconfined"])
-    if "memory" in events:
-        return "memory" if "compiles" in events else "syntax", ""  # the parser runs out of it on deeply nested code
-    if "error" in events:
-        return "raised" if "compiles" in events else "syntax", json.loads(details["error"])
-    finished = "runs" in events and events.count("passed") + events.count("failed") >= num_checks
-    return "done" if finished else "exit", json.loads(details.get("failed", '""'))
+    if progress.ending in ("memory", "error") and "compiles" not in progress.stages:
+        return "syntax", progress.error  # the parser runs out of memory on deeply nested code
+    if progress.ending:
+        return {"error": "raised"}.get(progress.ending, progress.ending), progress.error
+    finished = len(progress.stages) == len(STAGES) and progress.checks_run == len(progress.passed)
+    return "done" if finished else "exit", progress.error
 
 
 def main() -> None:
@@ -285,6 +385,7 @@ def main() -> None:
     gc.freeze()
     os.environ.clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    confinement.set_visible(False)  # a program of the same user could read its requests
     landlock = confinement.landlock_version() > 0
     probe = {"code": _PROBE, "checks": [], "seconds": 20.0, "memory_mib": 256}
     print(json.dumps(_run_program(probe, scratch, landlock)), flush=True)

@@ -11,31 +11,60 @@ import resource
 import signal
 import struct
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 NOBODY = 65534
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
 MAX_FILE_BYTES = 8 << 20
 MAX_OPEN_FILES = 64
+MAX_PENDING_SIGNALS = 64
 
-# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call.
-# Denied are sockets, starting programs and processes, reaching other processes, memory that no limit counts, and changing a
-# file's attributes: Landlock restricts opening files, but not changing their owners, nor in its first versions their length.
+# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call. Of all calls below FIRST_COMMON_CALL,
+# those are denied with which a program could reach others, take what no limit counts, or slow the machine down.
 # fmt: off
 DENIED_CALLS = {
-    "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
-    "socket": (41, 198), "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
+    # Sockets; messages can also hold descriptors, and so files that no one sees.
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    # Programs and processes.
+    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "uselib": (134, -1),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "kcmp": (312, 272), "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "keyctl": (250, 219),
-    "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282), "unshare": (272, 97), "setns": (308, 268), "prctl": (157, 167), "setpriority": (141, 140),
+    "process_vm_writev": (311, 271), "kcmp": (312, 272), "get_robust_list": (274, 100), "setpriority": (141, 140),
     "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1),
-    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
-    "utimensat": (280, 88), "futimesat": (261, -1), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "truncate": (76, 45), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "sched_setattr": (314, 274), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # What processes share: the ids and names of these can be guessed.
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183), "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "flock": (73, 32),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    # Memory, disk and kernel objects that no limit counts, or that all processes of a user count together.
+    "memfd_create": (319, 279), "userfaultfd": (323, 282), "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284),
+    "remap_file_pages": (216, 234), "io_setup": (206, 0), "io_submit": (209, 2), "splice": (275, 76), "tee": (276, 77),
+    "vmsplice": (278, 75), "fallocate": (285, 47), "timer_create": (222, 107), "inotify_init": (253, -1),
+    "inotify_init1": (294, 26), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    # What a process is.
+    "prctl": (157, 167), "seccomp": (317, 277), "personality": (135, 92), "unshare": (272, 97), "setns": (308, 268),
+    "setsid": (112, 157), "setpgid": (109, 154), "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145),
+    "setregid": (114, 143), "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151), "setfsgid": (123, 152),
+    "setgroups": (116, 159), "capset": (126, 91),
+    # The machine. Most of these need capabilities that were dropped before.
+    "bpf": (321, 280), "perf_event_open": (298, 241), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "acct": (163, 89),
+    "sync": (162, 81), "syncfs": (306, 267), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "settimeofday": (164, 170), "clock_settime": (227, 112),
+    "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "syslog": (103, 116), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1),
+    "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "_sysctl": (156, -1), "sysfs": (139, -1), "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    # Attributes of files: Landlock restricts opening files, but not changing owners, nor in its first versions lengths.
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
+    "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "utimensat": (280, 88), "futimesat": (261, -1),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "truncate": (76, 45), "removexattr": (197, 14),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }
 # Denied too where Landlock is missing: creating, changing and deleting files.
 WRITE_CALLS = {
@@ -44,14 +73,24 @@ WRITE_CALLS = {
     "linkat": (265, 37), "symlink": (88, -1), "symlinkat": (266, 36), "mknod": (133, -1), "mknodat": (259, 33),
 }
 KILL, TKILL, TGKILL, PRLIMIT, FCNTL = (62, 129), (200, 130), (234, 131), (302, 261), (72, 25)
-CLONE, SOCKETPAIR, OPEN, OPENAT, CAPSET = (56, 220), (53, 199), (2, -1), (257, 56), (126, 91)
+CLONE, SOCKETPAIR, OPEN, OPENAT, IOCTL, CLOSE_RANGE = (56, 220), (53, 199), (2, -1), (257, 56), (16, 29), (436, 436)
 # fmt: on
+# The commands of ioctl that only tell about a descriptor, or change its own flags: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO,
+# FIONCLEX, FIOCLEX, TCGETS2. Others name a process to be signalled, write to terminals, or allocate disk.
+IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
+# Those of fcntl: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, their open file description versions, and
+# F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC. Others have signals sent, hold up those who open a file, or enlarge pipes.
+FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)
+F_SETFL, O_ASYNC = 4, 0o20000
+# Flags of clone: a thread shares all of these, so that all threads have one table of descriptors; the rest are harmless.
+THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000  # VM, FS, FILES, SIGHAND, THREAD
+HARMLESS_CLONE_FLAGS = 0x40000 | 0x80000 | 0x100000 | 0x200000 | 0x400000 | 0x1000000  # SYSVSEM, SETTLS, ids, DETACHED
 SECCOMP_ARCHITECTURE = (0xC000003E, 0xC00000B7)
 
 # From this number on, calls are the same on both architectures. Many of these newer ones do harm (io_uring can open sockets),
 # and libraries manage without them: all but those known to be harmless fail as if they did not exist.
 FIRST_COMMON_CALL = 424
-ALLOWED_NEW_CALLS = (436, 439, 441, 449)  # close_range, faccessat2, epoll_pwait2, futex_waitv
+ALLOWED_NEW_CALLS = (439, 441, 449)  # faccessat2, epoll_pwait2, futex_waitv; close_range without flags too
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 
 # Found out when this file is imported, so that the children of a process need not. What Python reads while it runs: its
@@ -81,12 +120,13 @@ def _check_syscall(result: int) -> int:
 
 
 def set_resource_limits(*, cpu_seconds: int, memory_bytes: int) -> None:
-    """Limit this process's address space, CPU time, file size and open files; no core dumps."""
+    """Limit this process's address space, CPU time, file size, open files and waiting signals; no core dumps."""
     for resource_type, limit in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
         (resource.RLIMIT_CORE, 0),
     ):
         hard_limit = resource.getrlimit(resource_type)[1]
@@ -94,14 +134,40 @@ def set_resource_limits(*, cpu_seconds: int, memory_bytes: int) -> None:
         resource.setrlimit(resource_type, (limit, limit))
 
 
+def becomes_nobody() -> bool:
+    """Whether `drop_root` changes the user: root does, if nobody can read Python's library."""
+    return os.getuid() == 0 and LIBRARY_IS_WORLD_READABLE
+
+
 def drop_root() -> None:
-    """Become the user nobody, if that user can read Python's library; in any case drop all capabilities."""
-    if os.geteuid() == 0 and LIBRARY_IS_WORLD_READABLE:
+    """Become the user nobody, if `becomes_nobody`; in any case drop all capabilities."""
+    if becomes_nobody():
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header = struct.pack("II", 0x20080522, 0)
-    _check_syscall(_libc.syscall(CAPSET[architecture()], header, struct.pack("6I", 0, 0, 0, 0, 0, 0)))
+    capset = DENIED_CALLS["capset"][architecture()]
+    _check_syscall(_libc.syscall(capset, header, struct.pack("6I", 0, 0, 0, 0, 0, 0)))
+
+
+def set_visible(visible: bool) -> None:
+    """Whether processes of the same user may look at this one in /proc: its descriptors, memory and mappings."""
+    _check_syscall(_libc.prctl(PR_SET_DUMPABLE, int(visible), 0, 0, 0))
+
+
+@contextmanager
+def as_confined_user() -> Iterator[None]:
+    """Act as the user of confined processes: in containers root cannot look at those of others in /proc."""
+    if not becomes_nobody():
+        yield
+        return
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
 
 
 def set_no_new_privs(parent: int) -> None:
@@ -166,6 +232,9 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     def on_calls(calls: Iterable[int], answer: int) -> list[bytes]:
         return [instruction for call in calls for instruction in (step(equal, call, 0, 1), step(return_, answer))]
 
+    def one_of(values: Sequence[int]) -> list[bytes]:
+        return [step(equal, value, len(values) - index, 0) for index, value in enumerate(values)]
+
     def check_argument(call: tuple[int, int], argument: int, *tests: bytes) -> list[bytes]:
         """Deny one call unless `tests`, which have its argument loaded, jump over the denial."""
         if call[column] < 0:
@@ -177,16 +246,19 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     if column == 0:  # the x32 calls of x86-64, whose numbers would pass the filter
         architecture_check += [step(at_least, 0x40000000, 0, 1), step(return_, kill)]
     allowed_new = on_calls(ALLOWED_NEW_CALLS, allow)
+    own_descriptors = check_argument(CLOSE_RANGE, 2, step(equal, 0, 1, 0))  # with a flag a thread gets a table of its own
     newer = [step(at_least, FIRST_COMMON_CALL, 0, len(allowed_new) + 1), *allowed_new, step(return_, no_such_call)]
     denied = DENIED_CALLS if allow_writes else DENIED_CALLS | WRITE_CALLS
     denials = on_calls([numbers[column] for numbers in denied.values() if numbers[column] >= 0], not_permitted)
-    thread_flag, stream = 0x10000, 1
+    # In the Unix domain, streams only: a datagram socket could send to any name.
+    socket_type = [step(equal, 1, 0, 3), step(load, 16 + 8), step(mask, 0xF), step(equal, 1, 1, 0)]
+    flags = [step(load, 16 + 8 * 2), step(any_bit, O_ASYNC, len(FCNTL_COMMANDS), len(FCNTL_COMMANDS) + 1)]
     others = [
-        *check_argument(CLONE, 0, step(any_bit, thread_flag, 1, 0)),
-        *check_argument(SOCKETPAIR, 1, step(mask, 0xF), step(equal, stream, 1, 0)),  # a datagram socket could send to any name
+        *check_argument(CLONE, 0, step(mask, ~HARMLESS_CLONE_FLAGS), step(equal, THREAD_FLAGS, 1, 0)),
+        *check_argument(SOCKETPAIR, 0, *socket_type),
         *check_argument(PRLIMIT, 0, step(equal, 0, 1, 0)),
-        # F_SETOWN(_EX) makes the kernel signal another process.
-        *check_argument(FCNTL, 1, step(equal, 8, 1, 0), step(equal, 15, 0, 1)),
+        *check_argument(IOCTL, 1, *one_of(IOCTL_COMMANDS)),
+        *check_argument(FCNTL, 1, step(equal, F_SETFL, 0, len(flags)), *flags, *one_of(FCNTL_COMMANDS)),
         *(instruction for call in (KILL, TKILL, TGKILL) for instruction in check_argument(call, 0, step(equal, pid, 1, 0))),
     ]
     if allow_writes:
@@ -197,4 +269,4 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     else:
         changes = [step(any_bit, os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0, 1)]
     others += check_argument(OPEN, 1, *changes) + check_argument(OPENAT, 2, *changes)
-    return [*architecture_check, *newer, *denials, *others, step(return_, allow)]
+    return [*architecture_check, *own_descriptors, *newer, *denials, *others, step(return_, allow)]

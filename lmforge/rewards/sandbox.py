@@ -2,7 +2,8 @@
 
 A program gets no network, no other process, no files but those in a folder of its own, which is deleted afterwards, no
 environment variables and the standard library only. confinement.py takes these away; code_server.py runs and watches programs.
-Nothing here protects the checks from the program: both run in one process, so a program written to deceive them can.
+Nothing here protects the checks from the program: both run in one process, so a program written to deceive them can. It can
+make its own result wrong, but that is all: not end the training, and not harm the server that watches it.
 """
 
 import json
@@ -33,7 +34,7 @@ class ProgramResult:
     """What became of a program.
 
     status: "done" (program and checks ran), "syntax", "raised", "exit" (it ended itself before the checks were over), "time",
-    "memory", "output" or "files" (more than allowed), "killed" (by a signal, such as a crash).
+    "memory", "output" or "files" (more than allowed), "killed" (by a signal, such as a crash, or for its threads).
     stages_reached: those of "parses", "compiles", "runs" that succeeded. checks_passed: for each check, whether it raised
     nothing. error: the last line of the traceback, if any. output: what it printed, truncated at the limit. seconds: its time.
     """

@@ -1,33 +1,35 @@
-"""Runs a chat template's Jinja source as transformers does, in a sandbox with bounds on its size, loops and output.
+"""Runs a chat template's Jinja source as transformers does, in a sandbox that bounds what it may do in all.
 
 The result is text, with marks around the parts that the template tags as generated. `templates.py` makes tokens of it and
-decides whether the template can be trained on.
+decides whether the template can be trained on. Each operation is charged with its cost, by `template_costs.py`, before it runs.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from functools import partial, update_wrapper
+from types import GeneratorType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
+from lmforge.data.chat import template_costs as costs
+from lmforge.data.chat.template_costs import BoundExceeded
 from lmforge.errors import UserError
 
 # These surround what the template tags as the model's; texts that contain one must be escaped before.
 GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
 
-# Far above any template and conversation that a model can read: only a template that never ends reaches them.
+# Far above any template and conversation that a model can read.
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_RENDERED_CHARACTERS = 1 << 26
-MAX_LOOP_ITERATIONS = 10_000_000
-
-
-class _TemplateError(jinja2.TemplateError):
-    """Raised by a template's `raise_exception`, and where it exceeds a bound."""
+MAX_MESSAGE_CHARACTERS = 200
 
 
 class _GenerationTag(Extension):
@@ -42,37 +44,189 @@ class _GenerationTag(Extension):
         return nodes.Scope([opens, *body, closes]).set_lineno(line)
 
 
-class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that bounds loops and products; the library's own bounds only `range`."""
+class _BoundedNamespace(Namespace):
+    """Does not write out its values: namespaces in one another could make a text of any length."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _ChargedIterator:
+    """Charges each item to a sandbox. (A class, because deep chains of generators overflow the stack when they are freed.)"""
+
+    __slots__ = ("_charge", "_iterator")
+
+    def __init__(self, items: Iterable[Any], charge: Callable[[int], None]):
+        self._iterator, self._charge = iter(items), charge
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._charge(costs.STEP)
+        return next(self._iterator)
+
+
+class _BoundedSandbox(ImmutableSandboxedEnvironment):
+    """A sandbox that bounds the work of a template; the library's own bounds only `range`.
+
+    `charge` is called before every operation whose time or memory depends on its operands: operators, calls, filters, tests,
+    slices, comparisons, joining of texts, each pass of a loop and each call of a macro. Nothing else depends on them.
+    """
+
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self.iterations = 0
+        self.work = 0
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            finalize=self._charge_output,
+            optimized=False,  # the optimizer takes a minute for 300 filters in a row
+        )
         self.filters["tojson"] = _tojson
-        self.filters["_counted"] = self._count_iterations
-        self.globals["raise_exception"] = _raise_exception
+        self.filters = {name: self._bounded_filter(name, each) for name, each in self.filters.items()}
+        tests: dict[str, Any] = self.tests
+        self.tests = {name: self._bounded_test(name, each) for name, each in tests.items()}
+        # For the nodes that `_parse` adds. A filter that takes the context is not evaluated when the template is compiled.
+        self.filters |= {
+            "_iterated": partial(_ChargedIterator, charge=self.charge),
+            "_sliced": partial(self._charged, costs.shallow_size),
+            "_compared": partial(self._charged, costs.deep_size),
+            "_joined": lambda items: self.concat(str(self._charge_output(item)) for item in items),
+            "_statements": pass_context(lambda _, count: self.charge(8 * count)),
+        }
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _BoundedNamespace}
+
+    def charge(self, cost: float) -> None:
+        """Add to the work done. Raises BoundExceeded when it is too much."""
+        self.work += max(0, int(cost))
+        if self.work > costs.MAX_WORK:
+            place = "an operation goes" if cost > costs.MAX_WORK else "its loops ran"
+            raise BoundExceeded(f"{place} beyond what a template needs: {costs.MAX_WORK:,} characters and steps")
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        pieces = list(pieces)
+        self.charge(sum(map(len, pieces)))
+        return "".join(pieces)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        for times, thing in ((left, right), (right, left)):
-            if operator == "**" or (isinstance(times, int) and isinstance(thing, str | list | tuple) and times > 1000):
-                raise _TemplateError(f"multiplies with {operator} beyond what a template needs")
-        return super().call_binop(context, operator, left, right)
+        are_texts = operator == "+" and isinstance(left, str) and isinstance(right, str)  # nearly always
+        self.charge(costs.STEP + (len(left) + len(right) if are_texts else costs.operator_cost(operator, left, right)))
+        return self.binop_table[operator](left, right)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        text = getattr(function, "__self__", None)
+        if isinstance(text, str):
+            args = (text, *map(_listed, args))
+            self._charge_call(function.__name__, costs.METHOD_COSTS, costs.deep_size, args, kwargs)
+            args = args[1:]
+        else:
+            self.charge(costs.CALL)
+            # A macro is often given all messages, for each of them.
+            measure = costs.shallow_size if isinstance(function, Macro) else costs.deep_size
+            self._charge_call(getattr(function, "__name__", ""), costs.FUNCTION_COSTS, measure, args, kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str | int | float):
+            return isinstance(obj, str) and attr in costs.STRING_METHODS
+        return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        function = super().wrap_str_format(value)
+        if function is None:
+            return None
+        text, is_map = value.__self__, value.__name__ == "format_map"
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            self.charge(costs.STEP + costs.str_format_cost(text, *args, **({} if is_map else kwargs)))
+            return function(*args, **kwargs)
+
+        return bounded
+
+    def _charge_output(self, value: Any) -> Any:
+        # What a container holds is escaped.
+        self.charge(len(value) if isinstance(value, str) else 4 * costs.deep_size(value))
+        return value
+
+    def _charged(self, measure: Callable[[Any], int], value: Any) -> Any:
+        value = _listed(value)
+        self.charge(measure(value))
+        return value
+
+    def _charge_call(
+        self,
+        name: str,
+        own_costs: costs.Costs,
+        measure: Callable[[Any], int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        named = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # the library adds its own
+        self.charge(costs.STEP + 4 * sum(map(measure, (*args, *named.values()))))
+        if name in own_costs:
+            self.charge(own_costs[name](*args, **named))
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        first = int(hasattr(function, "jinja_pass_arg"))  # the environment or its like comes before the arguments
+        deep = name not in costs.SHALLOW_FILTERS
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            given = tuple(map(_listed, args[first:])) if deep else args[first:]
+            measure = costs.deep_size if deep else costs.shallow_size
+            self._charge_call(name, costs.FILTER_COSTS, measure, given, kwargs)
+            result = function(*args[:first], *given, **kwargs)
+            return _ChargedIterator(result, self.charge) if isinstance(result, GeneratorType) else result
+
+        return update_wrapper(bounded, function)
+
+    def _bounded_test(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        measure = costs.deep_size if name in costs.DEEP_TESTS else costs.shallow_size
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self._charge_call("", {}, measure, args, kwargs)
+            return function(*args, **kwargs)
+
+        return update_wrapper(bounded, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None).set_lineno(loop.lineno)
-            loop.iter.set_environment(self)
+        self.has_generation_tags = any(GENERATION_START in data.data for data in tree.find_all(nodes.TemplateData))
+        changes: list[Callable[[], None]] = []  # made after the search
+        for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+            changes.append(partial(self._charge_body, block, sum(1 for _ in block.find_all(nodes.Node))))
+        for operation in tree.find_all((nodes.Compare, nodes.Concat, nodes.Getitem, nodes.Pair)):
+            changes.append(partial(self._charge_operands, operation))
+        for change in changes:
+            change()
+        tree.set_environment(self)
         return tree
 
-    def _count_iterations(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self.iterations += 1
-            if self.iterations > MAX_LOOP_ITERATIONS:
-                raise _TemplateError(f"its loops ran {MAX_LOOP_ITERATIONS:,} times")
-            yield item
+    def _charge_body(self, node: Any, size: int) -> None:
+        """Charge for the statements of a loop or macro each time they are executed, and for each item of a loop."""
+        if isinstance(node, nodes.For):
+            node.iter = _filtered(node.iter, "_iterated")
+        charge = _filtered(nodes.Const(size, lineno=node.lineno), "_statements")
+        node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
+
+    def _charge_operands(self, node: Any) -> None:
+        if isinstance(node, nodes.Concat):
+            node.nodes = [_filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")]
+        elif isinstance(node, nodes.Compare):
+            operands: list[Any] = [node, *node.ops]  # each has its `expr`
+            values = [each for each in operands if not isinstance(each.expr, nodes.Const)]
+            # A constant is compared with a list or object, or with its items, but not with what these hold.
+            measure = "_sliced" if len(operands) == 2 and len(values) < 2 else "_compared"
+            for each in values:
+                each.expr = _filtered(each.expr, measure)
+        elif isinstance(node, nodes.Pair):
+            node.key = _filtered(node.key, "_compared")  # it is hashed
+        elif isinstance(node.arg, nodes.Slice):
+            node.node = _filtered(node.node, "_sliced")
+        elif not isinstance(node.arg, nodes.Const):
+            node.arg = _filtered(node.arg, "_compared")
 
 
 class JinjaTemplate:
@@ -89,17 +243,20 @@ class JinjaTemplate:
         try:
             self._template = self._sandbox.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"{location}: the chat template is not Jinja: line {error.lineno}: {error.message}") from None
-        self.has_generation_tags = "generation" in source and any(
-            GENERATION_START in data.data for data in self._sandbox.parse(source).find_all(nodes.TemplateData)
-        )
+            reason = f"line {error.lineno}: {one_line(error.message or '')}"
+            raise UserError(f"{location}: the chat template is not Jinja: {reason}") from None
+        except RecursionError:
+            raise UserError(f"{location}: the chat template is nested too deeply") from None
+        except Exception as error:  # Python's compiler has bounds of its own
+            raise UserError(f"{location}: the chat template cannot be compiled: {one_line(error)}") from None
+        self.has_generation_tags = self._sandbox.has_generation_tags
 
     def render(self, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool) -> str:
         """The text of a conversation, with GENERATION_START and GENERATION_END around what is tagged.
 
         Raises UserError with the message of whatever the template raises.
         """
-        self._sandbox.iterations = 0
+        self._sandbox.work = 0
         pieces: list[str] = []
         size = 0
         try:
@@ -109,10 +266,25 @@ class JinjaTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_RENDERED_CHARACTERS:
-                    raise _TemplateError(f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters")
+                    raise BoundExceeded(f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters")
         except Exception as error:  # a template is a program that can raise anything
-            raise UserError(f"{self._location}: refuses the conversation: {error or repr(error)}") from None
+            raise UserError(f"{self._location}: refuses the conversation: {one_line(error)}") from None
         return "".join(pieces)
+
+
+def one_line(error: object) -> str:
+    """What an error says, on one line and cut where it is long: a template can raise any text."""
+    text = " ".join(str(error).split()) or repr(error)
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
+
+
+def _listed(value: Any) -> Any:
+    """A list of what an iterator gives, whose size can be known."""
+    return list(value) if isinstance(value, _ChargedIterator) else value
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _tojson(
@@ -123,4 +295,4 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise _TemplateError(message)
+    raise jinja2.TemplateError(message)

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, JinjaTemplate
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, check_encodable, validate_messages
+from lmforge.data.chat.template_trial import PROBE_CONVERSATION, try_template
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, Tokenizer
 from lmforge.errors import UserError
 
@@ -49,8 +50,6 @@ LMFORGE_TEMPLATE = """\
 # private-use character. What the template writes itself is thereby told apart.
 PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
 FIRST_PRIVATE_USE_CODEPOINT = 0xF0000
-# Rendered once to see which special token ends an answer.
-PROBE_CONVERSATION: list[Message] = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
 
 
 class SpecialToken(NamedTuple):
@@ -65,10 +64,16 @@ class ChatTemplate:
     """A chat template over a tokenizer's special tokens. `stop_ids` are the tokens that end an answer or any text."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, location: str = "the chat template"):
-        """`source` is Jinja; `location` names it in messages. What only training needs of it is checked by `build_layout`."""
+        """`source` is Jinja; `location` names it in messages. What only training needs of it is checked by `build_layout`.
+
+        Raises UserError where a template cannot be compiled, or needs too much time or memory.
+        """
         self.tokenizer, self.jinja_source = tokenizer, source
         self._location = location
-        self._template = JinjaTemplate(source, _template_variables(tokenizer), location)
+        variables = _template_variables(tokenizer)
+        if source != LMFORGE_TEMPLATE:
+            try_template(source, variables, location)
+        self._template = JinjaTemplate(source, variables, location)
         self._special_tokens = _special_tokens_by_text(tokenizer)
         longest_first = sorted(self._special_tokens, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)))
@@ -129,6 +134,8 @@ class ChatTemplate:
         """The template's text, and the spans of it that its generation tags surround."""
         rendered = check_encodable(self._template.render(messages, tools, add_generation_prompt))
         pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", rendered)
+        if len(pieces) % 2 == 0:
+            raise UserError(f"{self._location}: leaves a generation tag without ending it")
         *bounds, _ = accumulate(map(len, pieces))
         return "".join(pieces), list(zip(bounds[::2], bounds[1::2], strict=True))
 
