@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
         return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
 
     def embed(self, tokens: Tensor, positions: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        """The input of the first block: [sequences, length, hidden_size], in the compute dtype: the residual stream stays in it.
+        """The input of the first block: [sequences, length, hidden_size], in the compute dtype, as the residual stream is.
 
         Raises UserError for sequences longer than the learned positions.
         """
