@@ -164,6 +164,13 @@ def test_a_generation_tag_that_is_left_is_refused() -> None:
         ChatTemplate(train_tokenizer([""], 261), source)
 
 
+def test_more_private_use_characters_than_there_are_placeholders_are_refused() -> None:
+    template = ChatTemplate.from_tokenizer(train_tokenizer([""], 261))
+    every = "".join(map(chr, range(0xF0000, 0x10FFFF))) + "<|end|>"
+    with pytest.raises(UserError, match="different private-use characters"):
+        template.encode_prompt([{"role": "user", "content": every}])
+
+
 # --- ordinary templates --------------------------------------------------------------------------------------------------
 
 ORDINARY = (
