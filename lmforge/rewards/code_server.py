@@ -1,29 +1,27 @@
 """The process that runs programs that a model wrote: it forks a confined child for each program and watches it.
 
-sandbox.py starts it as a bare interpreter and sends it lines of JSON, one program at a time. Besides confinement.py, only the
-standard library is imported.
+sandbox.py starts it as a bare interpreter and sends it lines of JSON, one program at a time. Besides confinement.py
+and disk_usage.py, only the standard library is imported.
 """
 
 import fcntl
 import gc
 import json
-import math
 import os
 import select
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import types
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lmforge.rewards import confinement
+from lmforge.rewards.disk_usage import deleted_bytes, folder_bytes
 
 POLL_SECONDS = 0.05
 ERROR_CHARACTERS = 500
@@ -36,7 +34,6 @@ STAGES = ("parses", "compiles", "runs")
 # Of what a program prints, and of its report.
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_FOLDER_BYTES = 32 << 20
-MAX_FOLDER_FILES = 1000
 MAX_THREADS = 256
 
 
@@ -238,73 +235,7 @@ def _excess(pid: int, folder: str) -> str:
         tasks = []
     if len(tasks) > MAX_THREADS:
         return "threads"
-    with confinement.as_confined_user():
-        deleted = _deleted_bytes(pid, tasks, os.fsencode(folder) + b"/")
-    return "files" if _folder_bytes(folder) + deleted > MAX_FOLDER_BYTES else ""
-
-
-def _deleted_bytes(pid: int, tasks: list[str], folder: bytes) -> int:
-    """The bytes on disk of deleted files that a program has open or mapped. One that is only mapped counts as if full."""
-    sizes: dict[int, int] = {}
-    for task in tasks:  # all have the same descriptors and memory, but the first may have ended
-        process = f"/proc/{pid}/task/{task}"
-        try:
-            with open(f"{process}/maps", "rb") as file:
-                mappings = file.read().splitlines()
-            descriptors = os.listdir(f"{process}/fd")
-        except OSError:
-            continue
-        for descriptor in descriptors:
-            with suppress(OSError):
-                status = os.stat(f"{process}/fd/{descriptor}")
-                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                    sizes[status.st_ino] = status.st_blocks * 512
-        for mapping in mappings:
-            if mapping.endswith(b" (deleted)") and folder in mapping:
-                sizes.setdefault(int(mapping.split()[4]), confinement.MAX_FILE_BYTES)
-        if mappings:
-            break
-    return sum(sizes.values())
-
-
-def _folder_bytes(folder: str) -> float:
-    """The bytes on disk of what a folder holds; infinite if it has too many files, or paths too long to look at."""
-    files = size = 0
-    folders = [folder]
-    while folders:
-        path = folders.pop()
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    files += 1
-                    with suppress(FileNotFoundError):
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if files > MAX_FOLDER_FILES:
-                        return math.inf
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-        except PermissionError:
-            if _make_readable(path, folder):
-                folders.append(path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # deleted or replaced meanwhile
-        except OSError:
-            return math.inf
-    return size
-
-
-def _make_readable(path: str, folder: str) -> bool:
-    """Make a folder within `folder` readable, which the program made unreadable. Never follows a link out of it."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
-        opened = f"/proc/self/fd/{descriptor}"
-        try:
-            if os.readlink(opened).startswith(f"{folder}/"):
-                os.chmod(opened, 0o700)
-                return os.access(path, os.R_OK | os.X_OK)
-        finally:
-            os.close(descriptor)
-    return False
+    return "files" if folder_bytes(folder) + deleted_bytes(pid, tasks, folder) > MAX_FOLDER_BYTES else ""
 
 
 def _remove(folder: str) -> None:

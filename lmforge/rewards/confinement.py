@@ -59,7 +59,7 @@ DENIED_CALLS = {
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
     "syslog": (103, 116), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1),
     "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "_sysctl": (156, -1), "sysfs": (139, -1), "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
+    "set_mempolicy": (238, 237), "membarrier": (324, 283),
     # Attributes of files: Landlock restricts opening files, but not changing owners, nor in its first versions lengths.
     "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
     "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "utimensat": (280, 88), "futimesat": (261, -1),

@@ -19,6 +19,7 @@ from lmforge.data.chat.template_trial import try_template
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import UserError
+from tests.conftest import Refusal
 from tests.seeds import fresh_random
 
 SHORT = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
@@ -158,10 +159,35 @@ def test_nesting_and_size_end_in_one_line_or_work() -> None:
         try_template("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", {}, "T")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        '{{ "%0999999999d" % 3 }}',
+        "{{ range(10)|slice(999999999) }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ raise_exception('a\n' * 9999) }}",
+    ],
+)
+def test_a_command_ends_with_one_line_that_names_the_template(refused: Refusal, tmp_path: Path, source: str) -> None:
+    train_tokenizer([""], 261).save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(source)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": SHORT}) + "\n")
+    line = refused("show", "data", tmp_path / "chats.jsonl", "--tokenizer", tmp_path / "tokenizer")
+    assert "chat_template.jinja: " in line
+    assert len(line) < 500
+
+
 def test_a_generation_tag_that_is_left_is_refused() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% break %}{% endgeneration %}{% endfor %}"
     with pytest.raises(UserError, match="leaves a generation tag without ending it"):
         ChatTemplate(train_tokenizer([""], 261), source)
+
+
+def test_more_private_use_characters_than_there_are_placeholders_are_refused() -> None:
+    template = ChatTemplate.from_tokenizer(train_tokenizer([""], 261))
+    every = "".join(map(chr, range(0xF0000, 0x10FFFF))) + "<|end|>"
+    with pytest.raises(UserError, match="different private-use characters"):
+        template.encode_prompt([{"role": "user", "content": every}])
 
 
 # --- ordinary templates --------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ LMFORGE_TEMPLATE = """\
 # private-use character. What the template writes itself is thereby told apart.
 PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
 FIRST_PRIVATE_USE_CODEPOINT = 0xF0000
+MAX_PLACEHOLDERS = ord(GENERATION_START) - FIRST_PRIVATE_USE_CODEPOINT - 1
 
 
 class SpecialToken(NamedTuple):
@@ -245,6 +246,8 @@ class _TextEscaper:
         return re.sub(PRIVATE_USE_CHARACTERS, lambda match: spellings.get(match[0], match[0]), text)
 
     def _placeholder(self, spelling: str) -> str:
+        if len(self._placeholders) >= MAX_PLACEHOLDERS:
+            raise UserError(f"the messages have more than {MAX_PLACEHOLDERS:,} different private-use characters")
         return self._placeholders.setdefault(spelling, chr(FIRST_PRIVATE_USE_CODEPOINT + len(self._placeholders)))
 
 
