@@ -7,6 +7,7 @@ import atexit
 import difflib
 import errno
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -29,7 +30,9 @@ from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
-MAX_LINE = 2000
+# Of a line of error: a path may be longer than another value.
+MAX_LINE, MAX_WORD = 2000, 300
+LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 TRAINING_NOTES = """\
   --dry-run [all]     print the batch arithmetic and the options that differ from the defaults (all: every option), and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
@@ -220,6 +223,7 @@ def _print_error(line: str) -> None:
     if _reports_errors():
         # Values that came from outside are cut where they are named; what is left is bounded, and drives no terminal, here.
         printable = "".join(each if each.isprintable() else " " for each in line)
+        printable = LONG_WORD.sub(lambda word: cut(word[0], MAX_WORD), printable)
         if len(printable) > MAX_LINE:
             printable = f"{printable[: MAX_LINE // 2]} … {printable[-MAX_LINE // 2 :]}"
         print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)

@@ -25,6 +25,7 @@ from lmforge.model.config import get_preset
 from lmforge.stages.build_model import check_model
 from lmforge.stages.run_stage import _notes_on_ranks
 from lmforge.untrusted import parse_json, parse_toml, quoted
+from lmforge.verbs import generate
 from tests.conftest import Refusal
 
 LONG = "x" * 5000
@@ -145,6 +146,27 @@ def test_what_a_model_and_a_cache_need_is_compared_with_what_is_free(
     printed = refused("generate", tiny_run, "x", "--max_tokens", 2**21, "--dtype", "fp32", "--device", "cpu")
     assert printed.startswith("a KV cache of 1 sequences of 2,097,15")
     assert "generate fewer tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (MemoryError("Unable to allocate 30.0 GiB for an array"), "30.00 GiB were requested"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 PiB."), "2,097,152.00 GiB were requested"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."), "1 MiB were"),
+        (MemoryError(), "a request was refused"),
+    ],
+)
+def test_memory_that_runs_out_anywhere_is_one_line(
+    refused: Refusal, monkeypatch: pytest.MonkeyPatch, problem: Exception, words: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise problem
+
+    monkeypatch.setattr(generate, "load_model", fail)
+    printed = refused("generate", "somewhere", "x", status=1)
+    assert printed.startswith(f"out of memory: {words}")
+    assert printed.endswith("use smaller batches, shorter sequences or a smaller model")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from lmforge.cluster.rank_info import read_rank_info
 from lmforge.errors import UserError
 
 GIB = 2**30
@@ -91,14 +90,16 @@ def _container_limits() -> Iterator[tuple[int, int]]:
         yield limit, used - sum(int(statistics.get(name, 0)) for name in cached)
 
 
-def check_fits(required_bytes: float, device: torch.device, what: str, way: str | Callable[[int], str]) -> None:
+def check_fits(
+    required_bytes: float, device: torch.device, what: str, way: str | Callable[[int], str], *, num_ranks: int = 1
+) -> None:
     """Raise UserError where `what` (in words) needs more memory than this process may allocate.
 
-    `way` says what to do, or computes it from the number of free bytes.
+    `way` says what to do, or computes it from the number of free bytes. `num_ranks` of this host ask at the same time.
 
     Asked before anything is built: the kernel would let it begin, and then kill the process without a word.
     """
-    available = available_memory(device, read_rank_info().local_world_size)
+    available = available_memory(device, num_ranks)
     swap = 0 if device.type == "cuda" else _read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)
     if available is not None and required_bytes > available.free_bytes + swap:
         need, free = format_memory(required_bytes), format_memory(available.free_bytes)

@@ -176,8 +176,10 @@ class MemoryEstimator:
         batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
         way = partial(suggest_what_fits, self, setting)
         state = self.model_state_bytes(setting) // setting.options.pipeline_parallel_degree
-        check_fits(state + hidden, dist_ctx.device, "model, gradients, optimizer and activations of a rank", way)
-        check_fits(batch, torch.device("cpu"), f"a batch of {plan.tokens:,} tokens", "use a smaller global batch")
+        what, ranks = "model, gradients, optimizer and activations of a rank", setting.local_world_size
+        check_fits(state + hidden, dist_ctx.device, what, way, num_ranks=ranks)
+        what = f"a batch of {plan.tokens:,} tokens"
+        check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
 
     @property
     def overhead_bytes(self) -> int:
