@@ -94,7 +94,7 @@ def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str
     except FileNotFoundError:
         raise error(f"{folder}: it has no manifest, so it was never finished") from None
     except OSError as problem:
-        raise error(f"{path}: cannot be read ({problem.strerror or problem})") from None
+        raise error(f"{path}: {problem.strerror or problem}") from None
     fields = parse_json(content, dict[str, Any], str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
     if fields.get("format") != CHECKPOINT_FORMAT:
         found = quoted(fields.get("format"))
