@@ -27,6 +27,8 @@ from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
+# Rounds of a loop of libgomp, some 50 microseconds in all. Its own default is 300,000.
+SPIN_COUNT = 2000
 TRAINING_NOTES = """\
   --dry-run           print the resolved recipe and the batch arithmetic, and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
@@ -36,7 +38,19 @@ TRAINING_NOTES = """\
 
 def main() -> None:
     """Entry of the `lmforge` command: runs a verb and ends the process with its status."""
+    limit_spinning()
     exit_process(run(sys.argv[1:]))
+
+
+def limit_spinning() -> None:
+    """Bound how long threads spin that wait for each other, unless the user has said how they wait. torch's OpenMP, libgomp,
+    reads it when torch is imported.
+
+    By default they spin for milliseconds. As soon as another program computes too, they take the cores from the thread that
+    they wait for, and a step takes four times as long and more. Not to spin at all costs a lone run a sixth (docs/log.md).
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def exit_process(status: int) -> NoReturn:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmforge import cli
 from lmforge.config.load import load_config
 from lmforge.config.options import iter_options, validate_options
 from lmforge.config.stage import PretrainConfig
@@ -206,3 +207,22 @@ def test_a_reader_that_leaves_ends_the_command_quietly(words: list[str]) -> None
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == 128 + signal.SIGPIPE
+
+
+MAIN = """
+import os, sys
+from lmforge import cli
+try:
+    cli.main()
+finally:
+    print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}])
+def test_threads_that_wait_spin_for_a_short_time_unless_the_user_says_otherwise(given: dict[str, str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    command = [sys.executable, "-c", MAIN, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | given, timeout=60)
+    expected = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None} | (given or {"GOMP_SPINCOUNT": str(cli.SPIN_COUNT)})
+    assert done.stdout.splitlines()[-1] == f"{expected} False", "it is set before torch is imported"
