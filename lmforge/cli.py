@@ -33,6 +33,8 @@ DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Of a line of error: a path may be longer than another value.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+# Rounds of a loop of libgomp, some 50 microseconds in all. Its own default is 300,000.
+SPIN_COUNT = 2000
 TRAINING_NOTES = """\
   --dry-run [all]     print the batch arithmetic and the options that differ from the defaults (all: every option), and stop
   --resume [VALUE]    the same as --run.resume; without a value, required
@@ -41,7 +43,19 @@ TRAINING_NOTES = """\
 
 def main() -> None:
     """Entry of the `lmforge` command: runs a verb and ends the process with its status."""
+    limit_spinning()
     exit_process(run(sys.argv[1:]))
+
+
+def limit_spinning() -> None:
+    """Bound how long threads spin that wait for each other, unless the user has said how they wait. torch's OpenMP, libgomp,
+    reads it when torch is imported.
+
+    By default they spin for milliseconds. As soon as another program computes too, they take the cores from the thread that
+    they wait for, and a step takes four times as long and more. Not to spin at all costs a lone run a sixth (docs/log.md).
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def exit_process(status: int) -> NoReturn:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.cli import run
+from lmforge import cli
 from lmforge.config.load import load_config
 from lmforge.config.options import iter_options, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -58,7 +58,7 @@ def test_help_of_a_verb_lists_every_option_with_meaning_and_default_and_needs_no
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([verb, "--help"]) == 0
+    assert cli.run([verb, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 42
     options = list(iter_options(VERBS[verb].options))
@@ -200,10 +200,10 @@ def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_
 
 def test_a_dry_run_of_everything_prints_every_option(tiny_tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["pretrain", "--data.folder", str(tiny_tokens), "--train.seed", "7"]
-    assert run([*words, "--dry-run", "all", "--train.steps", "200"]) == 0
+    assert cli.run([*words, "--dry-run", "all", "--train.steps", "200"]) == 0
     table = tomllib.loads(capsys.readouterr().out.partition("\n\n")[2])
     assert (table["train"]["seed"], table["train"]["steps"], table["optimizer"]["beta1"]) == (7, 200, 0.9)
-    assert run([*words, "--dry-run", "--train.steps", "200"]) == 0
+    assert cli.run([*words, "--dry-run", "--train.steps", "200"]) == 0
     assert "optimizer" not in tomllib.loads(capsys.readouterr().out.partition("\n\n")[2])
 
 
@@ -244,3 +244,21 @@ def test_a_reader_that_leaves_ends_the_command_quietly(words: list[str]) -> None
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == 128 + signal.SIGPIPE
+
+
+MAIN = """
+import os, sys
+try:
+    cli.main()
+finally:
+    print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}])
+def test_threads_that_wait_spin_for_a_short_time_unless_the_user_says_otherwise(given: dict[str, str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    command = [sys.executable, "-c", MAIN, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | given, timeout=60)
+    expected = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None} | (given or {"GOMP_SPINCOUNT": str(cli.SPIN_COUNT)})
+    assert done.stdout.splitlines()[-1] == f"{expected} False", "it is set before torch is imported"

@@ -3,5 +3,6 @@
 Nothing here changes a run, apart from ending a process that cannot continue (`watch.timeout_seconds`). Metrics and the log
 are in train/metrics.py. Begin with watchdog.py, which the other files serve.
 
-For other packages: `watchdog.Watchdog`, `disk.DiskMonitor`, `loss_curve.draw_loss_curve`.
+For other packages: `watchdog.Watchdog`, `disk.DiskMonitor`, `loss_curve.draw_loss_curve` and `LossCurveThread`,
+`other_trainings.other_trainings`.
 """

@@ -7,6 +7,7 @@ import torch
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.attention import attention_backend_name
+from lmforge.monitor.other_trainings import other_trainings
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import choose_compile, choose_dtype
@@ -116,6 +117,8 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     device = torch.cuda.get_device_name(dist_ctx.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
     ranks = "1 rank" if dist_ctx.world_size == 1 else f"{dist_ctx.world_size} ranks"
     log(f"engine     {trainer.parallel_model.description}, {ranks} on {device}")
+    if not on_gpu and (others := other_trainings()):
+        log(f"shared     other trainings use the cores too, and each is slower: process {', '.join(map(str, others))}")
     wrapped = model_config.family == "transformers"
     attention = "transformers', dense mask" if wrapped else attention_backend_name(dist_ctx.device)
     float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""

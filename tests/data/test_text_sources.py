@@ -109,7 +109,7 @@ BOM = b"\xef\xbb\xbf"
     [
         ("a.txt", BOM + b"hello", ["hello"]),
         ("a", BOM + b"hello", ["hello"]),
-        ("a.txt.gz", gzip.compress(BOM + b"hello"), ["hello"]),
+        ("a.txt.gz", gzip.compress(BOM + b"hello", mtime=0), ["hello"]),
         ("a.jsonl", BOM + lines(*SOME), SOME_TEXTS),
         ("a.jsonl", BOM + b"\r\n" + lines(*SOME), SOME_TEXTS),
         ("a.jsonl", BOM, []),
@@ -249,11 +249,15 @@ def test_a_parquet_file_without_the_field_names_those_it_has(tmp_path: Path) -> 
             ".csv files are not read: convert its rows to .jsonl or .parquet, with the text in one",
         ),
         ("A.TSV", b"text\tid\n", ".tsv files are not read: convert its rows to .jsonl or .parquet, with the text in one field"),
-        ("a.csv.gz", gzip.compress(b"text,id\n"), ".csv files are not read: convert its rows to .jsonl or .parquet"),
+        ("a.csv.gz", gzip.compress(b"text,id\n", mtime=0), ".csv files are not read: convert its rows to .jsonl or .parquet"),
         ("a.xlsx", b"PK\x03\x04", ".xlsx files are not read: convert its rows to .jsonl or .parquet"),
         ("a.pdf", b"%PDF-1.7\n", ".pdf files are not read: extract its text to a .txt"),
         ("a.docx", b"PK\x03\x04", ".docx files are not read: extract its text to a .txt"),
-        ("a.tar.gz", gzip.compress(b"tar"), ".tar files are not read: unpack it; of packed files .gz and .zst are read"),
+        (
+            "a.tar.gz",
+            gzip.compress(b"tar", mtime=0),
+            ".tar files are not read: unpack it; of packed files .gz and .zst are read",
+        ),
         ("a.txt.bz2", b"BZh9", ".bz2 files are not read: unpack it"),
         (
             "a.strange",

@@ -1,0 +1,36 @@
+"""Other trainings of lmforge on this machine, with which a run shares the cores."""
+
+import itertools
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from lmforge.config.load import STAGES
+
+# Pipelines and the quickstart train in their own process, or start ranks.
+TRAINING_VERBS = {*STAGES, "quickstart", "run"}
+
+
+def other_trainings() -> list[int]:
+    """Process ids of other trainings, of each the first: the launcher of its ranks. Empty where the system has no /proc."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):  # it has ended
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+            if _is_training([os.path.basename(word).decode(errors="replace") for word in words]):
+                parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+
+    def first(process: int) -> int:
+        while parents.get(process) in parents:
+            process = parents[process]
+        return process
+
+    own = first(os.getpid())
+    return sorted({first(process) for process in parents} - {own})
+
+
+def _is_training(words: list[str]) -> bool:
+    """Whether this is the command line, folders left out, of `python … lmforge pretrain …` or of another verb that trains."""
+    follows = itertools.pairwise(words)
+    return words[0].startswith("python") and any(one == "lmforge" and other in TRAINING_VERBS for one, other in follows)
