@@ -206,7 +206,7 @@ def put_a_folder(path: Path) -> None:
         ),
         (lambda newest: tensors(newest).unlink(), "is missing; skipped"),
         (lambda newest: put_a_folder(newest / MANIFEST), "manifest.json: Is a directory; skipped"),
-        (lambda newest: put_a_folder(tensors(newest)), "__0_0.distcp has "),
+        pytest.param(lambda newest: put_a_folder(tensors(newest)), "__0_0.distcp has ", marks=pytest.mark.slow),
     ],
     ids=[
         *("partial", "no manifest", "broken manifest", "other manifest", "truncated", "flipped bit", "missing file"),

@@ -399,7 +399,15 @@ def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path
     assert Preparation(corpus, tmp_path / "out0", small, vocab_size=400, workers=2).end() == (0, "")
 
 
-@pytest.mark.parametrize(("name", "workers"), [("a.jsonl.zst", 1), ("a.jsonl.gz", 2), ("a.txt.zst", 1), ("a.parquet", 1)])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("a.jsonl.zst", 1),
+        ("a.jsonl.gz", 2),
+        pytest.param("a.txt.zst", 1, marks=pytest.mark.slow),
+        pytest.param("a.parquet", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, workers: int
 ) -> None:

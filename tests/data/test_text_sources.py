@@ -276,7 +276,7 @@ def long_line(size: int) -> bytes:
     return b'{"text": "a"}\n{"text": "' + b"x" * size + b'"}\n{"text": "b"}\n'
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", [pytest.param("a.jsonl.gz", marks=pytest.mark.slow), "a.jsonl.zst"])
 def test_a_line_beyond_the_limit_is_refused_without_reading_all_of_it(tmp_path: Path, name: str) -> None:
     """300 MB that take little on the disk."""
     pack = partial(gzip.compress, compresslevel=1) if name.endswith("gz") else zstandard.compress

@@ -52,7 +52,7 @@ CONTAINERS: dict[str, Callable[[Path, list[str]], object]] = {
 }
 
 
-@pytest.mark.parametrize("characters", [30_000, 10**9])
+@pytest.mark.parametrize("characters", [30_000, pytest.param(10**9, marks=pytest.mark.slow)])
 def test_the_same_texts_give_the_same_tokenizer_whatever_holds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
