@@ -208,6 +208,11 @@ def temporary():
     file = tempfile.TemporaryFile(dir=".")
     fill(file.fileno())
     return file
+def only_path(name="f"):
+    descriptor, path = create(name), os.open(name, os.O_PATH)
+    os.close(descriptor)
+    os.unlink(name)
+    return path
 def replaced(name="f"):
     descriptor = create(name)
     os.replace(tempfile.mkstemp(dir=".")[1], name)
@@ -225,6 +230,7 @@ MAPPED = "for _ in range(6):\n    descriptor = deleted()\n    {}\n    os.close(d
 DEEP = "for _ in range(20):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)\nopen('f', 'w')"
 HOLDERS = {
     "open": "held = [deleted() for _ in range(6)]",
+    "by its path only": "held = [only_path() for _ in range(6)]",
     "replaced": "held = [replaced() for _ in range(6)]",
     "without a name from the start": "held = [create('.', os.O_TMPFILE) for _ in range(6)]",
     "of the library": "held = [temporary() for _ in range(6)]",
