@@ -127,6 +127,8 @@ ATTEMPTS = {
     "change the user": "call(117, 147, -1, -1, -1)",
     "share less": "call(272, 97, 0)",
 }
+# Not tried without the filter: one harms the tests, the others are refused in containers.
+UNTRIED = ("send a signal to a group", "start a process in the new way", "share less")
 CALL = """
 def call(*numbers_and_arguments):
     first, second, *arguments = numbers_and_arguments
@@ -139,7 +141,7 @@ def test_what_reaches_others_or_escapes_the_limits_is_refused_by_the_filter_alon
     script = f"""{CALL}
 found = {{}}
 for name, attempt in json.loads({json.dumps(json.dumps(ATTEMPTS))}).items():
-    if confine == "free" and "to a group" in name:
+    if confine == "free" and name in {UNTRIED!r}:
         continue
     ctypes.set_errno(0)
     found[name] = ctypes.get_errno() if eval(attempt) == -1 else 0
@@ -260,7 +262,7 @@ def test_deleted_files_within_the_limit_are_no_violation(sandbox: Sandbox) -> No
 def test_threads_that_take_no_memory_are_limited_too(sandbox: Sandbox) -> None:
     start = "threading.Thread(target=time.sleep, args=[99]).start()"
     many = f"import threading, time\nthreading.stack_size(1 << 16)\nfor _ in range(300):\n    {start}\ntime.sleep(99)"
-    result = sandbox.run(many, seconds=60.0, memory_mib=2048)
+    result = sandbox.run(many, seconds=60.0, memory_mib=1 << 16)
     assert (result.status, result.error) == ("killed", "more than 256 threads")
 
 
