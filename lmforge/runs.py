@@ -35,10 +35,11 @@ from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
-from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, quoted, read_bounded
+from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, parse_json, quoted, read_bounded
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
+MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
 # What a run keeps in its directory beside the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "loss.png")
@@ -151,7 +152,9 @@ def storage_errors(path: Path, problem_text: str, hint: str) -> Iterator[None]:
     except Exception as problem:
         if is_local(path) and (not isinstance(problem, OSError) or problem.errno in DISK_FULL_ERRNOS):
             raise
-        raise UserError(f"{path}: {problem_text} ({describe_storage_error(problem)}); {hint}") from problem
+        raise UserError(
+            f"{cut(str(path), MAX_PATH_QUOTED)}: {problem_text} ({describe_storage_error(problem)}); {hint}"
+        ) from problem
 
 
 def describe_storage_error(problem: Exception) -> str:

@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 from lmforge.cluster.rank_info import read_rank_info, threads_per_rank
 from lmforge.config.verbs import DoctorOptions
+from lmforge.errors import how_to_install
 from lmforge.runs import format_bytes, processor_name
 
 PACKAGE = "lmforge"
@@ -95,7 +96,7 @@ def _check_packages() -> Iterator[Finding]:
     try:
         needed = [Requirement(each) for each in importlib.metadata.requires(PACKAGE) or ()]
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("packages", "warning", "lmforge is not installed, only on the path", "pip install -e .")
+        yield Finding("packages", "warning", "lmforge is not installed, only on the path", "make install")
         return
     versions, broken = dict[str, str](), []
     for requirement in needed:
@@ -109,7 +110,7 @@ def _check_packages() -> Iterator[Finding]:
         if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
             broken.append(f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
     if broken:
-        yield Finding("packages", "broken", ", ".join(broken), "pip install --upgrade lmforge")
+        yield Finding("packages", "broken", ", ".join(broken), "make install")
         return
     tested = _tested_versions()
     pinned = {name: tested.get(canonicalize_name(name), version) for name, version in versions.items()}
@@ -135,7 +136,7 @@ def _check_torch(device: str) -> Iterator[Finding]:
         from lmforge.parallel.precision import choose_dtype
     except (ImportError, OSError) as problem:  # OSError: a shared library that cannot be loaded
         reason = " ".join(str(problem).split())
-        yield Finding("torch", "broken", f"cannot be imported ({reason})", "pip install --force-reinstall torch")
+        yield Finding("torch", "broken", f"cannot be imported ({reason})", "make clean install")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     has_backend = torch.distributed.is_backend_available if torch.distributed.is_available() else lambda name: False
@@ -261,7 +262,7 @@ def _check_extras() -> Finding:
             if requirement.marker.evaluate({"extra": extra}) and not _is_installed(requirement):
                 missing.add(extra)
     installed = [extra for extra in extras if extra not in missing]
-    todo = f"where you need them: pip install 'lmforge[{','.join(sorted(missing - {'dev'}))}]'" if missing - {"dev"} else ""
+    todo = f"where you need them: {how_to_install(','.join(sorted(missing - {'dev'})))}" if missing - {"dev"} else ""
     text = f"installed: {', '.join(installed) or 'none'}; not: {', '.join(sorted(missing)) or 'none'}"
     return Finding("extras", "ok", text, todo)
 

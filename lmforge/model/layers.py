@@ -26,7 +26,9 @@ def to_autocast_dtype(hidden: Tensor) -> Tensor:
     FSDP computes in bf16 from the embedding on. With this the other engines do, too.
     """
     device_type = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else hidden
+    if hidden.is_meta or not torch.is_autocast_enabled(device_type):  # torch knows of no autocast on meta
+        return hidden
+    return hidden.to(torch.get_autocast_dtype(device_type))
 
 
 def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: int) -> Tensor:

@@ -220,7 +220,7 @@ def test_ranks_on_one_machine_share_its_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     for ranks, workers in ((1, cores), (cores, 1), (2 * cores, 1)):
         local = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        place = {**local, "MASTER_ADDR": "", "MASTER_PORT": 0}
+        place = {**local, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
         variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
         assert subprocess.check_output([sys.executable, "-c", code], env=variables, timeout=120) == b"%d\n" % workers
 
