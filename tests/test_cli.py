@@ -248,6 +248,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(words: list[str]) -> None
 
 MAIN = """
 import os, sys
+from lmforge import cli
 try:
     cli.main()
 finally:
