@@ -50,7 +50,8 @@ def test_warm_up_climbs_in_equal_steps_towards_the_peak(name: str) -> None:
     name=st.sampled_from(FALLING),
     steps=st.integers(2, 300),
     warmup_ratio=st.floats(0, 1),
-    min_lr_ratio=st.floats(0, 1),
+    # Smaller ones round to few bits, so that nothing holds to 1e-12 of them.
+    min_lr_ratio=st.just(0.0) | st.floats(1e-9, 1),
 )
 def test_after_warm_up_the_rate_is_at_its_peak_and_falls_to_its_final_share(
     name: str, steps: int, warmup_ratio: float, min_lr_ratio: float
