@@ -25,7 +25,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
-from lmforge.untrusted import cut
+from lmforge.untrusted import cut, describe_os_error
 from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
@@ -33,6 +33,9 @@ DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Of a line of error: a path may be longer than another value.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+# What no program but only the files that it is given can be at fault for: links in a circle, a folder in the place of a file
+# or the other way round, a name that is too long, a file that may not or cannot be read.
+FILE_ERRNOS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 # Rounds of a loop of libgomp, some 50 microseconds in all. Its own default is 300,000.
 SPIN_COUNT = 2000
 TRAINING_NOTES = """\
@@ -208,8 +211,8 @@ def _launch(command: list[str], chosen: Any, processes: int) -> int:
 
 def _foreseen(problem: Exception) -> UserError | RunFailed | None:
     """What a library or the system refused, in words for the user; None where nobody foresaw it."""
-    if isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG:
-        return UserError(f"{cut(str(problem.filename))}: {problem.strerror}")
+    if isinstance(problem, OSError) and problem.errno in FILE_ERRNOS and problem.filename:
+        return UserError(describe_os_error(problem, ""))
     if "torch" in sys.modules:
         from lmforge.cluster.memory import describe_request, is_out_of_memory
 

@@ -35,7 +35,7 @@ from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
-from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, parse_json, quoted, read_bounded
+from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, open_file, parse_json, quoted, read_bounded
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -286,7 +286,9 @@ class Run:
             raise UserError(f"{self.path}: cannot be made a folder: {problem.strerror}; choose another --run.folder") from None
         lock = self.path / ".lock"
         try:
-            file = open(lock, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the lock is held
+            # Not through a link, to a file that would be emptied. Open as long as the lock is held.
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
         except OSError as problem:
             if problem.errno in DISK_FULL_ERRNOS:
                 raise
@@ -304,13 +306,15 @@ class Run:
         _held_locks[self.path] = file
 
     def check_layout(self) -> None:
-        """Raise UserError where a folder is in the place of one of the run's files, or a file in that of a folder."""
-        for names, is_wrong, found, expected in (
-            (RUN_FILES, Path.is_dir, "folder", "file"),
-            (RUN_FOLDERS, Path.is_file, "file", "folder"),
-        ):
+        """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""
+        for names, expected in ((RUN_FILES, "file"), (RUN_FOLDERS, "folder")):
             for path in (self.path / name for name in names):
-                if is_wrong(path):
+                # A folder may be a link, to a larger disk; a file may not: what is written would go to the file of another.
+                is_right = path.is_dir() if expected == "folder" else path.is_file() and not path.is_symlink()
+                if os.path.lexists(path) and not is_right:
+                    found = (
+                        "link" if path.is_symlink() else "folder" if path.is_dir() else "file" if path.is_file() else "device"
+                    )
                     raise UserError(f"{path}: a {found}, where the run keeps a {expected}; move it away")
 
     def unlock(self) -> None:
@@ -340,7 +344,7 @@ class Run:
         records: list[dict[str, Any]] = []
         if not self.metrics_path.exists():
             return records
-        with storage_errors(self.metrics_path, "cannot be read", "move it away"), self.metrics_path.open("rb") as file:
+        with storage_errors(self.metrics_path, "cannot be read", "move it away"), open_file(self.metrics_path) as file:
             for line in iter(partial(file.readline, MAX_METRICS_LINE_BYTES), b""):
                 with suppress(UserError):
                     record = parse_json(line, MetricsRecord, str(self.metrics_path)).model_dump()

@@ -8,6 +8,7 @@ their readers and parsed here. No torch here.
 
 import errno
 import json
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -182,15 +183,28 @@ def describe_os_error(problem: OSError, path: str | Path) -> str:
 
 def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], Exception] = UserError) -> bytes:
     """The bytes of a file. Raises `error` where there are more than `max_bytes`; OSError passes."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return read_stream(file, str(path), max_bytes, error)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file to be read. A named pipe that nobody writes to is empty, where `open` would wait for a writer without end."""
+    if not path.is_fifo():
+        return path.open("rb")
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(pipe, True)
+    return os.fdopen(pipe, "rb")
 
 
 def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[str], Exception] = UserError) -> bytes:
     """The rest of an open file. Raises `error` where there are more than `max_bytes`."""
     # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
     chunks = iter(partial(file.read, CHUNK_BYTES), b"")
-    content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
+    try:
+        content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
+    except OSError as problem:
+        problem.filename = source  # the error of a read does not name its file
+        raise
     if len(content) > max_bytes:
         raise error(f"{source}: larger than {max_bytes:,} bytes, which no such file is")
     return content

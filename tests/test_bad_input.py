@@ -511,6 +511,45 @@ def test_a_folder_in_the_place_of_a_file_of_a_run_or_the_other_way_round_is_refu
     assert contents(trained.path) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "said"),
+    [
+        ("logs", "/dev/null", "a link, where the run keeps a folder; move it away"),
+        ("logs", "nothing", "a link, where the run keeps a folder; move it away"),
+        ("metrics.jsonl", "../../thesis.txt", "a link, where the run keeps a file; move it away"),
+        (".lock", "../../thesis.txt", "cannot be written (Too many levels of symbolic links); choose another --run.name"),
+    ],
+)
+def test_a_run_does_not_write_through_links(
+    trained: Run, onwards: list[str], refused: Refusal, tmp_path: Path, name: str, target: str, said: str
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years of it")
+    path = trained.path / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    assert refused(*onwards, "--train.steps", 8) == f"{path}: {said}"
+    assert (tmp_path / "thesis.txt").read_text() == "years of it"
+
+
+def test_a_file_that_cannot_be_read_is_named_by_every_verb(tmp_path: Path, refused: Refusal) -> None:
+    """As on a damaged disk: the error of a read does not name its file by itself."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").symlink_to("/proc/self/mem")
+    for words in (["show", model], ["generate", model, "Hi"], ["pretrain", "--model.source", model, "--dry-run"]):
+        assert f"{model / 'config.json'}: Input/output error" in refused(*words), words
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl", "checkpoints/step-00000006/manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(trained: Run, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    (trained.path / name).unlink()
+    os.mkfifo(trained.path / name)
+    assert run(["show", str(trained.path)]) in (0, 2)  # with what is left, or not at all
+    assert "unexpected" not in capfd.readouterr().err
+
+
 def test_strange_names_among_the_checkpoints_and_logs_of_a_run_do_no_harm(trained: Run, onwards: list[str]) -> None:
     for folder in (trained.checkpoints_folder / "step-\u00b2", trained.checkpoints_folder / "step-7"):
         folder.mkdir()

@@ -31,7 +31,7 @@ from lmforge.atomic_files import atomic_write, atomic_write_text
 from lmforge.checksums import ChecksummedFile, DamagedFile, block_checksums
 from lmforge.data.tokenizer import COMPANION_FILES, Tokenizer
 from lmforge.errors import UserError
-from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, parse_json, read_bounded, read_json
+from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, open_file, parse_json, read_bounded, read_json
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 65_536
@@ -361,7 +361,7 @@ def read_token_folder_manifest(folder: Path) -> TokenFolderManifest:
     try:
         return read_json(path, TokenFolderManifest, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
     except UserError:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = file.read(CHUNK_BYTES)
         if b'"hf_config"' in head:
             raise UserError(f"{folder}: a checkpoint, not a folder of token shards; name one that prepare made") from None

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import open_file, parse_json
 
 # Tensors that are converted or sent to a device pass through host memory in blocks of this size.
 BLOCK_BYTES = 1 << 24
@@ -79,7 +79,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, SafetensorsEntry] = {}
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 0 < header_bytes <= min(size - 8, MAX_HEADER_BYTES):

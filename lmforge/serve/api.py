@@ -39,6 +39,7 @@ from lmforge.serve.protocol import (
     no_such_model,
     parse_request,
 )
+from lmforge.untrusted import cut
 
 STOPPING_ERROR = ApiError(
     503, "the server is stopping, or unloaded this model; try again", error_type="server_error", code="stopping"
@@ -266,7 +267,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             refusal = ApiError(400, str(error))
         case HTTPException(status_code=status):
             message = "no such route" if status == 404 else "method not allowed"
-            refusal = ApiError(status, f"{request.method} {request.url.path}: {message}")
+            refusal = ApiError(status, f"{cut(request.method)} {cut(request.url.path)}: {message}")
         case _:
             refusal = ApiError(500, "internal error; the server's stderr says why", error_type="server_error")
     headers = {"retry-after": "1"} if refusal.status in (429, 503) else {}

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmforge.serve.protocol import ApiError
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import cut, parse_json
 
 # How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
 # the client reads the refusal instead of a closed connection.
@@ -48,7 +48,7 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         host = re.sub(r":\d*$", "", headers.get("host", ""))  # IPv6 addresses are in brackets
         if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
-            return ApiError(403, f"Host {host!r} is not this machine; use http://localhost, or serve with --api_key")
+            return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
         if self._api_key is None or not scope["path"].startswith("/v1/"):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")

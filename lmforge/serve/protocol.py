@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lmforge.untrusted import quoted
+from lmforge.untrusted import cut, quoted
 
 # Unsupported parameters that would change the output, and the values with which they have no effect.
 UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
@@ -62,7 +62,7 @@ class ApiError(Exception):
 
 
 def no_such_model(name: str) -> ApiError:
-    return ApiError(404, f"{name}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
+    return ApiError(404, f"{cut(name)}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
 
 
 class _StrictModel(BaseModel):
@@ -148,7 +148,7 @@ def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> Requ
 
 def _validation_error(request_type: type[BaseCompletionRequest], problem: ValidationError) -> ApiError:
     error = problem.errors(include_url=False, include_input=False)[0]
-    name, path = str(error["loc"][0]), ".".join(map(str, error["loc"]))
+    name, path = cut(str(error["loc"][0])), ".".join(cut(str(part)) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{path}: no such parameter", param=name, code="unknown_parameter")
     if error["type"] == "missing":

@@ -240,6 +240,7 @@ BAD = [
     ({"max_tokens": 0}, 400, "max_tokens: input should be greater than or equal to 1"),
     ({"stop": [""]}, 400, "stop: expected a text, or a list of at most 16 texts, none of them empty"),
     ({"top_q": 1}, 400, "top_q: no such parameter"),
+    ({"q" * 5000: 1}, 400, "q" * 80 + "… (5,000 characters): no such parameter"),
     ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported, got 1"),
     ({"n": 9}, 400, "n: 9 texts in one request, and this server generates at most 8"),
     ({"max_tokens": 20_000}, 400, "this model takes at most 20000 tokens, and got "),
