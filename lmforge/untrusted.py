@@ -11,7 +11,8 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -187,24 +188,28 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], 
         return read_stream(file, str(path), max_bytes, error)
 
 
-def open_file(path: Path) -> BinaryIO:
-    """A file to be read. A named pipe that nobody writes to is empty, where `open` would wait for a writer without end."""
-    if not path.is_fifo():
-        return path.open("rb")
-    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(pipe, True)
-    return os.fdopen(pipe, "rb")
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be read. The error of a read names it, too.
+
+    A named pipe that nobody writes to is empty, where `open` would wait for a writer without end.
+    """
+    try:
+        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None
+        if pipe is not None:
+            os.set_blocking(pipe, True)
+        with path.open("rb") if pipe is None else os.fdopen(pipe, "rb") as file:
+            yield cast(BinaryIO, file)
+    except OSError as problem:
+        problem.filename = problem.filename or str(path)
+        raise
 
 
 def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[str], Exception] = UserError) -> bytes:
     """The rest of an open file. Raises `error` where there are more than `max_bytes`."""
     # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
     chunks = iter(partial(file.read, CHUNK_BYTES), b"")
-    try:
-        content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
-    except OSError as problem:
-        problem.filename = source  # the error of a read does not name its file
-        raise
+    content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
     if len(content) > max_bytes:
         raise error(f"{source}: larger than {max_bytes:,} bytes, which no such file is")
     return content

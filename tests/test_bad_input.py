@@ -31,6 +31,7 @@ from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
 from lmforge.model.init_weights import init_weights
@@ -540,6 +541,9 @@ def test_a_file_that_cannot_be_read_is_named_by_every_verb(tmp_path: Path, refus
     (model / "config.json").symlink_to("/proc/self/mem")
     for words in (["show", model], ["generate", model, "Hi"], ["pretrain", "--model.source", model, "--dry-run"]):
         assert f"{model / 'config.json'}: Input/output error" in refused(*words), words
+    (model / "model.safetensors").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=r"Input/output error: '.*/model\.safetensors'"):
+        SafetensorsFile(model / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl", "checkpoints/step-00000006/manifest.json"])
