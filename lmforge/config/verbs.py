@@ -205,7 +205,7 @@ class ShowOptions(Options):
 
 
 class QuickstartOptions(Options):
-    """lmforge quickstart: the whole way on the Python standard library's source, at most 10 minutes on 2 cores."""
+    """lmforge quickstart: the whole way on the Python standard library's source, some 5 minutes on 2 cores."""
 
     folder: Path = option(Path("."), "folder for data and runs")
     steps: int | None = option(None, "steps of each stage (default: the recipe's)", **{**COUNT, "gt": 1})
