@@ -21,7 +21,7 @@ _FENCED = re.compile(r"^( {0,3})```([^\n`]*)\n(.*?)(?:^ {0,3}```[ \t]*$|\Z)", re
 _PYTHON = ("", "python", "python3", "py")
 
 
-def extract_code(completion: str) -> str:
+def _extract_code(completion: str) -> str:
     """The program in a completion: its fenced blocks of Python, one after another, or all of it if there are none.
 
     The indentation of a block's fence is removed from each of its lines, as in CommonMark.
@@ -34,7 +34,7 @@ def extract_code(completion: str) -> str:
     return "\n".join(blocks) if blocks else completion
 
 
-def program_reward(result: ProgramResult) -> float:
+def _program_reward(result: ProgramResult) -> float:
     """From 0 to 1, by PART_REWARDS. Without checks, the other parts are scaled up to 1."""
     earned = sum(PART_REWARDS[part] for part in result.stages_reached)
     if not result.checks_passed:
@@ -57,7 +57,7 @@ def python_code(
     or if code cannot be confined on this machine.
     """
     deadline = time.monotonic() + TIME_FRACTION * reward_timeout_seconds
-    programs = [extract_code(completion) for completion in completions]
+    programs = [_extract_code(completion) for completion in completions]
     statements = [each or [] for each in checks or [None] * len(programs)]
     for each in statements:
         if not isinstance(each, list) or not all(isinstance(check, str) for check in each):
@@ -65,4 +65,4 @@ def python_code(
     sandbox = shared_sandbox()
     limits = {"seconds": PROGRAM_TIMEOUT_SECONDS, "total_seconds": deadline - time.monotonic()}
     results = sandbox.run_all(programs, statements, **limits)
-    return [program_reward(result) if program.strip() else 0.0 for program, result in zip(programs, results, strict=True)]
+    return [_program_reward(result) if program.strip() else 0.0 for program, result in zip(programs, results, strict=True)]

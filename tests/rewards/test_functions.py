@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lmforge.errors import UserError
-from lmforge.rewards.builtin import extract_code
+from lmforge.rewards.builtin import _extract_code as extract_code
 from lmforge.rewards.functions import load_reward_functions
 
 FUNCTIONS = """
@@ -213,7 +213,7 @@ def test_a_function_that_cannot_be_loaded_is_named(named: Callable[[str], str], 
         named("absent"): "no function 'absent': there are dies, infinite, later, later_too, leaves",
         named("NUMBER"): "no function 'NUMBER'",
         named("other_names"): "takes (inputs, outputs), but is called by name with prompts, completions",
-        "python_cod": "no function 'python_cod': there are extract_code, program_reward, python_code",
+        "python_cod": "no function 'python_cod': there are python_code",
         "mine.py:": "expected FILE.py:FUNCTION",
         "mine:length": "reward mine:length: expected FILE.py:FUNCTION",
         "mine.py": "reward mine.py: expected FILE.py:FUNCTION",

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lmforge.errors import UserError
-from lmforge.rewards.builtin import program_reward
+from lmforge.rewards.builtin import _program_reward as program_reward
 from lmforge.rewards.sandbox import ProgramResult, Sandbox
 
 SECONDS = 1.0
