@@ -8,7 +8,8 @@ What keeps a half-written checkpoint from being loaded:
 
 1. A save writes to a folder with another name, `step-00000100.partial`. Every file is fsynced. The manifest is written last,
    and then the folder is renamed to `step-00000100`. A crash before the rename leaves only a `.partial` folder, which no run
-   resumes from and which the next save deletes. (An object store cannot rename: there a folder without manifest is not a checkpoint.)
+   resumes from and which the next save deletes. (An object store cannot rename: there a folder without manifest is not a
+   checkpoint.)
 2. Before a checkpoint is opened, `verify` compares the existence and size of every file with the manifest, and the
    manifest with its own checksum. Where that fails, the next older checkpoint is used, and a line says so.
 3. Every block of 4 MiB is verified against its checksum as it is read (storage.py), so a damaged tensor is never used.
