@@ -15,7 +15,7 @@ from lmforge import cli
 from lmforge.config.load import load_config
 from lmforge.config.options import iter_options, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.errors import UserError
+from lmforge.errors import UserError, typed_command
 from lmforge.verbs.table import VERBS
 from tests.conftest import Command
 
@@ -263,3 +263,18 @@ def test_threads_that_wait_spin_for_a_short_time_unless_the_user_says_otherwise(
     done = subprocess.run(command, capture_output=True, text=True, env=environment | given, timeout=60)
     expected = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None} | (given or {"GOMP_SPINCOUNT": str(cli.SPIN_COUNT)})
     assert done.stdout.splitlines()[-1] == f"{expected} False", "it is set before torch is imported"
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_a_command_to_type_is_named_so_that_the_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_active: bool
+) -> None:
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "lmforge").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(folder) if is_active else "/usr/bin")
+    monkeypatch.chdir(tmp_path)
+    assert typed_command() == ("lmforge" if is_active else ".venv/bin/lmforge")
+    monkeypatch.chdir("/")
+    assert typed_command() == ("lmforge" if is_active else str(folder / "lmforge").removeprefix("/"))

@@ -12,7 +12,7 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.config.stage import StageConfig
-from lmforge.errors import RunFailed, UserError
+from lmforge.errors import RunFailed, UserError, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
@@ -110,7 +110,7 @@ def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) ->
     if stopped_by:
         ctx.console.info(
             f"stopped by {signal.Signals(stopped_by).name} after step {done}, which is saved;"
-            f" to continue: lmforge {ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
+            f" to continue: {typed_command()} {ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
         )
         return 128 + stopped_by
     ctx.console.info(

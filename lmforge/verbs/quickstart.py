@@ -22,7 +22,7 @@ from lmforge.cluster.launch import launch_local
 from lmforge.config.load import load_config
 from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
-from lmforge.errors import RunFailed
+from lmforge.errors import RunFailed, typed_command
 from lmforge.parallel.precision import choose_dtype
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare
@@ -36,12 +36,12 @@ class QuickstartStage:
     verb: str
     recipe: str
     metric: str
-    description: str
+    description: str  # {}: validation.sequences of its recipe
     direction: str  # "lower" or "higher"
 
 
 TRAINING_STAGES = (
-    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of validation files", "lower"),
+    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of {} sequences of validation data", "lower"),
     QuickstartStage("sft", "quickstart-sft", "val/loss", "loss of validation requests for functions", "lower"),
     QuickstartStage(
         "align",
@@ -86,20 +86,22 @@ def quickstart(options: QuickstartOptions) -> int:
         number += 1
 
     base, _, last = runs
-    _print_title("7 of 7  what the first model generates, and its loss", "generate", base, options.prompt, "--seed", 0)
+    _print_title("7 of 7  the first model: its loss on all validation files, and what it generates", "evaluate", base)
     from lmforge.verbs.evaluate import run_evaluate
     from lmforge.verbs.generate import run_generate
 
-    run_evaluate(EvaluateOptions(model=base, batch_size=8))
-    run_generate(GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0))
+    run_evaluate(EvaluateOptions(model=base))
+    generated = GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0)
+    _print_command("generate", base, options.prompt, "--max_tokens", 160, "--temperature", 0.7, "--seed", 0)
+    run_generate(generated)
 
     seconds = time.perf_counter() - start
     duration = f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
     print(f"\nDone in {duration}; on data that no stage was trained on:\n")
     Console(highlight=False).print(_results_table(runs))
     print("\nChat with it, or let it continue your code:")
-    print(f"  lmforge chat {shlex.quote(str(last))}")
-    print(f"  lmforge generate {shlex.quote(str(base))} 'class '")
+    print(f"  {typed_command()} chat {shlex.quote(str(last))}")
+    print(f"  {typed_command()} generate {shlex.quote(str(base))} 'class '")
     return 0
 
 
@@ -129,9 +131,10 @@ def _continue_sharded(title: str, stage: QuickstartStage, options: QuickstartOpt
     Returns the copy and the step of that checkpoint.
     """
     run, copy = Run(base), Run(base.with_name(f"{base.name}-fsdp2"))
-    begun = run.checkpoint_steps()[-2]
     if options.overwrite:
         copy.delete()
+    # That of an earlier copy: the run may have been trained further since.
+    begun = copy.checkpoint_steps()[0] if copy.exists() else run.checkpoint_steps()[-2]
     if not copy.exists():
         with atomic_folder(copy.path, replace=True) as folder:
             shutil.copy(run.recipe_path, folder)
@@ -173,7 +176,7 @@ def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> 
     table = Table("step", "measured", processes, "FSDP2", "difference", "")
     metrics = {run: {record["step"]: record for record in Run(run).read_metrics()} for run in (base, sharded)}
     for step, record in metrics[base].items():
-        if step <= begun:
+        if step <= begun or step not in metrics[sharded]:
             continue
         for name in ("loss", "val/loss"):
             if name in record:
@@ -185,15 +188,21 @@ def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> 
 
 
 def _results_table(runs: list[Path]) -> Table:
-    """The metric of each stage before it and after it."""
+    """The metric of each stage before it and after it, as its validation measured it."""
     table = Table("stage", "measured", "before", "after", "")
     for stage, run in zip(TRAINING_STAGES, runs, strict=True):
         values = [record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record]
         before, after = values[0], values[-1]
         improved = after < before if stage.direction == "lower" else after > before
-        table.add_row(stage.verb, stage.description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
+        description = stage.description.format(Run(run).load_config().validation.sequences)
+        table.add_row(stage.verb, description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
     return table
 
 
 def _print_title(what: str, *command: Any) -> None:
-    print(f"\n── {what}\n$ lmforge {shlex.join(str(word) for word in command)}", flush=True)
+    print(f"\n── {what}")
+    _print_command(*command)
+
+
+def _print_command(*command: Any) -> None:
+    print(f"$ lmforge {shlex.join(str(word) for word in command)}", flush=True)

@@ -79,7 +79,7 @@ def heard(run: Run) -> set[int]:
 
 def how_to_continue(ended: Ended) -> list[str]:
     """The words of the command that a stopped run says to type."""
-    command = re.search(r"to continue: lmforge (.+)$", ended.out, re.M)
+    command = re.search(r"to continue: \S*lmforge (.+)$", ended.out, re.M)
     assert command, ended.out
     return command[1].split()
 
