@@ -34,6 +34,8 @@ MAX_ATTEMPTS = 5
 RETRY_SECONDS = 1.0
 TIMEOUT_SECONDS = 30.0
 REPORT_EVERY_SECONDS = 10.0
+# What lmforge's defaults and pages call folders: runs/x is no model of an organisation "runs", wherever it is typed.
+LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 
 Report = Callable[[str], None]
 
@@ -87,10 +89,13 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
 def is_hub_name(source: str | Path) -> bool:
     """Whether `source` can only be a model on the hub: it has the form of such a name, and no path here is meant.
 
-    In a folder that exists it is a path, if a misspelt one (runs/quikstart), unless a revision follows.
+    In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one (runs/quikstart), unless a revision
+    follows.
     """
     parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(source)
-    return parts is not None and not path.exists() and (parts["revision"] is not None or not path.parent.exists())
+    if parts is None or path.exists():
+        return False
+    return parts["revision"] is not None or not (path.parent.exists() or str(path.parent) in LOCAL_FOLDERS)
 
 
 def resolve_model_folder(source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights") -> Path:

@@ -422,7 +422,7 @@ def test_key_value_heads_that_equal_the_query_heads_follow_them() -> None:
     assert resolve_model_config("smollm-135m", {"num_attention_heads": 6}).num_key_value_heads == 3  # grouped
 
 
-@pytest.mark.parametrize("source", ["./x", "../x/y", "/nowhere/x", "here/x", "x"])
+@pytest.mark.parametrize("source", ["./x", "../x/y", "/nowhere/x", "here/x", "x", "runs/x", "./models/x"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(
     tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, tiny_options: list[str], source: str
 ) -> None:
