@@ -15,6 +15,7 @@ from lmforge import cli
 from lmforge.config.load import load_config
 from lmforge.config.options import iter_options, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError, typed_command
 from lmforge.verbs.table import VERBS
 from tests.conftest import Command
@@ -70,6 +71,13 @@ def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, 
         assert listed[-1].startswith(("run.", "launch."))
     else:
         assert len(listed) == len(options)
+
+
+def test_the_warm_up_of_fine_tuning_that_help_names_is_the_one_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["sft", "--help"]) == 0
+    assert "(default: schedule.warmup_ratio of the run)" in capsys.readouterr().out
+    assert SftConfig().schedule.warmup(1000) == 100
+    assert SftConfig().schedule.warmup(50) == 5
 
 
 @pytest.mark.parametrize("verb", VERBS)

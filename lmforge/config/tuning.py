@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from lmforge.config.options import Options, option, section
-from lmforge.config.ranges import DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
+from lmforge.config.ranges import COUNT_OR_0, DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.config.sections import (
     ConversationFormat,
     ModelOptions,
@@ -102,6 +102,7 @@ class TuningSchedule(ScheduleOptions):
     """The learning rate over the run: linear, after a warm-up of a tenth of the run."""
 
     name: ScheduleName = option("linear", "schedule after warm-up (transformers: lr_scheduler_type)")
+    warmup_steps: int = option(100, "steps of linear warm-up (default: schedule.warmup_ratio of the run)", **COUNT_OR_0)
     warmup_ratio: float | None = option(0.1, "warm-up as a fraction of the run; none uses schedule.warmup_steps", **FRACTION)
     min_lr_ratio: float = option(0.0, "final learning rate, as a fraction of the peak", **FRACTION)
 
