@@ -170,6 +170,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
     (tmp_path / "b.json").write_text('[{"text": "a"}')
     (tmp_path / "c.parquet").write_text("PAR1")
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    (tmp_path / "g.csv").write_text("prompt,completion\na,b\n")
+    (tmp_path / "h.csv.gz").write_bytes(gzip.compress(b"prompt,completion\na,b\n"))
     (tmp_path / "e.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     for name, complaint in {
         "a.jsonl": ":3: not valid JSON: EOF",
@@ -178,6 +180,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
         "d.jsonl": "not UTF-8 at byte 10",
         "e.jsonl": "record 1: the fields answer, question are of no format known",
         "f.jsonl": "no such file or folder",
+        "g.csv": ".csv files are not read: convert the records to .jsonl or .parquet",
+        "h.csv.gz": ".csv files are not read: convert the records to .jsonl or .parquet",
     }.items():
         with pytest.raises(UserError, match=f"{re.escape(name)}.*{re.escape(complaint)}"):
             shown(tmp_path / name, byte_tokenizer)

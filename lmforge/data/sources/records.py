@@ -53,14 +53,16 @@ def content_suffix(name: str) -> str:
 
 
 def find_record_files(path: str | Path) -> list[Path]:
-    """The file itself, or all files of records in a folder, sorted; `~` is expanded. Raises UserError if there are none."""
-    root = Path(path).expanduser()
+    """The file itself, or all files of records in a folder, sorted; `~` is expanded. Raises UserError if there are none, or for
+    a single file of another kind; without a suffix it is taken for JSON lines."""
+    root, known = Path(path).expanduser(), JSON_SUFFIXES | {".parquet"}
     try:
         if root.is_file():
+            if (suffix := content_suffix(root.name)) and suffix not in known:
+                raise UserError(f"{path}: {suffix} files are not read: convert the records to .jsonl or .parquet")
             return [root]
         if not root.is_dir():
             raise UserError(f"{path}: no such file or folder")
-        known = JSON_SUFFIXES | {".parquet"}
         files = sorted(file for file in root.iterdir() if file.is_file() and content_suffix(file.name) in known)
     except OSError as problem:
         raise UserError(f"{path}: cannot be read: {problem.strerror}") from None
