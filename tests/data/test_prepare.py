@@ -557,12 +557,21 @@ def test_another_plan_in_the_folder_is_refused_and_overwritten_only_when_asked(
     if "touch" in change:
         os.utime(corpus)
     options = {"vocab_size": 300, **{name: value for name, value in change.items() if name != "touch"}}
-    with pytest.raises(UserError, match=f"holds a preparation with other {named}: name another folder, or overwrite it"):
+    with pytest.raises(UserError, match=f"holds a preparation with other {named}: name another folder, or add --overwrite"):
         prepare(str(corpus), out, **options)
     assert content(out) == before
     prepare(str(corpus), out, overwrite=True, **options)
     prepare(str(corpus), tmp_path / "fresh", **options)
     assert content(out) == content(tmp_path / "fresh")
+
+
+def test_a_preparation_that_ended_before_it_wrote_anything_gives_way_to_another(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("[1]")
+    with pytest.raises(UserError, match="expected an object"):
+        prepare(str(tmp_path / "bad.jsonl"), tmp_path / "out")
+    prepare(str(corpus), tmp_path / "out", vocab_size=300)
+    prepare(str(corpus), tmp_path / "fresh", vocab_size=300)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
 
 
 def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, corpus: Path) -> None:

@@ -181,12 +181,12 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
     """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
-    begun = finished or path.is_file()
+    begun = finished or (path.is_file() and _has_results(out))
     if begun and overwrite:
         _remove_preparation(out)
         finished = begun = False
     elif not begun:
-        # Killed before its plan was written, or while it was removed, a preparation leaves nothing that could be used.
+        # Ended before it wrote more than its plan, or while it was removed, a preparation leaves nothing that could be used.
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
         if os.listdir(out):
@@ -196,7 +196,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         changed = [name for name in plan if written.get(name) != plan[name]]
         if changed:
             names = ", ".join(changed)
-            raise UserError(f"{out}: holds a preparation with other {names}: name another folder, or overwrite it")
+            raise UserError(f"{out}: holds a preparation with other {names}: name another folder, or add --overwrite")
         _remove_partial_files(out)
     else:
         path.parent.mkdir()
@@ -213,6 +213,11 @@ def _is_preparation(out: Path) -> bool:
     except UserError:
         return any(out.glob("*-00000.tokens"))
     return True
+
+
+def _has_results(out: Path) -> bool:
+    """Whether a folder holds anything but the plan of a preparation, such as a tokenizer or parts."""
+    return any(each.name not in (UNFINISHED, "plan.json") for each in (*out.iterdir(), *(out / UNFINISHED).iterdir()))
 
 
 def _is_interrupted_preparation(unfinished: Path) -> bool:
