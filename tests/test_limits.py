@@ -422,6 +422,15 @@ def test_key_value_heads_that_equal_the_query_heads_follow_them() -> None:
     assert resolve_model_config("smollm-135m", {"num_attention_heads": 6}).num_key_value_heads == 3  # grouped
 
 
+@pytest.mark.parametrize("implementation", ["lmforge", "transformers"])
+@pytest.mark.parametrize(("grouped", "expected"), [(6, 4), (2, 2)])
+def test_key_value_heads_of_a_folder_follow_too(tmp_path: Path, implementation: str, grouped: int, expected: int) -> None:
+    content = to_config_json(get_preset("nano")) | {"num_attention_heads": 6, "num_key_value_heads": grouped}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = resolve_model_config(tmp_path, {"num_attention_heads": 4}, implementation=implementation)
+    assert config.num_key_value_heads == expected
+
+
 @pytest.mark.parametrize("source", ["./x", "../x/y", "/nowhere/x", "here/x", "x", "runs/x", "./models/x"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(
     tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, tiny_options: list[str], source: str

@@ -114,6 +114,9 @@ def _resolve_transformers_config(path: Path, overrides: dict[str, Any], vocab_si
     for name in overrides:
         if not hasattr(theirs, name):
             raise UserError(f"model.{name}: a {theirs.model_type} model has no such field; see {path}")
+    heads, kv_heads = "num_attention_heads", "num_key_value_heads"
+    if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):  # as in _with_overrides
+        overrides = {kv_heads: overrides[heads], **overrides}
     # Each family has its own spelling of some names.
     content |= {theirs.attribute_map.get(name, name): value for name, value in overrides.items()}
     config = to_transformers_config(content, str(path))
