@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -14,9 +15,10 @@ from lmforge.data.chat.library_functions import write_function_conversations
 from lmforge.data.prepare.prepare import ProgressCallback, prepare
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
-from lmforge.untrusted import describe_os_error
+from lmforge.untrusted import cut, describe_os_error
 
 PRINT_EVERY_SECONDS = 5.0
+KINDS_SHOWN = 5
 
 
 def run_prepare(options: PrepareOptions) -> int:
@@ -42,8 +44,10 @@ def run_prepare(options: PrepareOptions) -> int:
         print(f"{split:<9} {tokens:>15,} tokens, {summary.documents[split]:,} documents, {text:,} bytes of text{ratio}")
     if summary.empty_documents:
         print(f"left out  {summary.empty_documents:,} empty documents")
-    if summary.skipped_files:
-        print(f"left out  {summary.skipped_files:,} files of kinds that are not read")
+    if kinds := summary.skipped_kinds:
+        named = ", ".join(f"{cut(suffix)} {count:,}" for suffix, count in islice(kinds.items(), KINDS_SHOWN))
+        more = ", …" if len(kinds) > KINDS_SHOWN else ""
+        print(f"left out  {sum(kinds.values()):,} files of kinds that are not read ({named}{more})")
     if not summary.already_done:
         print(f"{summary.folder}: ready, vocabulary of {summary.vocab_size:,}, in {time.perf_counter() - began:.0f}s")
     return 0

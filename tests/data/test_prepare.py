@@ -458,13 +458,13 @@ def test_what_a_user_should_know_of_a_source_is_said_once_and_it_is_prepared_all
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").mkdir()
-    for name in ("a.html", "b.HTM", "c.txt", "d.csv", "e.pdf"):
+    for name in ("a.html", "b.HTM", "c.txt", "d.CSV", "e.pdf"):
         (tmp_path / "in" / name).write_text(f"<p>Some text of {name}.</p>\n" * 20)
     assert run(["prepare", str(tmp_path / "in"), str(tmp_path / "out"), "--vocab_size", "512"]) == 0
     printed = capfd.readouterr()
     what = "2 files of HTML, whose markup is tokenized as it is; extract the text first if the model is not to learn markup"
     assert printed.err == f"lmforge: {tmp_path / 'in'}: {what}\n"
-    assert "left out  2 files of kinds that are not read\n" in printed.out
+    assert "left out  2 files of kinds that are not read (.csv 1, .pdf 1)\n" in printed.out
     assert sum("<p>" in text for text in stored_texts(tmp_path / "out", TRAIN_SPLIT)) >= 1
 
 

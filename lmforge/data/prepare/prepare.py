@@ -74,14 +74,14 @@ class PreparationPlan:
 
 @dataclass(frozen=True)
 class PreparationSummary:
-    """The result of a preparation; tokens, documents and bytes of text by split."""
+    """The result of a preparation; tokens, documents and bytes of text by split, files that were left out by suffix."""
 
     folder: Path
     tokens: dict[str, int]
     documents: dict[str, int]
     text_bytes: dict[str, int]
     empty_documents: int
-    skipped_files: int
+    skipped_kinds: dict[str, int]
     vocab_size: int
     already_done: bool
 
@@ -139,10 +139,10 @@ def prepare(
             preparation = _Preparation(out, corpus, given, plan, progress or (lambda *step: None))
             atomic_write_json(out / SHARDS_MANIFEST, asdict(preparation.write(workers)))
         shutil.rmtree(out / UNFINISHED, ignore_errors=True)
-        return _summary(out, finished)
+        return _summary(out, finished, corpus)
 
 
-def _summary(out: Path, already_done: bool) -> PreparationSummary:
+def _summary(out: Path, already_done: bool, corpus: TextSource) -> PreparationSummary:
     manifest = TokenFolder.open(out).manifest
     return PreparationSummary(
         folder=out,
@@ -150,7 +150,7 @@ def _summary(out: Path, already_done: bool) -> PreparationSummary:
         documents={split: sum(entry.documents for entry in entries) for split, entries in manifest.splits.items()},
         text_bytes={split: manifest.text_bytes.get(split, 0) for split in manifest.splits},
         empty_documents=manifest.empty_documents,
-        skipped_files=manifest.skipped_files,
+        skipped_kinds=dict(corpus.skipped_kinds),
         vocab_size=manifest.vocab_size,
         already_done=already_done,
     )

@@ -8,6 +8,7 @@ import json
 import os
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -87,12 +88,16 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class TextSource:
-    """The files of a corpus, sorted. `skipped_files` counts those whose type is not known."""
+    """The files of a corpus, sorted. `skipped_kinds` counts those of a folder that are not read, by suffix."""
 
     spec: str
     files: tuple[SourceFile, ...]
     text_field: str
-    skipped_files: int = 0
+    skipped_kinds: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def skipped_files(self) -> int:
+        return sum(count for _, count in self.skipped_kinds)
 
     @property
     def size(self) -> int:
@@ -145,7 +150,7 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
     .parquet holds one in `text_field`; .gz and .zst are decompressed. Raises UserError if there is nothing to read, or for a
     single file of another kind.
     """
-    skipped_files = 0
+    skipped = Counter[str]()
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk_files(root, STDLIB_EXCLUDED_FOLDERS) if _is_library_code(path.relative_to(root))]
@@ -154,7 +159,7 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
         # Among other files a bare .json is a settings file more often than a corpus.
         kinds = TEXT_SUFFIXES | JSON_SUFFIXES | {".parquet"}
         paths = [path for path in every if content_suffix(path.name) in kinds and path.suffix != ".json"]
-        skipped_files = len(every) - len(paths)
+        skipped.update(content_suffix(path.name) or "without a suffix" for path in sorted(set(every).difference(paths)))
         if not paths:
             raise UserError(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
     elif root.is_file():
@@ -168,7 +173,7 @@ def open_text_source(spec: str, text_field: str = "text") -> TextSource:
         files.append(SourceFile(str(path.absolute()), name, status.st_size, status.st_mtime_ns))
     if not any(file.size for file in files):
         raise UserError(f"{spec}: empty: there is no text in it")
-    return TextSource(spec, tuple(sorted(files, key=lambda file: file.name)), text_field, skipped_files)
+    return TextSource(spec, tuple(sorted(files, key=lambda file: file.name)), text_field, tuple(skipped.most_common()))
 
 
 def _check_is_text(path: Path) -> None:
