@@ -166,8 +166,10 @@ def test_a_reload_keeps_the_chat_and_a_new_chat_does_not(page: Page) -> None:
     done(page)
     say(page, "endless", "Go on")
     expect(page.locator("article.assistant .body").last).to_contain_text("abab")
+    page.get_by_label("Message").fill("Not sent yet")
     page.reload()
     expect(page.locator("article")).to_have_count(4)
+    expect(page.get_by_label("Message")).to_have_value("Not sent yet")
     assert page.locator("article.user .body").all_inner_texts() == ["<img src=x onerror=alert(1)>", "Go on"]
     assert page.locator("article.assistant .body").first.inner_text() == "Hey <s>"
     assert page.locator("#log img, #log s").count() == 0
