@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
 def _answer(name: str, arguments: list[str]) -> str | None:
     """What is printed where no verb is to be carried out: help, or the version. Raises UserError for an unknown verb."""
     if name in ("-h", "--help", "help"):
-        return _overview()
+        return _answer(arguments[0], ["--help", *arguments[1:]]) if arguments else _overview()
     if name in ("-V", "--version"):
         return f"lmforge {__version__}"
     if name not in VERBS:

@@ -73,6 +73,16 @@ def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, 
         assert len(listed) == len(options)
 
 
+def test_help_of_a_verb_is_found_by_help_verb_too(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, usual in ((["prepare"], ["prepare", "--help"]), (["pretrain", "all"], ["pretrain", "--help", "all"])):
+        assert cli.run(["help", *words]) == 0
+        printed = capfd.readouterr().out
+        assert cli.run(usual) == 0
+        assert printed == capfd.readouterr().out
+    assert cli.run(["help", "prepre"]) == 2
+    assert "prepre: no such verb; did you mean prepare?" in capfd.readouterr().err
+
+
 def test_the_warm_up_of_fine_tuning_that_help_names_is_the_one_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["sft", "--help"]) == 0
     assert "(default: schedule.warmup_ratio of the run)" in capsys.readouterr().out
