@@ -104,6 +104,8 @@ def test_a_run_and_its_checkpoints_are_shown(tiny_run: Path) -> None:
     assert shown.startswith(f"run {tiny_run}: 6 of 6 steps\n")
     last = run.read_metrics()[-1]
     assert f"loss {last['loss']:,.4g}, val/loss {last['val/loss']:,.4g}" in line(shown, "last")
+    assert f"tokens {last['tokens']:,.0f}, " in line(shown, "last")
+    assert "e+" not in line(shown, "last")
     assert line(shown, "saved") == "saved      step 2, step 4, step 6"
     assert show(str(run.checkpoint_path(6))) in shown
     of_step = show(str(run.checkpoint_path(4)))

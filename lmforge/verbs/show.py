@@ -182,7 +182,9 @@ def _describe_run(run: Run) -> str:
     if records:
         last = {name: value for record in records for name, value in record.items() if value is not None}
         shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
-        lines.append("last       " + ", ".join(f"{name} {last[name]:,.4g}" for name in shown if name in last))
+        values = {name: last[name] for name in shown if name in last}
+        words = (f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}" for name, value in values.items())
+        lines.append(f"last       {', '.join(words)}")
     lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
     for step in reversed(steps):
         try:
