@@ -35,7 +35,7 @@ class PrepareOptions(Options):
         "stdlib",
         "stdlib (the Python standard library's source), functions (requests for its functions), or a file or folder of text",
     )
-    out: Path = argument(Path("data/stdlib"), "folder to write")
+    out: Path = argument(Path("data/stdlib"), "folder to write (default: data/stdlib, of stdlib alone)")
     tokenizer: Path | None = option(None, "a tokenizer.json, a folder with one, or a name on the hub (default: train one)")
     vocab_size: int = option(4096, "vocabulary size of a tokenizer that is trained here", gt=300, le=1_000_000)
     text_field: str = option("text", "field of the text in jsonl and parquet")
@@ -44,6 +44,11 @@ class PrepareOptions(Options):
     seed: int = option(0, "seed of the order of documents", **SEED)
     workers: int | None = option(None, "worker processes (default: the number of cores)", **THREADS)
     overwrite: bool = option(False, "delete what another preparation left in OUT")
+
+    def problems(self) -> Iterator[str]:
+        if self.source != "stdlib" and "out" not in self.model_fields_set:
+            example = f"data/{Path(self.source).name.partition('.')[0] or 'mine'}"
+            yield f"prepare: name the folder to write after the source, such as {cut(example)}"
 
 
 class EvaluateOptions(Options):

@@ -292,7 +292,9 @@ class TokenFolder:
         except FileNotFoundError:
             if (path / UNFINISHED).is_dir():
                 raise UserError(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
-            raise UserError(f"{path}: no token folder ({SHARDS_MANIFEST} is missing): make one with prepare") from None
+            raise UserError(
+                f"{path}: no token folder ({SHARDS_MANIFEST} is missing): `lmforge prepare SOURCE {path}` makes one"
+            ) from None
         except OSError as error:
             raise UserError(f"{path / SHARDS_MANIFEST}: {error.strerror}: {RESTORE_HINT}") from None
         if manifest.format != FORMAT_VERSION:

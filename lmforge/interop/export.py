@@ -98,7 +98,7 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
     so is an error of the disk.
     """
     if folder.exists() and not overwrite:
-        raise UserError(f"{folder}: exists already; choose another folder, or ask to overwrite it")
+        raise UserError(f"{folder}: exists already; choose another folder, or add --overwrite")
     if folder.exists() and not (folder / marker).is_file():
         raise UserError(f"{folder}: holds no {content}, so it is not overwritten; choose another folder")
     try:

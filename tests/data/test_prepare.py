@@ -454,6 +454,18 @@ def test_the_command_says_how_much_of_a_file_is_done_and_how_long_the_rest_takes
     assert shares == sorted(shares)
 
 
+@pytest.mark.parametrize(
+    ("source", "example"), [("books", "data/books"), ("a/b.jsonl.zst", "data/b"), ("functions", "data/functions")]
+)
+def test_a_source_of_ones_own_is_not_written_to_the_folder_of_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], source: str, example: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["prepare", source]) == 2
+    assert capfd.readouterr().err == f"lmforge: prepare: name the folder to write after the source, such as {example}\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_user_should_know_of_a_source_is_said_once_and_it_is_prepared_all_the_same(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

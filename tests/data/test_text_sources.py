@@ -214,7 +214,10 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(tmp_path: Path) -> None:
     [
         (b'{"text": "a"', "not valid JSON"),
         (b"[1]", "expected an object, got [1]"),
-        (b'{"body": "a", "title": "b"}', "no field 'text': there are body, title"),
+        (
+            b'{"body": "a", "title": "b"}',
+            "no field 'text': there are body, title; `lmforge prepare --text_field` names another",
+        ),
         (b"{}", "no field 'text': there are none"),
         (b'{"text": 5}', "the field 'text' is not text but int"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),

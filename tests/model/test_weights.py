@@ -142,7 +142,7 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
     first, second = built(config, seed=1), built(config, seed=2)
     export_folder(first, config, tmp_path / "a")
     before = (tmp_path / "a" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="exists already; choose another folder, or ask to overwrite it"):
+    with pytest.raises(UserError, match="exists already; choose another folder, or add --overwrite"):
         export_folder(second, config, tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == before
     export_folder(second, config, tmp_path / "a", overwrite=True)

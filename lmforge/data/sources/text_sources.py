@@ -49,6 +49,7 @@ CONVERSIONS = {
     "unpack it; of packed files .gz and .zst are read": (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
 }
 # fmt: on
+TEXT_FIELD_HINT = "; `lmforge prepare --text_field` names another"
 OTHER_CONVERSION = "if it is plain text, rename it to .txt; if not, extract its text"
 MARKUP_SUFFIXES = (".html", ".htm", ".xhtml")
 TEXT_UNIT_BYTES = 2 << 20
@@ -271,7 +272,7 @@ class JsonlUnit:
     def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
         for offset, record in json_lines(self.path, self.start, self.stop, progress):
             try:
-                require_fields(record, self.text_field)
+                require_fields(record, self.text_field, hint=TEXT_FIELD_HINT)
                 text = record_text(record, self.text_field)
             except UserError as problem:
                 raise UserError(f"{line_location(self.path, offset)}: {problem}") from None
@@ -306,7 +307,7 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     with open_parquet(file.path) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
     if name not in schema.names:
-        raise UserError(f"{file.path}: no field {name!r}: there are {', '.join(sorted(schema.names))}")
+        raise UserError(f"{file.path}: no field {name!r}: there are {', '.join(sorted(schema.names))}{TEXT_FIELD_HINT}")
     dtype = schema.field(name).type
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
