@@ -8,9 +8,11 @@ import difflib
 import errno
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from contextlib import suppress
@@ -20,7 +22,7 @@ from typing import Any, NoReturn
 from lmforge import __version__
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
-from lmforge.config.options import Options, format_help, iter_options, parse_options
+from lmforge.config.options import MAX_NAME_WIDTH, Options, format_help, iter_options, parse_options
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
@@ -88,7 +90,7 @@ def run(arguments: list[str]) -> int:
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
         status = 0
         if (answer := _answer(name, rest)) is not None:
-            print(answer)
+            print(wrap_help(answer, shutil.get_terminal_size().columns) if sys.stdout.isatty() else answer)
         else:
             chosen = parse_command(name, rest)
             status = _carry_out(name, rest, chosen)
@@ -141,6 +143,17 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     if verb.options.ESSENTIAL and not everything:
         text += f"\n\nlmforge {name} --help all lists all {len(list(iter_options(verb.options)))} options"
     return text
+
+
+def wrap_help(text: str, columns: int) -> str:
+    """Help for a terminal of so many columns: what does not fit on a line goes on below the meaning of its option."""
+    lines = []
+    for line in text.splitlines():
+        option_end = re.match(r"(  \S.*?  +)?", line)
+        assert option_end is not None
+        indent = " " * min(option_end.end(), MAX_NAME_WIDTH + 4, columns * 2 // 3)
+        lines += textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False) or [line]
+    return "\n".join(lines)
 
 
 def _overview() -> str:

@@ -73,6 +73,16 @@ def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, 
         assert len(listed) == len(options)
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_is_wrapped_to_a_terminal_and_loses_no_word(columns: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["align", "--help"]) == 0
+    text = capsys.readouterr().out
+    wrapped = cli.wrap_help(text, columns)
+    assert wrapped.split() == text.split()
+    assert max(map(len, wrapped.splitlines())) <= columns
+    assert "\n  --align.beta NUMBER " in wrapped
+
+
 def test_help_of_a_verb_is_found_by_help_verb_too(capfd: pytest.CaptureFixture[str]) -> None:
     for words, usual in ((["prepare"], ["prepare", "--help"]), (["pretrain", "all"], ["pretrain", "--help", "all"])):
         assert cli.run(["help", *words]) == 0
