@@ -36,12 +36,12 @@ class QuickstartStage:
     verb: str
     recipe: str
     metric: str
-    description: str  # {}: validation.sequences of its recipe
+    description: str
     direction: str  # "lower" or "higher"
 
 
 TRAINING_STAGES = (
-    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of {} sequences of validation data", "lower"),
+    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of all validation files", "lower"),
     QuickstartStage("sft", "quickstart-sft", "val/loss", "loss of validation requests for functions", "lower"),
     QuickstartStage(
         "align",
@@ -55,7 +55,7 @@ TRAINING_STAGES = (
 
 # How far the losses of FSDP2 on two processes may be from those of one, relative to these, from the same checkpoint on: a
 # sum of fp32 numbers in another order, and bf16 numbers that round otherwise. tests/test_quickstart.py checks both.
-LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-3}
+LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 STEPS_CONTINUED = 50
 
 
@@ -194,8 +194,7 @@ def _results_table(runs: list[Path]) -> Table:
         values = [record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record]
         before, after = values[0], values[-1]
         improved = after < before if stage.direction == "lower" else after > before
-        description = stage.description.format(Run(run).load_config().validation.sequences)
-        table.add_row(stage.verb, description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
+        table.add_row(stage.verb, stage.description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
     return table
 
 
