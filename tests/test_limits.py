@@ -197,6 +197,12 @@ def test_a_config_json_beyond_the_bounds_is_refused_by_file_and_field(
     assert len(printed) < MOST_CHARACTERS + len(str(tmp_path))
 
 
+def test_null_in_a_config_json_is_a_field_left_out(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("mlp_bias", "attention_bias"))
+    (tmp_path / "config.json").write_text(json.dumps({**to_config_json(get_preset("nano")), **nothing}))
+    assert run(["show", str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
