@@ -250,10 +250,8 @@ class Run:
             if not place.is_dir():
                 return []
             steps = {entry: step for entry in place.iterdir() if (step := checkpoint_step(entry)) is not None}
-            # A store has no rename: without a manifest it is incomplete.
-            return sorted(
-                step for folder, step in steps.items() if folder.is_dir() and (is_local(place) or (folder / MANIFEST).exists())
-            )
+            whole = is_local(place)  # a store has no rename: without a manifest it is incomplete
+            return sorted(steps[each] for each in steps if each.is_dir() and (whole or (each / MANIFEST).exists()))
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints_folder / checkpoint_name(step)
