@@ -35,7 +35,16 @@ from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
-from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, open_file, parse_json, quoted, read_bounded
+from lmforge.untrusted import (
+    MAX_MANIFEST_BYTES,
+    check_content,
+    cut,
+    describe_os_error,
+    open_file,
+    parse_json,
+    quoted,
+    read_bounded,
+)
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -95,7 +104,7 @@ def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str
     except FileNotFoundError:
         raise error(f"{folder}: it has no manifest, so it was never finished") from None
     except OSError as problem:
-        raise error(f"{path}: {problem.strerror or problem}") from None
+        raise error(describe_os_error(problem, path)) from None
     fields = parse_json(content, dict[str, Any], str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
     if fields.get("format") != CHECKPOINT_FORMAT:
         found = quoted(fields.get("format"))
@@ -105,7 +114,7 @@ def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str
     step = fields.get("step")
     if checkpoint_step(folder) not in (None, step) and isinstance(step, int):
         raise error(f"{folder}: its manifest is of step {step}; rename the folder to {checkpoint_name(step)}")
-    return parse_json(content, schema, str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
+    return check_content(fields, schema, str(path), error)
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -240,10 +249,9 @@ class Run:
         with storage_errors(place, "checkpoints cannot be listed", CHECKPOINT_FOLDER_HINT):
             if not place.is_dir():
                 return []
-            folders = [entry for entry in place.iterdir() if checkpoint_step(entry) is not None and entry.is_dir()]
-            if not is_local(place):  # a store has no rename: without a manifest it is incomplete
-                folders = [folder for folder in folders if (folder / MANIFEST).exists()]
-        return sorted(step for folder in folders if (step := checkpoint_step(folder)) is not None)
+            steps = {entry: step for entry in place.iterdir() if (step := checkpoint_step(entry)) is not None}
+            whole = is_local(place)  # a store has no rename: without a manifest it is incomplete
+            return sorted(steps[each] for each in steps if each.is_dir() and (whole or (each / MANIFEST).exists()))
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints_folder / checkpoint_name(step)

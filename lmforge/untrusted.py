@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -24,7 +23,7 @@ from pydantic_core import from_json
 from lmforge.errors import UserError
 
 MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
-MAX_MANIFEST_BYTES = 2**30  # manifests that list every file or shard
+MAX_MANIFEST_BYTES = 2**28  # manifests that list every file or shard: checksums of some 40 TB
 CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_INT_BITS = 1024  # of a whole number in TOML, which has no bound of its own; more than any float has
@@ -33,10 +32,19 @@ MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
 # A string, or its beginning where it does not end; possessive, so that no content makes the search quadratic.
 JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+# A key of TOML of more parts than MAX_DEPTH, for each of which tomllib goes through all those before it.
+_PART = rb"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+LONG_KEY = re.compile(rb"(?<![\w-])(?:%b){%d}" % (_PART, MAX_DEPTH))
+# Everything but brackets, and each kind of bracket as the square one.
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+SQUARE = bytes.maketrans(b"{}", b"[]")
 # What pydantic found wrong → what was expected; filled in with the bounds of the field.
 EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
@@ -101,6 +109,14 @@ def parse_json(
         raise error(f"{source}: not valid JSON: {problem}{hint}") from None
 
 
+def check_content(value: Any, schema: type[T], source: str, error: Callable[[str], Exception] = UserError) -> T:
+    """What `parse_json` has parsed as a narrower `schema`. Raises `error` as that does; lenient: "1" is taken as a number."""
+    try:
+        return cast(T, _adapter(cast(Any, schema)).validate_python(value))
+    except ValidationError as problem:
+        raise error(f"{source}: {describe(problem)}") from None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML;
     OSError passes."""
@@ -111,6 +127,8 @@ def parse_toml(content: bytes, source: str) -> dict[str, Any]:
     """TOML `content` as a nested table. Raises UserError as `read_toml` does."""
     content = content.removeprefix(BYTE_ORDER_MARK)
     _check_bounds(content, source, MAX_BYTES, UserError)
+    if LONG_KEY.search(content):
+        raise UserError(f"{source}: nested more than {MAX_DEPTH} levels deep")
     try:
         table = tomllib.loads(content.decode())
     except UnicodeDecodeError as problem:
@@ -192,9 +210,12 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], 
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """A file to be read. The error of a read names it, too.
 
-    A named pipe that nobody writes to is empty, where `open` would wait for a writer without end.
+    A named pipe that nobody writes to is empty, where `open` would wait for a writer without end. Of devices, which can be
+    without end or make a reader wait, only the empty one is read.
     """
     try:
+        if path.is_char_device() and str(path) != os.devnull:
+            raise OSError(errno.ENODEV, "a device, where a file is expected", str(path))
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None
         if pipe is not None:
             os.set_blocking(pipe, True)
@@ -208,11 +229,12 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[str], Exception] = UserError) -> bytes:
     """The rest of an open file. Raises `error` where there are more than `max_bytes`."""
     # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
-    chunks = iter(partial(file.read, CHUNK_BYTES), b"")
-    content = b"".join(islice(chunks, max_bytes // CHUNK_BYTES + 1))
-    if len(content) > max_bytes:
-        raise error(f"{source}: larger than {max_bytes:,} bytes, which no such file is")
-    return content
+    content = bytearray()
+    for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
+        content += chunk
+        if len(content) > max_bytes:
+            raise error(f"{source}: larger than {max_bytes:,} bytes, which no such file is")
+    return bytes(content)
 
 
 def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[str], Exception]) -> None:
@@ -221,11 +243,11 @@ def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[
     # Cheap, and enough for nearly everything: content with few brackets cannot be nested deeply.
     if content.count(b"[") + content.count(b"{") <= MAX_DEPTH:
         return
-    depth = 0
-    for bracket in re.findall(rb"[\[\]{}]", JSON_STRING.sub(b"", content)):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_DEPTH:
-            raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
+    brackets = JSON_STRING.sub(b"", content).translate(SQUARE, NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # the innermost pairs
+    if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH:
+        raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
 
 
 def _check_table(table: dict[str, Any], source: str) -> None:

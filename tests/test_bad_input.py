@@ -35,7 +35,7 @@ from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
 from lmforge.model.init_weights import init_weights
-from lmforge.runs import MANIFEST, Run
+from lmforge.runs import MANIFEST, Run, checkpoint_checksum
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
 from tests.tools import need
@@ -231,6 +231,47 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_is
     for name, tensor in weights(Run(tiny_run)).items():
         assert torch.equal(weights(trained)[name], tensor), name
     assert not list(trained.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}"))
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "reason"),
+    [
+        (("bad_step_detector",), {}, "bad_step_detector.skipped_steps: missing"),
+        (("bad_step_detector", "losses"), ["low"], "bad_step_detector.losses[0]: expected a number"),
+        (("bad_step_detector", "rollbacks"), -1, "bad_step_detector.rollbacks: expected a number of at least 0, got -1"),
+        (("recipe", "lora"), {"rank": "two"}, "recipe.lora: rank: "),
+        (("recipe", "lora"), {"rank": 2, "alpha": 1, "depth": 1}, "recipe.lora: depth: not a known field"),
+        (("recipe", "model", "source"), 5, "recipe.model: its options: source: expected text, got 5"),
+        (("written_by", "data"), 5, "written_by.data: expected text, got 5"),
+        (("step",), 2**70, "step: expected a number of at most "),
+    ],
+)
+def test_a_manifest_whose_fields_are_odd_is_not_used_though_its_checksum_is_right(
+    trained: Run, refused: Refusal, where: tuple[str, ...], value: object, reason: str
+) -> None:
+    newest = trained.checkpoint_path(6)
+    fields = json.loads((newest / MANIFEST).read_text())
+    del fields["xxh3"]
+    table = fields
+    for name in where[:-1]:
+        table = table[name]
+    table[where[-1]] = value
+    renamed = newest.with_name("a")  # no name of a step
+    newest.rename(renamed)
+    (renamed / MANIFEST).write_text(json.dumps({**fields, "xxh3": checkpoint_checksum(fields)}))
+    assert reason in refused("generate", renamed, "To be")
+
+
+def test_a_file_of_a_checkpoint_that_is_none_is_not_read(trained: Run, refused: Refusal) -> None:
+    """It has the size that the manifest says: nothing."""
+    newest = trained.checkpoint_path(6)
+    fields = json.loads((newest / MANIFEST).read_text())
+    del fields["xxh3"]
+    for name, target in (("a.json", "/dev/zero"), ("b.distcp", "/dev/null")):
+        (newest / name).symlink_to(target)
+        fields["files"] = {name: {"bytes": 0, "xxh3": []}}
+        (newest / MANIFEST).write_text(json.dumps({**fields, "xxh3": checkpoint_checksum(fields)}))
+        assert refused("generate", newest, "To be") == f"{newest}: {name} is not a file"
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_used(

@@ -26,7 +26,7 @@ from lmforge.stages.build_model import check_model
 from lmforge.stages.run_stage import _notes_on_ranks
 from lmforge.untrusted import parse_json, parse_toml, quoted
 from lmforge.verbs import generate
-from tests.conftest import Refusal
+from tests.conftest import Command, Refusal
 
 LONG = "x" * 5000
 DIGITS = "9" * 6000
@@ -197,6 +197,12 @@ def test_a_config_json_beyond_the_bounds_is_refused_by_file_and_field(
     assert len(printed) < MOST_CHARACTERS + len(str(tmp_path))
 
 
+def test_null_in_a_config_json_is_a_field_left_out(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("mlp_bias", "attention_bias"))
+    (tmp_path / "config.json").write_text(json.dumps({**to_config_json(get_preset("nano")), **nothing}))
+    assert run(["show", str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -359,7 +365,20 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path, tiny_tokens: Path) -> None
     assert Tokenizer.open(tmp_path).hash == Tokenizer.open(tiny_tokens / "tokenizer").hash
 
 
+def test_a_server_without_models_is_refused(refused: Refusal) -> None:
+    assert refused("serve", "--models") == "--models: expected at least one"
+
+
 # --- the environment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["1", "9" * 20])
+def test_a_launchers_variable_without_a_rank_is_of_another_time(
+    tiny_options: list[str], tmp_path: Path, lmforge: Command, launcher: str
+) -> None:
+    options = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--train.steps", "2"]
+    done = lmforge(*options, LMFORGE_LAUNCHER=launcher)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """The door for content from outside refuses what is not JSON, whatever the schema."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from lmforge import untrusted
 from lmforge.errors import UserError
-from lmforge.untrusted import MAX_DEPTH, parse_json, read_bounded
+from lmforge.untrusted import MAX_DEPTH, parse_json, parse_toml, read_bounded
+from tests.conftest import Refusal
 
 
 class Section(BaseModel):
@@ -50,3 +53,42 @@ def test_a_file_beyond_its_bound_is_refused(tmp_path: Path) -> None:
     assert read_bounded(tmp_path / "a", 11) == bytes(11)
     with pytest.raises(UserError, match="larger than 10 bytes"):
         read_bounded(tmp_path / "a", 10)
+
+
+def test_a_file_without_end_costs_no_more_memory_than_its_bound(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "a").open("r+b").truncate(2**40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="larger than 67,108,864 bytes"):
+            read_bounded(tmp_path / "a", 2**26)
+        assert tracemalloc.get_traced_memory()[1] < 1.6 * 2**26
+    finally:
+        tracemalloc.stop()
+
+
+def test_millions_of_brackets_are_counted_in_little_memory() -> None:
+    content = b'{"a": [' + b"[]," * 2**20 + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="levels deep"):
+            parse_json(content, dict[str, Any], "the file")
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(content)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("part", ["a", "'a'", '"a"', "a-_1 "])
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "[[{}]]", "x = {{{} = 1}}"])
+def test_a_key_of_many_parts_is_refused_before_it_is_parsed(part: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = line.format(".".join([part] * 10_000)).encode()
+    assert parse_toml(line.format(".".join([part] * 60)).encode(), "the file")
+    monkeypatch.setattr(untrusted.tomllib, "loads", pytest.fail)  # which takes hours
+    with pytest.raises(UserError, match=r"^the file: nested more than 64 levels deep"):
+        parse_toml(content, "the file")
+
+
+def test_a_device_is_not_read(refused: Refusal) -> None:
+    for words in (["pretrain", "/dev/zero"], ["run", "/dev/zero"]):
+        assert refused(*words).endswith(": a device, where a file is expected")
+    assert read_bounded(Path("/dev/null")) == b""

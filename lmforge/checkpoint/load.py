@@ -16,13 +16,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lmforge.checkpoint.async_save import StateDict
 from lmforge.checkpoint.manifest import Manifest, read_manifest
-from lmforge.checkpoint.storage import VerifyingFileSystem
+from lmforge.checkpoint.storage import CorruptCheckpoint, VerifyingFileSystem
+from lmforge.config.tuning import LoraOptions
 from lmforge.errors import UserError
 from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names, load_tensors
 from lmforge.interop.weights import merge_adapters
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, lora_delta
+from lmforge.runs import MANIFEST
+from lmforge.untrusted import check_content
 
 # A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -57,12 +60,12 @@ def _open_reader(folder: Path) -> SafeReader:
 
 
 def stored_lora_config(manifest: Manifest) -> LoraConfig | None:
-    """The config of the low-rank adapters that a checkpoint has beside the weights; None where it has none."""
-    options = manifest.recipe.get("lora", {})
-    if not options.get("rank"):
-        return None
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return LoraConfig(**fields)
+    """The config of the low-rank adapters that a checkpoint has beside the weights; None where it has none.
+
+    Raises CorruptCheckpoint where the manifest does not say it.
+    """
+    options = check_content(manifest.recipe.get("lora", {}), LoraOptions, f"{MANIFEST}: recipe.lora", CorruptCheckpoint)
+    return None if options.rank is None else LoraConfig(**options.model_dump())
 
 
 @torch.no_grad()

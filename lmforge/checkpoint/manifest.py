@@ -2,24 +2,58 @@
 
 import base64
 import json
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import Field, FiniteFloat
+from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat
+from typing_extensions import TypedDict
 
 from lmforge.atomic_files import PARTIAL_SUFFIX
-from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_file
+from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_file, unreadable
 from lmforge.errors import UserError
 from lmforge.interop.config_json import model_config_from_json
 from lmforge.model.config import ModelConfig
 from lmforge.runs import CHECKPOINT_FORMAT, MANIFEST, Run, checkpoint_checksum, checkpoint_step, read_checkpoint_manifest
+from lmforge.untrusted import check_content
 
 TENSOR_SUFFIX = ".distcp"
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class _RecipeSection(TypedDict, total=False):
+    """The options that are read of a section of the recipe in a manifest; others are only compared with another's."""
+
+    stage: str | None
+    folder: str | None
+    source: str | None
+    implementation: str
+    reward_functions: list[str]
+
+
+def _check_section(section: dict[str, Any]) -> dict[str, Any]:
+    check_content(section, _RecipeSection, "its options", ValueError)
+    return section
+
+
+class _Writer(TypedDict, total=False):
+    """`data` is what the model was trained on."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    data: str | None
+
+
+class DetectorState(TypedDict):
+    """What train/bad_steps.py keeps in a checkpoint; losses are the newest last, None where there was none yet."""
+
+    skipped_steps: Count
+    consecutive_bad_steps: Count
+    rollbacks: Count
+    losses: list[FiniteFloat | None]
 
 
 @dataclass(frozen=True)
@@ -40,15 +74,17 @@ class Manifest:
     global_batch_size: Annotated[int, Field(ge=1)]
     plan_hash: str
     hf_config: dict[str, Any]
-    recipe: dict[str, dict[str, Any]]
+    recipe: dict[str, Annotated[dict[str, Any], AfterValidator(_check_section)]]
     tokenizer_hash: str
     rng: str
-    written_by: dict[str, Any]
+    written_by: _Writer
     files: dict[str, FileDigests]
     contents: list[str] = field(default_factory=lambda: ["model", "optimizer"])
     metrics: dict[str, FiniteFloat | None] = field(default_factory=dict)
     kept: bool = False
-    bad_step_detector: dict[str, Any] = field(default_factory=dict)
+    bad_step_detector: DetectorState = field(
+        default_factory=lambda: DetectorState(skipped_steps=0, consecutive_bad_steps=0, rollbacks=0, losses=[])
+    )
     format: int = CHECKPOINT_FORMAT
 
     @property
@@ -98,16 +134,18 @@ def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
     manifest = read_manifest(folder)
     for name, written in manifest.files.items():
         try:
-            size = (folder / name).stat().st_size
-            if size != written["bytes"]:
-                raise CorruptCheckpoint(f"{name} has {size:,} bytes instead of {written['bytes']:,}")
+            status = (folder / name).stat()
+            if status.st_size != written["bytes"]:
+                raise CorruptCheckpoint(f"{name} has {status.st_size:,} bytes instead of {written['bytes']:,}")
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptCheckpoint(f"{name} is not a file")
             is_read = with_tensors or not name.endswith(TENSOR_SUFFIX)
             if is_read and digest_file(folder / name) != written:
                 raise CorruptCheckpoint(f"{name} does not hold what was written (its checksum differs)")
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{name} is missing") from None
         except OSError as problem:
-            raise CorruptCheckpoint(f"{name} cannot be read ({problem.strerror or problem})") from None
+            raise unreadable(problem, folder / name) from None
     return manifest
 
 

@@ -24,6 +24,7 @@ from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX
 from lmforge.checksums import ChecksummedFile, DamagedFile
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import CHECKPOINT_FOLDER_HINT, Run, checkpoint_step, describe_storage_error, is_local, storage_errors
+from lmforge.untrusted import describe_os_error
 
 BLOCK_BYTES = 1 << 22
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
@@ -38,6 +39,11 @@ class FileDigests(TypedDict):
 
 class CorruptCheckpoint(UserError):
     """A folder cannot be used as a checkpoint; the message says why."""
+
+
+def unreadable(problem: OSError, path: Path) -> CorruptCheckpoint:
+    """What is raised where the file `path` of a checkpoint cannot be read. It is called by its name alone."""
+    return CorruptCheckpoint(describe_os_error(problem, path).removeprefix(f"{path.parent}/"))
 
 
 class _HashingFile(io.RawIOBase):
@@ -101,7 +107,7 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
         except DamagedFile as problem:
             raise CorruptCheckpoint(f"{self._name} does not hold what was written ({problem.strerror})") from None
         except OSError as problem:
-            raise CorruptCheckpoint(f"{self._name} cannot be read ({problem.strerror or problem})") from None
+            raise CorruptCheckpoint(describe_os_error(problem, self._name)) from None
         self._position += len(out)
         return len(out)
 
@@ -173,7 +179,7 @@ class VerifyingFileSystem(_PathFileSystem):
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path.name} is missing") from None
         except OSError as problem:
-            raise CorruptCheckpoint(f"{path.name} cannot be read ({problem.strerror or problem})") from None
+            raise unreadable(problem, path) from None
 
 
 def check_writable(run: Run) -> None:

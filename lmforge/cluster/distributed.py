@@ -262,7 +262,7 @@ def _terminate_with_launcher() -> None:
     library = ctypes.CDLL(None)
     # Removed, because processes that a rank starts have another parent.
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
-    if launcher is None or not launcher.isdecimal() or not hasattr(library, "prctl"):
+    if launcher is None or not launcher.isdecimal() or "RANK" not in os.environ or not hasattr(library, "prctl"):
         return
     parent_death_signal = 1
     library.prctl(parent_death_signal, signal.SIGTERM)

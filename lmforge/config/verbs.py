@@ -146,6 +146,10 @@ class ServeOptions(Options):
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
 
+    def problems(self) -> Iterator[str]:
+        if not self.models:
+            yield "--models: expected at least one"
+
 
 class ExportOptions(Options):
     """lmforge export MODEL OUT: a checkpoint as a Hugging Face folder, in bounded memory."""

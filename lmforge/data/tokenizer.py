@@ -7,9 +7,11 @@ truncation and padding as they were saved, and with special tokens that a text m
 
 import codecs
 import json
+import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -55,6 +57,19 @@ CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
 MAX_TOKENIZER_BYTES = 2**28
 MAX_VOCAB_SIZE = 2**24
+MAX_GROWTH = 1000  # of a text in its normalizer and decoder
+
+
+def _growths(part: Any) -> Iterator[float]:
+    """How much longer each step of a tokenizer.json can make a text that a step before it made longer."""
+    if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
+        pattern = part.get("pattern")
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        yield max(1.0, len(str(part.get("content", part.get("prepend")))) / max(1, len(str(replaced or ""))))
+    elif isinstance(part, dict | list):
+        for name, inner in part.items() if isinstance(part, dict) else enumerate(part):
+            if name not in ("vocab", "merges", "added_tokens"):
+                yield from _growths(inner)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -98,10 +113,11 @@ class Tokenizer:
             name: parse_json(companions.get(name, "{}").encode(), dict[str, Any], str(Path(location).parent / name))
             for name in CONFIG_FILES
         }
-        try:
+        if (growth := math.prod(_growths(self._json))) > MAX_GROWTH:
+            raise UserError(f"{location}: makes {growth:.3g} characters of one: expected at most {MAX_GROWTH:,}")
+        self._location = location
+        with self._library_errors(hint):
             self._backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{location}: {hint}: {error}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
@@ -116,6 +132,16 @@ class Tokenizer:
         self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
         # Some files do not mark these as special: text that spells them would be encoded as them.
         self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
+
+    @contextmanager
+    def _library_errors(self, what: str) -> Iterator[None]:
+        """What the library raises as UserError: nothing narrower than Exception, and panics of Rust, which are none."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise UserError(f"{self._location}: {what}: {error}") from None
+            raise
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -155,7 +181,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text and no others: a special token's spelling is encoded as text."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with self._library_errors("cannot encode a text"):
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -167,7 +194,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, is_continuation: bool = False) -> list[list[int]]:
         """`encode` of each. `is_continuation`: as after other tokens, where some tokenizers put no blank before a word."""
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
-            return [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            with self._library_errors("cannot encode a text"):
+                return [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         tokens, before = self._continuation_tokenizer
         after = [before + text for text in texts]
         return [each.ids[1:] for each in tokens.encode_batch_fast(after, add_special_tokens=False)]

@@ -156,10 +156,10 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     rope = _rope_table(content)
     fields["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     fields["rope_scaling"] = rope
-    biased = {"mistral": False, "qwen2": True}.get(model_type, content.get("attention_bias", False))
+    biased = {"mistral": False, "qwen2": True}.get(model_type, bool(content.get("attention_bias")))
     fields["attention_bias"] = biased
     fields["attention_output_bias"] = biased and model_type != "qwen2"
-    fields["mlp_bias"] = model_type == "llama" and content.get("mlp_bias", False)
+    fields["mlp_bias"] = model_type == "llama" and bool(content.get("mlp_bias"))
     fields["qk_norm"] = model_type == "qwen3"
     if model_type == "mistral":
         fields["sliding_window"] = content.get("sliding_window", 4096)

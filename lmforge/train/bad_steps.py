@@ -8,7 +8,7 @@ all ranks, so that all of them decide alike.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +117,12 @@ class BadStepDetector:
             "losses": [None if math.isnan(loss) else loss for loss in self._recent_losses.tolist()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], batch_offset: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], batch_offset: int) -> None:
         self.skipped_steps, self.consecutive_bad_steps = state["skipped_steps"], state["consecutive_bad_steps"]
         self.rollbacks, self.batch_offset = state["rollbacks"], batch_offset
         self.load_losses(state)
 
-    def load_losses(self, state: dict[str, Any]) -> None:
+    def load_losses(self, state: Mapping[str, Any]) -> None:
         """Take over the newest losses of a checkpoint, as many as this run's window holds."""
         losses = [math.nan if loss is None else loss for loss in state["losses"]][-len(self._recent_losses) :]
         if len(self._recent_losses) and losses:

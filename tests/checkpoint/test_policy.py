@@ -97,9 +97,9 @@ def test_the_model_alone_at_the_end_is_a_third_and_a_longer_run_goes_on_from_the
     assert size(6) < 0.4 * size(4)
     capsys.readouterr()
     train("a", "--train.steps", 8, "--schedule.name", "constant")
-    told = capsys.readouterr().out
-    assert f"{run.checkpoint_path(6)}: holds the model alone; skipped\n" in told
-    assert f"continuing {run.path} from step 4\n" in told
+    printed = capsys.readouterr().out
+    assert f"{run.checkpoint_path(6)}: holds the model alone; skipped\n" in printed
+    assert f"continuing {run.path} from step 4\n" in printed
 
 
 def test_what_is_saved_beside_the_training_is_the_step_it_says_and_the_same_as_saved_in_between(train: Train) -> None:
@@ -112,7 +112,7 @@ def test_what_is_saved_beside_the_training_is_the_step_it_says_and_the_same_as_s
     assert not torch.equal(weights(beside, 2)["lm_head.weight"], weights(beside, 4)["lm_head.weight"])
 
 
-def test_a_save_that_fails_is_told_and_tried_again_and_some_in_a_row_end_the_run(
+def test_a_save_that_fails_is_reported_and_tried_again_and_some_in_a_row_end_the_run(
     tmp_path: Path, tiny_options: list[str]
 ) -> None:
     """While it trains, the folder of the checkpoints is moved away and a file takes its place: a mount that is lost, and there
@@ -130,9 +130,9 @@ def test_a_save_that_fails_is_told_and_tried_again_and_some_in_a_row_end_the_run
         elsewhere.write_text("in the way")
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
-    *told, last = [line for line in errors.splitlines() if "old checkpoints could not be deleted" not in line]
-    assert [line.rpartition(" ")[2] for line in told] == ["1", "2", "3"]
-    assert all(line.startswith(f"lmforge: {elsewhere / 'a'}: the checkpoint step-0") for line in told)
+    *failures, last = [line for line in errors.splitlines() if "old checkpoints could not be deleted" not in line]
+    assert [line.rpartition(" ")[2] for line in failures] == ["1", "2", "3"]
+    assert all(line.startswith(f"lmforge: {elsewhere / 'a'}: the checkpoint step-0") for line in failures)
     assert ": 3 saves in a row have failed: " in last
     assert last.split()[1] == "step"
     assert elsewhere.read_text() == "in the way"

@@ -420,19 +420,19 @@ def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
     else:
         raw = raw if "jsonl" in name else "\n".join(texts).encode()
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw))
-    told: list[tuple[Any, ...]] = []
+    reports: list[tuple[Any, ...]] = []
     source = tmp_path / name
     if workers > 1:  # of which each is its own process's
         source = tmp_path / "several"
         source.mkdir()
         for number in range(2):
             shutil.copy(tmp_path / name, source / f"{number}{name}")
-    prepare(str(source), tmp_path / "out", vocab_size=261, workers=workers, progress=lambda *step: told.append(step))
-    sizes = {size for step, _, _, _, size in told if step != "shards"}
+    prepare(str(source), tmp_path / "out", vocab_size=261, workers=workers, progress=lambda *step: reports.append(step))
+    sizes = {size for step, _, _, _, size in reports if step != "shards"}
     if name != "a.parquet":  # whose row groups say how large they are unpacked
         assert sizes == {sum(file.stat().st_size for file in [*source.glob("*"), source] if file.is_file())}
     for wanted in ("tokenizer", "tokens"):
-        read = [read for step, _, _, read, _ in told if step == wanted]
+        read = [read for step, _, _, read, _ in reports if step == wanted]
         assert read == sorted(read)
         assert (read[0], read[-1]) == (0, *sizes)
         assert (wanted == "tokenizer" and "txt" in name) or len(set(read)) >= 3, "in between too"

@@ -5,6 +5,9 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,12 @@ range(10)|slice(999999999)|list ;; range(10)|batch(999999999, 0)|list ;; "x"|cen
 ("a" * 99999)|replace("", "b" * 99999) ;; ("a b" * 9999999).split() ;; ("a" * 9999999)|wordwrap(1, true, "x" * 9999)
 "x".encode("utf-32") ;; "\t".expandtabs(999999999) ;; (1).to_bytes(999999999, "big") ;; "a".translate({97: "b" * 99999999})
 ("f" * 9999999)|int(0, 16) ** 9 ;; strftime_now("%Y" * 99999999) ;; ("http://a.b " * 9999)|urlize(target="x" * 99999)
+lipsum(n=10**9, min=-9, max=-5) ;; lipsum(n=10**9, min=-1, max=0) ;; ("ab" * 2000000).rfind("ab" ~ "b" * 1000000)
+("a" * 2000000).rindex("ab" ~ "a" * 1000000) ;; ("a" * 2000000).rsplit("ab" ~ "a" * 1000000)
+("a" * 2000000).rpartition("ab" ~ "a" * 1000000) ;; ("a" * 5000000).strip("b" * 5000000) ;; ("a" * 5000000)|trim("b" * 5000000)
+("f" * 10000000)|int(0, 16) is divisibleby(("f" * 5000000)|int(0, 16)) ;; (["x"] * 9999)|sort(attribute="0" ~ ",0" * 999999)
+(["x"] * 9999)|join("", "0" ~ ".0" * 999999) ;; ["x"]|map(attribute="0" ~ ".0" * 999999)|list
+("a" ~ "(" * 999999 ~ ")" * 999999)|urlize ;; ("x" * 450000)|wordwrap(1)
 range(9999)|map("string")|map("list")|sum(start=[]) ;; raise_exception("x" * 9999999) ;; raise_exception("a\n\nb")
 """.strip()
 HOSTILE = [f"{{{{ {each} }}}}" for each in EXPRESSIONS.replace("\n", " ;; ").split(" ;; ")]
@@ -56,8 +65,10 @@ FAMILIES = {
     LARGE: ["s == t", "s[::-1]|length", "s.upper()|length", "'c' in s", "s is lower", "s|trim|length"],
     LISTS: ["ns.a", "ns.a|tojson", "'%s' % ns.a", "'{}'.format(ns.a)", "'' ~ ns.a", "ns.a|string", "{1: ns.a}.values()"],
     TWINS: ["ns.a == ns.b", "[ns.a] == [ns.b]", "ns.a in [ns.b]", "ns.a is in [ns.b]", "[ns.a]|select('eq', ns.b)|list"],
+    LISTS + " ": ["ns.a is lower", "ns.a is upper", "([{}]|map(attribute=ns.a)|list)[0].x"],
     TWINS + " ": ["[ns.a, ns.b]|sort", "[ns.a].index(ns.b)", "cycler(ns.a, ns.b).next() == ns.b"],
     TUPLES: ["{ns.a: 1}", "{}[ns.a]", "[ns.a]|unique|list", "{}.get(ns.a)", "dict([(ns.a, 1)])"],
+    TUPLES + " ": ["[1]|map(ns.a)|list", "[{}]|selectattr(ns.a)|list"],
     CHAIN: ["{ns.a: 1}", "ns.a"],
 }
 for family, expressions in FAMILIES.items():
@@ -67,7 +78,59 @@ HOSTILE += [
     "{% for i in range(99999) %}{{ range(99999)|list|length }}{% endfor %}",
     "{% filter center(999999999) %}x{% endfilter %}",
     "{{ (-99999999999)|_statements }}{{ 'x' * 999999999 }}",
+    "{% set a = [0] * 99999 %}{% set b = [0] * 99999 %}{{ ([a] * 999999).count(b) }}",
+    "{% set a = [0] * 4000000 %}{% for i in range(999) %}{{ a.copy()|length }}{% endfor %}",
+    "{% for i in range(99999) if [" + "i, " * 2000 + "] and false %}{% endfor %}",
 ]
+
+
+# What is no number is not multiplied by one: each would be a list of gigabytes.
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "lipsum(max=[0] * 99999)",
+        "('x' * 9999999)|indent([0] * 99)",
+        "[1]|slice([0] * 3999999)|list",
+        "[1]|batch([0] * 99999, 0)|list",
+        "[1]|tojson(indent=[0] * 99999)",
+        "'x'|center([0] * 99999)",
+    ],
+)
+def test_a_list_in_the_place_of_a_number_costs_nothing(expression: str) -> None:
+    template = JinjaTemplate(f"{{{{ {expression} }}}}", {}, "T")
+    tracemalloc.start()
+    try:
+        refusal(template, SHORT)
+        assert tracemalloc.get_traced_memory()[1] < 2**28
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("expression", ["{1: 2}.keys().mapping", "dict.update", "dict.setdefault", "dict.clear"])
+def test_attributes_that_hide_a_size_or_change_a_value_are_not_there(expression: str) -> None:
+    messages = [{"role": "user", "content": "Well?"}]
+    source = f"{{{{ {expression} is defined }}}}{{{{ {expression}(messages[0], {{'role': 'x'}}) }}}}"
+    template = JinjaTemplate(source, {}, "T")
+    refusal(template, messages)
+    assert JinjaTemplate(source.partition("}}")[0] + "}}", {}, "T").render(messages, None, False) == "False"
+    assert messages == [{"role": "user", "content": "Well?"}]
+
+
+def test_conversations_rendered_at_once_have_a_budget_each() -> None:
+    """Each takes a half of it; all begin before one is finished."""
+    template = JinjaTemplate("{{ messages[0].content }}{% set s = 'x' * 150000000 %}{{ messages[0].content }}", {}, "T")
+    together = threading.Barrier(3)
+
+    class Waiting(str):
+        def __str__(self) -> str:
+            together.wait(60)
+            return "x"
+
+    def render(_: int) -> str:
+        return template.render([{"role": "user", "content": Waiting("x")}], None, False)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(render, range(3))) == ["xx"] * 3
 
 
 def refusal(template: JinjaTemplate, messages: list[Any]) -> str:

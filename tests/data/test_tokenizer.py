@@ -299,3 +299,54 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such tokenizer: name a tokenizer\.json or a folder that holds one"):
         Tokenizer.open(tmp_path / "none")
+
+
+def changed(folder: Path, trained: Tokenizer, **parts: Any) -> Path:
+    """A folder with the trained tokenizer, and other parts in its tokenizer.json."""
+    trained.save(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
+    return folder
+
+
+@pytest.mark.parametrize("where", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaa"}] * 6,
+        [{"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a" * 2000}],
+        [{"type": "Prepend", "prepend": "a" * 10_000_000}],
+    ],
+)
+def test_a_tokenizer_that_makes_texts_grow_is_refused(
+    where: str, steps: list[dict[str, Any]], trained: Tokenizer, tmp_path: Path
+) -> None:
+    kind = {"normalizer": "normalizers", "decoder": "decoders"}[where]
+    folder = changed(tmp_path, trained, **{where: {"type": "Sequence", kind: steps}})
+    with pytest.raises(UserError, match=r"tokenizer\.json: makes [\d.e+]+ characters of one: expected at most 1,000$"):
+        Tokenizer.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+            "retry",
+        ),
+        ({"model": {"type": "Unigram", "vocab": [], "unk_id": None}}, "unk_id"),
+    ],
+)
+def test_what_the_library_cannot_encode_is_named_with_the_file(
+    parts: dict[str, Any], message: str, trained: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.open(changed(tmp_path, trained, **parts))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match=f"{tmp_path}/tokenizer.json: cannot encode a text: .*{message}"):
+            encode("a" * 60 + "b")
+
+
+def test_a_file_over_which_the_library_panics_is_named(trained: Tokenizer, tmp_path: Path) -> None:
+    folder = changed(tmp_path, trained, model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]})
+    with pytest.raises(UserError, match=r"not a tokenizer\.json this can open"):
+        Tokenizer.open(folder)

@@ -42,15 +42,15 @@ def write(folder: Path, rank: int, step: int, number: int, phase: str, **changed
     os.utime(path, (written - silent, written - silent))
     entries = [("all_reduce", sequence - 1, False)] + ([(operation, sequence, True)] if operation else [])
     collectives = [{"group": "default_pg", "operation": o, "sequence": s, "pending": p} for o, s, p in entries]
-    told = {"progress": [step, number], "stack": STACK, "collectives": collectives}
-    stall_file(folder, rank).write_text(json.dumps(told))
+    content = {"progress": [step, number], "stack": STACK, "collectives": collectives}
+    stall_file(folder, rank).write_text(json.dumps(content))
 
 
 def seen(folder: Path, ranks: int) -> list[PeerStatus]:
     return [read_peer(folder, rank, time.time(), silent_after_seconds=10.0) for rank in range(ranks)]
 
 
-def told(folder: Path, ranks: int) -> str:
+def report_of(folder: Path, ranks: int) -> str:
     return "\n".join(report_lines(seen(folder, ranks), 28.0, 0.8, "logs/rank-*.stack.txt"))
 
 
@@ -60,7 +60,7 @@ def test_the_rank_without_a_collective_is_stuck_and_who_has_one_waits(tmp_path: 
     write(tmp_path, 1, 3, 4, "forward")
     write(tmp_path, 2, 3, 4, "forward", operation="all_gather")
     assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "stuck", 2: "waits"}
-    lines = told(tmp_path, 3).splitlines()
+    lines = report_of(tmp_path, 3).splitlines()
     assert lines[0] == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is stuck, ranks 0, 2 wait for it"
     assert lines[1].split() == ["rank", "1", platform.node(), "forward", "28", "s", "stuck", "train.py:88", "main"]
     assert "waits  all_gather 41 of default_pg, from train.py:88 main" in lines[2]
@@ -81,12 +81,12 @@ def test_files_of_any_content_or_folders_in_their_place_do_not_stop_a_report(tmp
     contents += [json.dumps({key: record[key] for key in record if key != name}).encode() for name in record]
     for content in contents:
         path.write_bytes(content)
-        report = told(tmp_path, 2)
+        report = report_of(tmp_path, 2)
         assert report.startswith("STALL: no progress for 28 s at step "), content
         assert "rank 1" in report
     path.unlink()
     path.mkdir()
-    assert "rank 1" in told(tmp_path, 2)
+    assert "rank 1" in report_of(tmp_path, 2)
 
 
 def test_without_collectives_to_go_by_the_least_far_is_stuck(tmp_path: Path) -> None:
@@ -99,14 +99,14 @@ def test_all_in_the_same_place_nobody_is_stuck(tmp_path: Path) -> None:
     for rank in range(3):
         write(tmp_path, rank, 3, 0, "data")
     assert set(classify_ranks(seen(tmp_path, 3)).values()) == {""}
-    assert "all 3 ranks are in data" in told(tmp_path, 3)
+    assert "all 3 ranks are in data" in report_of(tmp_path, 3)
 
 
 def test_another_operation_of_the_same_number_is_a_divergence(tmp_path: Path) -> None:
     write(tmp_path, 0, 4, 1, "reduce", operation="all_reduce")
     write(tmp_path, 1, 3, 9, "save", operation="barrier")
     assert classify_ranks(seen(tmp_path, 2)) == {0: "waits", 1: "waits"}
-    text = told(tmp_path, 2)
+    text = report_of(tmp_path, 2)
     assert "the ranks wait for each other, each in another collective" in text
     assert "last in common: 40 of default_pg, all_reduce." in text
 
@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_continue_is_stuck_however_far_it_came(
     if broken is not None:
         write(tmp_path, 2, 3, 8, **{"phase": "optimizer", **broken})
     assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "waits", 2: "stuck"}
-    assert words in told(tmp_path, 3)
+    assert words in report_of(tmp_path, 3)
 
 
 def test_evidence_of_an_earlier_stall_is_not_taken_for_this_one(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_ranks_in_the_same_place_share_a_line(tmp_path: Path) -> None:
     for rank in range(200):
         write(tmp_path, rank, 3, 4, "forward", operation="all_gather", host=f"host{rank // 8}")
     write(tmp_path, 77, 3, 4, "forward", host="host9")
-    text = told(tmp_path, 200)
+    text = report_of(tmp_path, 200)
     assert "rank 77 is stuck, ranks 0-76, 78-199 wait for it" in text
     assert len(text.splitlines()) < 10
 
@@ -182,7 +182,7 @@ def test_a_rank_that_compiles_is_not_stuck_for_a_while(tmp_path: Path) -> None:
     assert [peer.rank for peer in compiling_peers(peers, patience_seconds=30.0)] == [1]
     assert compiling_line(peers[1:], 2) == "rank 1: still compiling after 28 s (a long first step is normal)"
     assert not compiling_peers(peers, patience_seconds=20.0)
-    text = told(tmp_path, 2)
+    text = report_of(tmp_path, 2)
     assert "rank 1 is stuck, rank 0 waits for it" in text
     assert re.search(r"rank 1 +\S+ +compiling +28 s +stuck", text)
     assert "most recent call last" not in text

@@ -5,6 +5,7 @@ decides whether the template can be trained on. Each operation is charged with i
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial, update_wrapper
@@ -54,17 +55,23 @@ class _BoundedNamespace(Namespace):
 class _ChargedIterator:
     """Charges each item to a sandbox. (A class, because deep chains of generators overflow the stack when they are freed.)"""
 
-    __slots__ = ("_charge", "_iterator")
+    __slots__ = ("_charge", "_cost", "_iterator")
 
-    def __init__(self, items: Iterable[Any], charge: Callable[[int], None]):
-        self._iterator, self._charge = iter(items), charge
+    def __init__(self, items: Iterable[Any], cost: int = 0, *, charge: Callable[[int], None]):
+        self._iterator, self._charge, self._cost = iter(items), charge, costs.STEP + cost
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self._charge(costs.STEP)
+        self._charge(self._cost)
         return next(self._iterator)
+
+
+class _Work(threading.local):
+    """What a rendering has cost so far: conversations of several requests are rendered by one template at a time."""
+
+    done = 0
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -77,7 +84,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self) -> None:
-        self.work = 0
+        self.work = _Work()
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -95,14 +102,14 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
             "_sliced": partial(self._charged, costs.shallow_size),
             "_compared": partial(self._charged, costs.deep_size),
             "_joined": lambda items: self.concat(str(self._charge_output(item)) for item in items),
-            "_statements": pass_context(lambda _, count: self.charge(8 * count)),
+            "_statements": pass_context(lambda _, count: self.charge(costs.NODE * count)),
         }
         self.globals |= {"raise_exception": _raise_exception, "namespace": _BoundedNamespace}
 
     def charge(self, cost: float) -> None:
         """Add to the work done. Raises BoundExceeded when it is too much."""
-        self.work += max(0, int(cost))
-        if self.work > costs.MAX_WORK:
+        self.work.done += max(0, int(cost))
+        if self.work.done > costs.MAX_WORK:
             place = "an operation goes" if cost > costs.MAX_WORK else "its loops ran"
             raise BoundExceeded(f"{place} beyond what a template needs: {costs.MAX_WORK:,} characters and steps")
 
@@ -117,21 +124,25 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        text = getattr(function, "__self__", None)
-        if isinstance(text, str):
-            args = (text, *map(_listed, args))
-            self._charge_call(function.__name__, costs.METHOD_COSTS, costs.deep_size, args, kwargs)
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str):
+            args = (owner, *map(_listed, args))
+            self._charge_call(name, costs.METHOD_COSTS, costs.deep_size, args, kwargs)
             args = args[1:]
         else:
-            self.charge(costs.CALL)
+            # Methods of lists: these compare all items with their argument, and others copy the list.
+            self.charge(costs.CALL + (costs.deep_size if name in ("count", "index") else costs.shallow_size)(owner))
             # A macro is often given all messages, for each of them.
             measure = costs.shallow_size if isinstance(function, Macro) else costs.deep_size
-            self._charge_call(getattr(function, "__name__", ""), costs.FUNCTION_COSTS, measure, args, kwargs)
+            self._charge_call(name, costs.FUNCTION_COSTS, measure, args, kwargs)
         return super().call(context, function, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str | int | float):
             return isinstance(obj, str) and attr in costs.STRING_METHODS
+        # The functions of a class change what they are given; the mapping of a view is a container of unknown size.
+        if isinstance(obj, (type, *costs.VIEWS)):
+            return False
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -163,22 +174,25 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         measure: Callable[[Any], int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        measure_first: Callable[[Any], int] | None = None,
     ) -> None:
         named = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # the library adds its own
-        self.charge(costs.STEP + 4 * sum(map(measure, (*args, *named.values()))))
+        sizes = [*map(measure_first or measure, args[:1]), *map(measure, (*args[1:], *named.values()))]
+        self.charge(costs.STEP + 4 * sum(sizes))
         if name in own_costs:
             self.charge(own_costs[name](*args, **named))
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         first = int(hasattr(function, "jinja_pass_arg"))  # the environment or its like comes before the arguments
         deep = name not in costs.SHALLOW_FILTERS
+        measure_value = costs.deep_size if deep else costs.shallow_size
+        measure = costs.shallow_size if name in ("d", "default") else costs.deep_size
 
         def bounded(*args: Any, **kwargs: Any) -> Any:
             given = tuple(map(_listed, args[first:])) if deep else args[first:]
-            measure = costs.deep_size if deep else costs.shallow_size
-            self._charge_call(name, costs.FILTER_COSTS, measure, given, kwargs)
+            self._charge_call(name, costs.FILTER_COSTS, measure, given, kwargs, measure_value)
             result = function(*args[:first], *given, **kwargs)
-            return _ChargedIterator(result, self.charge) if isinstance(result, GeneratorType) else result
+            return _ChargedIterator(result, charge=self.charge) if isinstance(result, GeneratorType) else result
 
         return update_wrapper(bounded, function)
 
@@ -186,7 +200,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         measure = costs.deep_size if name in costs.DEEP_TESTS else costs.shallow_size
 
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            self._charge_call("", {}, measure, args, kwargs)
+            self._charge_call(name, costs.TEST_COSTS, measure, args, kwargs)
             return function(*args, **kwargs)
 
         return update_wrapper(bounded, function)
@@ -207,7 +221,8 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     def _charge_body(self, node: Any, size: int) -> None:
         """Charge for the statements of a loop or macro each time they are executed, and for each item of a loop."""
         if isinstance(node, nodes.For):
-            node.iter = _filtered(node.iter, "_iterated")
+            tested = sum(1 for _ in node.test.find_all(nodes.Node)) if node.test else 0
+            node.iter = _filtered(node.iter, "_iterated", nodes.Const(costs.NODE * tested, lineno=node.lineno))
         charge = _filtered(nodes.Const(size, lineno=node.lineno), "_statements")
         node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
 
@@ -256,7 +271,7 @@ class JinjaTemplate:
 
         Raises UserError with the message of whatever the template raises.
         """
-        self._sandbox.work = 0
+        self._sandbox.work.done = 0
         pieces: list[str] = []
         size = 0
         try:
@@ -283,8 +298,8 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, _ChargedIterator) else value
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _filtered(node: Any, name: str, *values: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(values), [], None, None, lineno=node.lineno)
 
 
 def _tojson(

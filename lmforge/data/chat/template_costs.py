@@ -1,8 +1,8 @@
 """What each operation of a chat template costs, estimated before it runs: nothing can stop a single call of C code.
 
-A cost counts characters, items of lists (ITEM each), steps (STEP each) and calls (CALL each). `jinja_sandbox.py` adds costs up
-and refuses the operation that would exceed MAX_WORK. Only jinja2 and the standard library are imported, because
-template_trial.py does so in a bare interpreter.
+A cost counts characters, items of lists (ITEM each), steps (STEP each), calls (CALL each) and nodes of syntax (NODE each).
+`jinja_sandbox.py` adds costs up and refuses the operation that would exceed MAX_WORK. Only jinja2 and the standard library are
+imported, because template_trial.py does so in a bare interpreter.
 """
 
 import re
@@ -15,13 +15,16 @@ import jinja2
 
 # Far above any template and conversation that a model can read: some seconds, and less than 1 GiB.
 MAX_WORK = 1 << 28
-STEP, CALL, ITEM = 64, 512, 8
+STEP, CALL, ITEM, NODE = 64, 512, 8, 32
 # Of each item that `deep_size` itself visits, which takes longer than most of what is done with it.
 VISIT = 512
 MAX_DEPTH = 100
+# Of the names in an attribute such as "function.name", each of which is looked up in every item.
+MAX_ATTRIBUTE_PARTS = 8
 # Of filters that are written in Python, for each character.
 SLOW = 64
-CONTAINERS: Any = (list, tuple, dict, set, type({}.keys()), type({}.values()), type({}.items()))
+VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: Any = (list, tuple, dict, set, *VIEWS)
 SIZED: Any = (*CONTAINERS, range)
 # A width or a precision of a % format. Names in parentheses can hold anything.
 PERCENT_NUMBERS = re.compile(r"%[-#0 +]*(\d*)(?:\.(\d*))?")
@@ -105,11 +108,24 @@ def _items(value: Any) -> Any:
     return value if isinstance(value, tuple) else (value,)
 
 
+def _number(value: Any) -> Any:
+    """The size of a number; 0 for what is none, which the call itself refuses: a list times a number is a longer list."""
+    return abs(value) if isinstance(value, int | float) else 0
+
+
 # --- filters, methods of strings, functions: called with the arguments that these are given ---------------------------------
 
 
 def _padding(text: Any, width: int = 80, *_: Any, **__: Any) -> int:
-    return width
+    return int(_number(width))
+
+
+def _strip(text: Any, characters: Any = None) -> int:
+    return deep_size(text) * len(characters or "")  # each is compared with each
+
+
+def _search_backwards(text: str, part: str | None = None, *_: Any) -> int:
+    return len(text) * len(part or "")  # in 3.11 and later only the search from the beginning is linear
 
 
 def _replace(text: Any, old: Any, new: Any, count: Any = None) -> int:
@@ -117,26 +133,38 @@ def _replace(text: Any, old: Any, new: Any, count: Any = None) -> int:
 
 
 def _join_filter(items: Any, separator: Any = "", attribute: Any = None) -> int:
-    return len(items) * len(str(separator))
+    return len(items) * len(str(separator)) + _attribute(items, attribute)
+
+
+def _attribute(items: Any, *values: Any, **named: Any) -> int:
+    for value in (*values, *named.values()):
+        if isinstance(value, str) and value.count(".") + value.count(",") >= MAX_ATTRIBUTE_PARTS:
+            raise BoundExceeded(f"names an attribute of more than {MAX_ATTRIBUTE_PARTS} parts")
+    return 0
+
+
+def _map(items: Any, *_: Any, attribute: Any = None, **__: Any) -> int:
+    return _attribute(items, attribute)
 
 
 def _indent(text: Any, width: int | str = 4, *_: Any, **__: Any) -> int:
-    return (len(text) + 1) * (len(width) if isinstance(width, str) else width)
+    return (len(text) + 1) * (len(width) if isinstance(width, str) else int(_number(width)))
 
 
 def _batch(items: Any, linecount: int, fill_with: Any = None) -> int:
-    return 0 if fill_with is None else ITEM * linecount
+    return 0 if fill_with is None else ITEM * int(_number(linecount))
 
 
 def _slice(items: Any, slices: int, fill_with: Any = None) -> int:
-    return STEP * slices
+    return STEP * int(_number(slices))
 
 
 def _round(number: Any, precision: int = 0, method: str = "common") -> int:
-    return precision**2
+    return int(_number(precision)) * (int(_number(precision)) + shallow_size(number))
 
 
 def _sum(items: Any, attribute: Any = None, start: Any = 0) -> int:
+    _attribute(items, attribute)
     return 0 if isinstance(start, int | float) else len(items) * deep_size(items)  # adding up lists copies them each time
 
 
@@ -148,22 +176,34 @@ def _slow(text: Any, *values: Any, **named: Any) -> int:
     return deep_size(text) * (SLOW + deep_size(values) + deep_size(named))
 
 
+def _quadratic(text: Any, *values: Any, **named: Any) -> int:
+    return deep_size(text) * (deep_size(text) + deep_size(values) + deep_size(named))
+
+
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> int:
     items = deep_size(value) // VISIT + 1
-    width = 0 if indent is None else SLOW + MAX_DEPTH * (len(indent) if isinstance(indent, str) else indent)
+    width = 0 if indent is None else SLOW + MAX_DEPTH * (len(indent) if isinstance(indent, str) else int(_number(indent)))
     return items * (width + deep_size(separators))
 
 
 def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> int:
-    return CALL * n * max if n > 0 else 0
+    return CALL * int(_number(n)) * int(_number(max) + 1)
 
 
 def _split(text: str, sep: str | None = None, *_: Any, **__: Any) -> int:
     return SLOW * (len(text) if sep is None else text.count(sep) + 1)
 
 
+def _split_backwards(text: str, sep: str | None = None, *_: Any, **__: Any) -> int:
+    return _split(text, sep) + _search_backwards(text, sep)
+
+
 def _split_lines(text: str, *_: Any, **__: Any) -> int:
     return SLOW * len(text)
+
+
+def _strftime(text: str) -> int:
+    return 4 * 256 * len(text)  # the most that Python reserves for the result
 
 
 Costs = Mapping[str, Callable[..., int]]
@@ -171,41 +211,57 @@ FILTER_COSTS: Costs = {
     "batch": _batch,
     "center": _padding,
     "format": percent_format_cost,
+    "groupby": _attribute,
     "indent": _indent,
     "join": _join_filter,
     "list": _list,
+    "map": _map,
+    "max": _attribute,
+    "min": _attribute,
     "pprint": _slow,
+    "rejectattr": _attribute,
     "replace": _replace,
     "round": _round,
+    "selectattr": _attribute,
     "slice": _slice,
+    "sort": _attribute,
     "striptags": _slow,
     "sum": _sum,
     "title": _slow,
     "tojson": _tojson,
-    "urlize": _slow,
-    "wordwrap": _slow,
+    "trim": _strip,
+    "unique": _attribute,
+    "urlize": _quadratic,
+    "wordwrap": _quadratic,
     "xmlattr": _slow,
 }
 METHOD_COSTS: Costs = {
     "center": _padding,
     "join": lambda separator, items: len(items) * len(separator),
     "ljust": _padding,
+    "lstrip": _strip,
     "replace": _replace,
+    "rfind": _search_backwards,
+    "rindex": _search_backwards,
     "rjust": _padding,
-    "rsplit": _split,
+    "rpartition": _search_backwards,
+    "rsplit": _split_backwards,
+    "rstrip": _strip,
     "split": _split,
     "splitlines": _split_lines,
+    "strip": _strip,
     "zfill": _padding,
 }
-FUNCTION_COSTS: Costs = {"generate_lorem_ipsum": _lipsum, "strftime": _split_lines}
-# Filters whose arguments are looked at, not into: often all messages, for each message.
+TEST_COSTS: Costs = {"divisibleby": lambda value, number: shallow_size(value) * shallow_size(number)}
+FUNCTION_COSTS: Costs = {"generate_lorem_ipsum": _lipsum, "strftime": _strftime}
+# Filters whose first argument is looked at, not into, often all messages, for each message; of `default` the second too.
 _SHALLOW = """
 attr batch count d default first items last length list map random reject rejectattr reverse select selectattr slice
 """
 SHALLOW_FILTERS = frozenset(_SHALLOW.split())
-# Tests that compare, and so look into their arguments.
-_COMPARING = "in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le"
-DEEP_TESTS = frozenset(_COMPARING.split())
+# Tests that compare, or write out, their arguments.
+_DEEP = "in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le lower upper"
+DEEP_TESTS = frozenset(_DEEP.split())
 # Methods of strings that a template may call: those whose cost is known. The others make bytes, or texts of any length.
 _METHODS = """
 capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit isidentifier
