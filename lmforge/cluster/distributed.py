@@ -6,11 +6,12 @@ they never pair with a gradient's collective; checkpoints have a third group.
 
 import ctypes
 import os
+import platform
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,15 +33,24 @@ T = TypeVar("T")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested and absent."""
+    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested and absent.
+
+    Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is device 0.
+    """
     if requested == "cuda" and not torch.cuda.is_available():
         raise UserError("device = cuda: no CUDA device is visible to torch here; use cpu or auto")
     if requested == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {count}; start fewer ranks")
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
+
+
+def device_index(local_rank: int, num_visible: int) -> int:
+    """Which of the `num_visible` GPUs that a process sees is its own. Raises UserError where there are too few."""
+    if num_visible == 1:
+        return 0
+    if local_rank >= num_visible:
+        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {num_visible}; start fewer ranks")
+    return local_rank
 
 
 @dataclass
@@ -162,13 +172,16 @@ class DistributedContext:
         return self.broadcast(result)
 
 
-def init_distributed(device: str = "auto", threads: int | None = None) -> DistributedContext:
+def init_distributed(device: str = "auto", threads: int | None = None, timeout: timedelta | None = None) -> DistributedContext:
     """Join the other ranks as the launcher's variables say; a process that was not launched is alone.
 
     device: auto, cpu or cuda.
-    threads: CPU threads of this rank; by default, on a CPU, its part of the cores.
+    threads: CPU threads of this rank; by default its part of the cores.
+    timeout: after which a collective of the training group fails, and with NCCL aborts the process; by default torch's (10
+        minutes with NCCL, 30 with gloo).
 
-    Raises UserError for a device that is not there, for many more threads than cores, and for variables that are no launcher's.
+    Raises UserError for a device that is not there or that ranks share, for many more threads than cores, and for variables
+    that are no launcher's.
     """
     info = read_rank_info()
     _terminate_with_launcher()
@@ -177,9 +190,9 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
     if on_gpu:
         torch.cuda.set_device(chosen)
     _check_threads(threads)
-    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, so the number is set here.
-    if threads or not on_gpu:
-        torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
+    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with cpu_offload, in the
+    # optimizer of a rank on a GPU.
+    torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
     if not on_gpu:
         keep_freed_memory()
     if info.world_size == 1:
@@ -202,10 +215,24 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
-        dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id)
+        dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
     saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
-    return DistributedContext(info, chosen, control, saving)
+    dist_ctx = DistributedContext(info, chosen, control, saving)
+    if on_gpu:
+        uuid = str(torch.cuda.get_device_properties(chosen).uuid)
+        check_gpus_differ(dist_ctx.all_gather((platform.node(), uuid)))
+    return dist_ctx
+
+
+def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError where two ranks have the same (host, GPU), on which NCCL fails with a message that names neither."""
+    for rank, gpu in enumerate(gpus):
+        if (first := gpus.index(gpu)) < rank:
+            raise UserError(
+                f"ranks {first} and {rank} have the same GPU of {gpu[0]}; start one rank for each GPU,"
+                " or let the launcher show each rank a GPU of its own"
+            )
 
 
 @contextmanager

@@ -108,3 +108,11 @@ def compiled_graph_count() -> int:
     """How many graphs this process has compiled so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second; whoever compiles has imported it
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+def has_compiled_blocks(model: LanguageModel) -> bool:
+    """Whether there is compiled code for a block of `model`. Private to torch; checked with 2.13.0."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    forwards = [getattr(block.forward, "__func__", block.forward) for block in model.blocks]
+    return any(_debug_get_cache_entry_list(each.__code__) for each in forwards if hasattr(each, "__code__"))
