@@ -225,6 +225,12 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     return dist_ctx
 
 
+def use_device_in_thread(device: torch.device) -> None:
+    """Make a rank's GPU the current one of this thread. A new thread begins with GPU 0, and would open a context on it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
     """Raise UserError where two ranks have the same (host, GPU), on which NCCL fails with a message that names neither."""
     for rank, gpu in enumerate(gpus):

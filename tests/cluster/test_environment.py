@@ -109,5 +109,5 @@ def test_a_rank_that_is_shown_one_gpu_takes_it_and_otherwise_that_of_its_local_r
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
     check_gpus_differ([("a", "x"), ("a", "y"), ("b", "x")])
-    with pytest.raises(UserError, match="^ranks 1 and 3 have the same GPU of a; start one rank for each GPU"):
+    with pytest.raises(UserError, match=r"^ranks 1 and 3 have the same GPU of a; start one rank for each GPU"):
         check_gpus_differ([("a", "x"), ("a", "y"), ("b", "y"), ("a", "y")])
