@@ -8,9 +8,7 @@ import ctypes
 import os
 import platform
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,12 +19,12 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, report_missing_ranks
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import RunFailed, UserError
 
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
-REPORT_MISSING_AFTER_SECONDS = 30.0
 # Threads are allocated one by one, each with its own stack: thousands on a small machine end in a crash of the C library.
 THREADS_PER_CORE, MIN_THREADS_LIMIT = 4, 64
 T = TypeVar("T")
@@ -203,7 +201,9 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
     # A second initialization in the same processes would find the first one's keys in the store, so each has its own prefix.
     _init_count, _reports_errors = _init_count + 1, None
-    with report_missing_ranks(info.rank, info.world_size, _init_count):
+    allow_open_connections(info.world_size)
+    choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
+    with report_missing_ranks(info.rank, info.world_size, f"{_init_count}"):
         try:
             store, rank, world_size = next(dist.rendezvous("env://"))
         except dist.DistNetworkError as problem:
@@ -216,8 +216,9 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
-    saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
+    with report_missing_ranks(info.rank, info.world_size, f"{_init_count}-groups"):
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
+        saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
     dist_ctx = DistributedContext(info, chosen, control, saving)
     if on_gpu:
         uuid = str(torch.cuda.get_device_properties(chosen).uuid)
@@ -239,48 +240,6 @@ def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
                 f"ranks {first} and {rank} have the same GPU of {gpu[0]}; start one rank for each GPU,"
                 " or let the launcher show each rank a GPU of its own"
             )
-
-
-@contextmanager
-def report_missing_ranks(
-    rank: int, world_size: int, init_number: int, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
-) -> Iterator[None]:
-    """Around code that waits for all ranks. `init_number` tells several initializations of the same processes apart.
-
-    torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank writes a key to
-    the store over a connection of its own (the other one is busy waiting), and the lowest rank that joined prints who has not.
-    Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
-    """
-    joined = threading.Event()
-
-    def report() -> None:
-        began, pause = time.monotonic(), patience_seconds
-        keys = [f"lmforge/joining-{init_number}/{each}" for each in range(world_size)]
-        try:
-            # The rank that keeps the store may itself be late.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
-            store.set(keys[rank], "here")
-            while not joined.wait(pause):
-                missing = [each for each in range(world_size) if not store.check([keys[each]])]
-                pause = time.monotonic() - began
-                if missing and rank == min(set(range(world_size)) - set(missing)):
-                    message = _missing_message(missing, world_size)
-                    print(f"lmforge: {message} after {pause:.0f} s", file=sys.stderr, flush=True)
-        except (RuntimeError, KeyError, ValueError):
-            return  # no store answers: the rank that waits for it reports that
-
-    threading.Thread(target=report, name="joining", daemon=True).start()
-    try:
-        yield
-    finally:
-        joined.set()
-
-
-def _missing_message(missing: list[int], world_size: int) -> str:
-    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    have = "has" if len(missing) == 1 else "have"
-    return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"
 
 
 def _check_threads(threads: int | None) -> None:
