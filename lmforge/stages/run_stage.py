@@ -47,7 +47,7 @@ class StageSpec:
 def run_stage(config: StageConfig, spec: StageSpec) -> int:
     """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
-    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads, _collective_timeout(config))
+    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads, collective_timeout(config))
     run = Run.from_config(config)
     try:
         with explain_failures(run):
@@ -97,7 +97,7 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
 
 
-def _collective_timeout(config: StageConfig) -> timedelta:
+def collective_timeout(config: StageConfig) -> timedelta:
     """Longer than the watchdog waits: it reports who hangs and ends the ranks with their status, which NCCL would abort."""
     return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 

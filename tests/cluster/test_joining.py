@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lmforge.cluster.joining import OUTSIDE, interface_towards
+from tests.preloaded import preloaded
 
 PROGRAM = """
 import sys
@@ -110,3 +112,13 @@ def test_the_interface_is_that_of_the_route_and_never_the_loopback() -> None:
     with open("/proc/net/route", encoding="ascii") as routes:
         defaults = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
     assert interface_towards(OUTSIDE) in (defaults or [None])
+
+
+def test_a_rank_that_cannot_open_its_log_ends_all_and_collectives_wait_longer_than_the_watchdog(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "ranks_without_logs.py"
+    found = preloaded().run([str(tmp_path), "9000"], tmp_path, script=script, ranks=2, timeout=120)
+    assert found.returncode == 0, found.stderr
+    lines = sorted(found.stdout.splitlines())
+    log = tmp_path / "a" / "logs" / "attempt-1" / "rank-1.log"
+    refusal = f"refused {log}: cannot be opened (Too many open files); all hosts need the folder of the run"
+    assert lines == [refusal, refusal, "time-out True", "time-out True"]
