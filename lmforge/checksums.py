@@ -77,7 +77,8 @@ class ChecksummedFile(ABC):
         if number != block:
             data = bytearray(size)
             self._read_block(block, memoryview(data))
-            self._last_block = block, data
+            if not self._remember:  # otherwise the rest of the block is read from the file, without being verified again
+                self._last_block = block, data
         return data
 
     def _read_block(self, block: int, out: memoryview) -> None:

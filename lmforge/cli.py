@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> int:
     input; 75 for a lost rank; 128 + signal."""
     if "--debug" in arguments:
         os.environ[DEBUG_VARIABLE] = "1"
-    debug = DEBUG_VARIABLE in os.environ
+    debug = bool(os.environ.get(DEBUG_VARIABLE))
     chosen: Options | None = None
     try:
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]

@@ -10,7 +10,6 @@ Of a checkpoint, its name and its manifest are here; the rest is for `checkpoint
 quick.
 """
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -25,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import xxhash
 from pydantic import BaseModel, Field, FiniteFloat
@@ -35,6 +34,7 @@ from lmforge.config.load import config_class
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
+from lmforge.locks import try_lock
 from lmforge.untrusted import (
     MAX_MANIFEST_BYTES,
     check_content,
@@ -175,7 +175,7 @@ def describe_storage_error(problem: Exception) -> str:
     return (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
 
 
-_held_locks: dict[Path, IO[str]] = {}  # the system releases a lock with its process, however that ends
+_held_locks: dict[Path, list[Callable[[], None]]] = {}  # how each is released; the system does so when its process ends
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Run:
         if self.exists() or not self.path.exists():
             return False
         names = [entry.name for entry in self.path.iterdir()]
-        return not all(name == ".lock" or name.startswith(f".{self.recipe_path.name}.") for name in names)
+        return not all(name.startswith((".lock", f".{self.recipe_path.name}.")) for name in names)
 
     def load_config(self) -> StageConfig:
         """The recipe that the run was started with."""
@@ -301,17 +301,17 @@ class Run:
             if problem.errno in DISK_FULL_ERRNOS:
                 raise
             raise UserError(f"{lock}: cannot be written ({problem.strerror}); choose another --run.name") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
+            held = try_lock(file.fileno(), lock.with_name(".lock.held"))
+        if held is False:
             file.seek(0)
             holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
             hint = "wait for it, stop it, or choose another --run.name"
-            raise UserError(f"{self.path}: being trained by {holder}; {hint}") from None
+            raise UserError(f"{self.path}: being trained by {holder}; {hint}")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held_locks[self.path] = file
+        _held_locks[self.path] = [file.close, *([held.release] if held else [])]
 
     def check_layout(self) -> None:
         """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""
@@ -327,8 +327,8 @@ class Run:
 
     def unlock(self) -> None:
         """Release the lock."""
-        if self.path in _held_locks:
-            _held_locks.pop(self.path).close()
+        for release in _held_locks.pop(self.path, ()):
+            release()
 
     def delete(self) -> None:
         """Delete the run. Raises UserError for a directory that is not one."""
@@ -339,7 +339,7 @@ class Run:
                 remove_checkpoint(self.checkpoint_path(step))
         # The recipe last: what an interrupted deletion leaves is still a run, and can be deleted.
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry == self.recipe_path) if self.path.exists() else ():
-            if entry.name == ".lock":
+            if entry.name.startswith(".lock"):
                 continue
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 

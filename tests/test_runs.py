@@ -1,10 +1,11 @@
 """The run directory: what is where, who may write there, and what is said of it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
+from lmforge.locks import STALE_AFTER_SECONDS
 from lmforge.runs import MANIFEST, Run, describe_environment
 
 HOLD = """
@@ -29,10 +31,13 @@ sys.stdin.read()
 """
 
 
+WITHOUT_FLOCK = ["-m", "tests.without_flock"]
+
+
 @contextmanager
-def another_process_trains(run: Run) -> Iterator[subprocess.Popen[str]]:
+def another_process_trains(run: Run, how: Sequence[str] = ("-c",)) -> Iterator[subprocess.Popen[str]]:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, *how, HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout is not None
@@ -100,6 +105,35 @@ def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_e
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         run.lock()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
+def test_on_a_file_system_without_flock_too_one_process_trains_and_a_killed_one_is_told_by_its_silence(tmp_path: Path) -> None:
+    run, held = Run(tmp_path / "a"), tmp_path / "a" / ".lock.held"
+    command = [sys.executable, *WITHOUT_FLOCK, HOLD, str(run.path)]
+
+    def second() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    with another_process_trains(run, WITHOUT_FLOCK) as holder:
+        assert f"a: being trained by process {holder.pid} on " in second().stderr
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        assert "being trained" in second().stderr
+        long_ago = held.stat().st_mtime - STALE_AFTER_SECONDS
+        os.utime(held, (long_ago, long_ago))
+        assert second().stdout == "held\n"
+    assert sorted(path.name for path in run.path.iterdir() if path.name.startswith(".lock")) == [".lock", ".lock.held"]
+    assert not run.is_not_a_run()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
+def test_without_flock_a_lock_that_is_released_is_gone(tmp_path: Path) -> None:
+    program = HOLD.replace('print("held", flush=True)\nsys.stdin.read()', "Run(Path(sys.argv[1])).unlock()")
+    command = [sys.executable, *WITHOUT_FLOCK, program, str(tmp_path / "a")]
+    for _ in range(2):
+        subprocess.run(command, check=True, timeout=60)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
 
 
 def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ class ActivationTracker(TorchDispatchMode):
     compiled blocks are not seen.
     """
 
+    # FlexAttention is one.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         # By address, which is not reused as long as there is a reference to the storage, even a weak one.

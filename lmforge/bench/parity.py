@@ -38,6 +38,7 @@ SMALL_MODEL = ModelConfig(
     num_hidden_layers=4,
     num_attention_heads=6,
     num_key_value_heads=2,
+    head_dim=16,  # the smallest that FlexAttention takes
 )
 # A larger epsilon than in training: AdamW's step then depends on the size of a gradient. A gradient of the wrong scale
 # shows, and the sign of one that is zero up to rounding does not.

@@ -30,7 +30,7 @@ from lmforge.checkpoint.storage import (
     make_folder,
     translate_storage_errors,
 )
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import DistributedContext, use_device_in_thread
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import MANIFEST, STEP_PREFIX, Run, format_bytes, is_local, remove_checkpoint
@@ -162,6 +162,7 @@ class AsyncCheckpointer:
         # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
+            use_device_in_thread(self.dist_ctx.device)
             self._staging.wait()
             self._write_files(folder, final, planner, metadata)
             self.consecutive_failures, self.failed_at = 0, None

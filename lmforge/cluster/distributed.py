@@ -6,11 +6,10 @@ they never pair with a gradient's collective; checkpoints have a third group.
 
 import ctypes
 import os
+import platform
 import signal
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,27 +19,36 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, report_missing_ranks
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import RunFailed, UserError
 
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
-REPORT_MISSING_AFTER_SECONDS = 30.0
 # Threads are allocated one by one, each with its own stack: thousands on a small machine end in a crash of the C library.
 THREADS_PER_CORE, MIN_THREADS_LIMIT = 4, 64
 T = TypeVar("T")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested and absent."""
+    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested and absent.
+
+    Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is device 0.
+    """
     if requested == "cuda" and not torch.cuda.is_available():
         raise UserError("device = cuda: no CUDA device is visible to torch here; use cpu or auto")
     if requested == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {count}; start fewer ranks")
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
+
+
+def device_index(local_rank: int, num_visible: int) -> int:
+    """Which of the `num_visible` GPUs that a process sees is its own. Raises UserError where there are too few."""
+    if num_visible == 1:
+        return 0
+    if local_rank >= num_visible:
+        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {num_visible}; start fewer ranks")
+    return local_rank
 
 
 @dataclass
@@ -162,13 +170,16 @@ class DistributedContext:
         return self.broadcast(result)
 
 
-def init_distributed(device: str = "auto", threads: int | None = None) -> DistributedContext:
+def init_distributed(device: str = "auto", threads: int | None = None, timeout: timedelta | None = None) -> DistributedContext:
     """Join the other ranks as the launcher's variables say; a process that was not launched is alone.
 
     device: auto, cpu or cuda.
-    threads: CPU threads of this rank; by default, on a CPU, its part of the cores.
+    threads: CPU threads of this rank; by default its part of the cores.
+    timeout: after which a collective of the training group fails, and with NCCL aborts the process; by default torch's (10
+        minutes with NCCL, 30 with gloo).
 
-    Raises UserError for a device that is not there, for many more threads than cores, and for variables that are no launcher's.
+    Raises UserError for a device that is not there or that ranks share, for many more threads than cores, and for variables
+    that are no launcher's.
     """
     info = read_rank_info()
     _terminate_with_launcher()
@@ -177,9 +188,9 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
     if on_gpu:
         torch.cuda.set_device(chosen)
     _check_threads(threads)
-    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, so the number is set here.
-    if threads or not on_gpu:
-        torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
+    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with cpu_offload, in the
+    # optimizer of a rank on a GPU.
+    torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
     if not on_gpu:
         keep_freed_memory()
     if info.world_size == 1:
@@ -190,7 +201,9 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
     # A second initialization in the same processes would find the first one's keys in the store, so each has its own prefix.
     _init_count, _reports_errors = _init_count + 1, None
-    with report_missing_ranks(info.rank, info.world_size, _init_count):
+    allow_open_connections(info.world_size)
+    choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
+    with report_missing_ranks(info.rank, info.world_size, f"{_init_count}"):
         try:
             store, rank, world_size = next(dist.rendezvous("env://"))
         except dist.DistNetworkError as problem:
@@ -202,52 +215,31 @@ def init_distributed(device: str = "auto", threads: int | None = None) -> Distri
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
-        dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id)
-    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
-    saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
-    return DistributedContext(info, chosen, control, saving)
+        dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id, timeout=timeout)
+    with report_missing_ranks(info.rank, info.world_size, f"{_init_count}-groups"):
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
+        saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
+    dist_ctx = DistributedContext(info, chosen, control, saving)
+    if on_gpu:
+        uuid = str(torch.cuda.get_device_properties(chosen).uuid)
+        check_gpus_differ(dist_ctx.all_gather((platform.node(), uuid)))
+    return dist_ctx
 
 
-@contextmanager
-def report_missing_ranks(
-    rank: int, world_size: int, init_number: int, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
-) -> Iterator[None]:
-    """Around code that waits for all ranks. `init_number` tells several initializations of the same processes apart.
-
-    torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank writes a key to
-    the store over a connection of its own (the other one is busy waiting), and the lowest rank that joined prints who has not.
-    Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
-    """
-    joined = threading.Event()
-
-    def report() -> None:
-        began, pause = time.monotonic(), patience_seconds
-        keys = [f"lmforge/joining-{init_number}/{each}" for each in range(world_size)]
-        try:
-            # The rank that keeps the store may itself be late.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
-            store.set(keys[rank], "here")
-            while not joined.wait(pause):
-                missing = [each for each in range(world_size) if not store.check([keys[each]])]
-                pause = time.monotonic() - began
-                if missing and rank == min(set(range(world_size)) - set(missing)):
-                    message = _missing_message(missing, world_size)
-                    print(f"lmforge: {message} after {pause:.0f} s", file=sys.stderr, flush=True)
-        except (RuntimeError, KeyError, ValueError):
-            return  # no store answers: the rank that waits for it reports that
-
-    threading.Thread(target=report, name="joining", daemon=True).start()
-    try:
-        yield
-    finally:
-        joined.set()
+def use_device_in_thread(device: torch.device) -> None:
+    """Make a rank's GPU the current one of this thread. A new thread begins with GPU 0, and would open a context on it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
-def _missing_message(missing: list[int], world_size: int) -> str:
-    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    have = "has" if len(missing) == 1 else "have"
-    return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"
+def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError where two ranks have the same (host, GPU), on which NCCL fails with a message that names neither."""
+    for rank, gpu in enumerate(gpus):
+        if (first := gpus.index(gpu)) < rank:
+            raise UserError(
+                f"ranks {first} and {rank} have the same GPU of {gpu[0]}; start one rank for each GPU,"
+                " or let the launcher show each rank a GPU of its own"
+            )
 
 
 def _check_threads(threads: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Step → micro-batches on the device, read one step ahead of the computation.
+"""Step → micro-batches on the device, read some steps ahead of the computation.
 
 Which samples a step takes follows from its number. The loader has no state to checkpoint.
 """
@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
+from lmforge.cluster.distributed import use_device_in_thread
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.order import token_rng_keys
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # Reading a step takes milliseconds; a stall of the storage is reported long before a collective times out.
 SLOW_BATCH_WARNING_SECONDS = 10.0
+# One read that a shared file system answers late is not noticed.
+READ_AHEAD_STEPS = 4
 
 
 @dataclass(eq=False)
@@ -53,25 +56,30 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             sizes = f"{self._local_batch_size} sequences a rank do not divide into micro-batches of {self.micro_batch_size}"
             raise ValueError(sizes)
         self.data_wait_seconds = 0.0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._prefetched: tuple[int, Future[Batch]] | None = None
+        self._thread = ThreadPoolExecutor(1, "loader", use_device_in_thread, (torch.device(self.device),))
+        # The steps that are being read, in order.
+        self._read_ahead: dict[int, Future[Batch]] = {}
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of global step `step` (from 0), in order, on the device.
 
-        Reading of the next step starts before this returns. Any other step may be requested, at the cost of one wait.
-        Exceptions of the reading thread are raised here.
+        Reading of the next READ_AHEAD_STEPS steps starts before this returns. Any other step may be requested, at the cost of
+        one wait. Exceptions of the reading thread are raised here.
         """
         began = time.perf_counter()
-        expected, future = self._prefetched or (None, None)
-        if future is None or expected != step:
-            future = self._thread.submit(self._read, step)
-        self._prefetched = None
+        if step not in self._read_ahead:
+            for future in self._read_ahead.values():
+                future.cancel()
+            self._read_ahead = {step: self._thread.submit(self._read, step)}
+        future = self._read_ahead.pop(step)
         while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
             waited = time.perf_counter() - began
             log.warning("step %d: no data for %.0f s from %s", step, waited, self.dataset.location)
         batch = future.result()
-        self._prefetched = step + 1, self._thread.submit(self._read, step + 1)
+        self._read_ahead = {
+            later: self._read_ahead.get(later) or self._thread.submit(self._read, later)
+            for later in range(step + 1, step + 1 + READ_AHEAD_STEPS)
+        }
         batch = batch.to(self.device, non_blocking=True)
         self.data_wait_seconds += time.perf_counter() - began
         size = self.micro_batch_size

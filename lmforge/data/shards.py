@@ -40,6 +40,8 @@ UNFINISHED = "unfinished"
 RETRY_DELAYS_SECONDS = (0.05, 0.5, 2.0)
 # Two file descriptors each; the usual limit of a process is 1,024.
 MAX_OPEN_SHARDS = 128
+# Of so many, what their manifests say is kept: a ten-thousandth of their bytes.
+MAX_PARSED_SHARDS = 8192
 RESTORE_HINT = "restore it, or prepare anew with overwrite"
 
 Count = Annotated[int, Field(ge=0)]
@@ -155,13 +157,12 @@ def _parse_shard_manifest(content: bytes, path: Path) -> ShardManifest:
 class _ShardFile(ChecksummedFile):
     """One file read by position; each block is verified against its xxh3 the first time it is read."""
 
-    def __init__(self, path: Path, size: int, checksums: list[str]):
+    def __init__(self, path: Path, size: int, checksums: list[str], open_files: Any):
         try:
             super().__init__(size, checksums, BLOCK_BYTES, remember=True)
         except DamagedFile as problem:
             raise UserError(f"{path}: {problem.strerror}: {RESTORE_HINT}") from None
-        self.path = path
-        self._file: io.FileIO | None = None
+        self.path, self._open_files = path, open_files
 
     def read(self, offset: int, size: int) -> bytearray:
         """`size` bytes from `offset`. Retries a fault a few times, then UserError naming file and offset."""
@@ -174,14 +175,14 @@ class _ShardFile(ChecksummedFile):
             except OSError as error:
                 # Reopened each time, since a stale network handle stays stale. Not closed, since another thread may be
                 # reading from it.
-                self._file = None
+                self._open_files.cache_clear()
                 delay = next(delays, None)
                 if delay is None:
                     raise UserError(f"{self.path}: {error.strerror or error}: {RESTORE_HINT}") from error
                 time.sleep(delay)
 
     def _pread(self, out: memoryview, offset: int) -> int:
-        file = self._file = self._file or io.FileIO(self.path)
+        file = self._open_files(self.path)
         try:
             return os.preadv(file.fileno(), [out], offset)
         except OSError as error:
@@ -192,9 +193,9 @@ class _ShardFile(ChecksummedFile):
 
 
 class _ShardReader:
-    """An open shard."""
+    """A shard whose manifest has been read."""
 
-    def __init__(self, folder: "TokenFolder", entry: ShardEntry):
+    def __init__(self, folder: "TokenFolder", entry: ShardEntry, open_files: Any):
         path = folder.path / (entry.name + ".json")
         try:
             content = read_bounded(path, MAX_MANIFEST_BYTES)
@@ -214,8 +215,8 @@ class _ShardReader:
         self._dtype, self._vocab_size = folder.dtype, of_folder.vocab_size
         self._block_first_ends = firsts
         self._documents_bytes = 8 * entry.documents
-        self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest.bytes, manifest.token_blocks)
-        self._ends = _ShardFile(path.with_suffix(".documents"), self._documents_bytes, manifest.document_blocks)
+        self._tokens = _ShardFile(path.with_suffix(".tokens"), manifest.bytes, manifest.token_blocks, open_files)
+        self._ends = _ShardFile(path.with_suffix(".documents"), self._documents_bytes, manifest.document_blocks, open_files)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         size = self._dtype.itemsize
@@ -246,7 +247,9 @@ class TokenSplit:
         self.num_tokens = int(self._shard_bounds[-1])
         self.num_documents = sum(shard.documents for shard in shards)
         self.digest = xxhash.xxh3_128_hexdigest(json.dumps([shard.xxh3 for shard in shards]).encode())
-        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda i: _ShardReader(folder, shards[i]))
+        # A file that is closed takes nothing along: what its manifest says, and which blocks are known to be right, stays.
+        open_files = lru_cache(2 * MAX_OPEN_SHARDS)(io.FileIO)
+        self._shard = lru_cache(MAX_PARSED_SHARDS)(lambda i: _ShardReader(folder, shards[i], open_files))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop − 1, uint16 or uint32. Raises UserError naming shard and offset if a checksum does not match."""

@@ -4,7 +4,8 @@ It replaces a block's own `forward`, so that no wrapper changes the names of ten
 weights before its backward pass, stay outside the recomputation.
 """
 
-from functools import partial
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,22 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
     """
     if mode == "none":
         return
+    # It warns of operations in place within what is recomputed; no block has any.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     kwargs: dict[str, Any] = {"context_fn": _selective_context} if mode == "selective-ops" else {}
     for number, block in enumerate(model.blocks, start=1):
         if mode == "selective-blocks" and number % every:
             continue
+        block.forward = _checkpointed(block.forward, **kwargs)
+
+
+def _checkpointed(forward: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    # A function of our own: torch.compile compiles functions and skips what is torch's, which a `partial(checkpoint, …)` is.
+    def checkpointed_forward(*inputs: Any, **named_inputs: Any) -> Any:
         # Dropout draws from the tokens' keys, so there is no random state to restore.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **kwargs, **named_inputs)
+
+    return checkpointed_forward
 
 
 def _selective_context() -> Any:

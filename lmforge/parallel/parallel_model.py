@@ -146,24 +146,26 @@ class ParallelModel:
         """The sum of squared gradient norms [gradients], over the ranks that share one copy of the model."""
         return squares.sum()
 
-    @torch.no_grad()
-    def grad_norm(self) -> Tensor:
-        """L2 norm of the whole gradient, fp32, the same on every rank. The host does not wait for the device."""
-        gradients = self._local_grads()
-        # With many ranks one may hold no part of any tensor.
-        zero = torch.zeros((), device=self.dist_ctx.device)
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [zero]
+    def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
+        """L2 norm of the whole gradient, given this rank's parts: fp32, where they are (with cpu_offload on the CPU)."""
+        if not gradients:  # with many ranks one may hold no part of any tensor
+            device = torch.device("cpu") if self._options.cpu_offload else self.dist_ctx.device
+            return self._sum_over_ranks(torch.zeros(1, device=device)).sqrt()
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         return self._sum_over_ranks(torch.stack(norms).square()).sqrt()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradient down to norm `max_norm` where it is longer (0: never). Returns its norm before that."""
-        norm = self.grad_norm()
+        """Scale the gradient down to norm `max_norm` where it is longer (0: never). Returns its norm before that.
+
+        The norm is fp32 on the rank's device, the same on every rank. The host does not wait for it.
+        """
         gradients = self._local_grads()
+        norm = self._grad_norm(gradients)
         if max_norm and gradients:
             # Multiplying by 1 costs less than asking the device whether it is needed.
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return norm.to(self.dist_ctx.device)
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:

@@ -21,6 +21,9 @@ from lmforge.parallel.precision import check_float8, convert_to_float8
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.parallel.validate import check_lora, check_neftune, choose_engine
 
+# Of a block, before torch runs it uncompiled.
+MAX_GRAPHS = 64
+
 
 def parallelize(
     model: LanguageModel,
@@ -61,6 +64,8 @@ def parallelize(
         model.context_parallel = ContextParallel(mesh[CONTEXT].get_group())
     apply_activation_checkpointing(model, options.activation_checkpointing, options.activation_checkpointing_every)
     if compile_model:
+        # With and without gradients, dropout, adapters, for each window: after the usual 8 graphs torch would compile no more.
+        torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
         for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
             block.compile(dynamic=False)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device

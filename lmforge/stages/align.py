@@ -89,7 +89,7 @@ def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
     """Log whether policy and reference are the same before the first update, as they have to be."""
     batch = replace(batches.batches(0)[0], rng_keys=None)
     accumulator = MetricsAccumulator(trainer.ctx.dist_ctx)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad():
         _, metrics = trainer.parallel_model.score(batch, score_fn=trainer.objective.loss)
     accumulator.add(metrics)
     means = accumulator.reduce_and_reset()

@@ -19,7 +19,7 @@ from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
-from lmforge.runs import Run, is_local
+from lmforge.runs import Run, is_local, storage_errors
 from lmforge.stages.pretrained import ConfigT, pin_checkpoints, with_original_sources
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.metrics import ConsoleLogger
@@ -108,10 +108,14 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
     """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     log = run.log_path(attempt, dist_ctx.rank_info.rank)
-    if not dist_ctx.is_rank0:
-        # Open until the process ends.
-        sys.stdout = sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     folder = run.checkpoints_folder
+    # A rank's own host may see another folder, or none.
+    with dist_ctx.raise_on_all(), storage_errors(log, "cannot be opened", "all hosts need the folder of the run"):
+        file = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until the process ends
+    if dist_ctx.is_rank0:
+        file.close()
+    else:
+        sys.stdout = sys.stderr = file
     watch = Watchdog(
         dist_ctx,
         run.health_folder,

@@ -58,7 +58,7 @@ class ReferenceModel:
     def logprobs(self, batch: Batch) -> Tensor:
         """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
         score_fn = partial(reference_logprobs, temperature=self.temperature)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.adapters_off():
+        with torch.no_grad(), self.adapters_off():
             logprobs: Tensor = self.parallel_model.score(batch, score_fn)
             return logprobs
 
@@ -115,6 +115,7 @@ def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelMo
         dist_ctx=dist_ctx,
         # The policy's, or the two would differ before anything is learned.
         dtype=trainer.dtype,
+        compile_model=trainer.compiled,
         float8=config.train.float8,
         options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ class StageSpec:
 def run_stage(config: StageConfig, spec: StageSpec) -> int:
     """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
-    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads)
+    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads, collective_timeout(config))
     run = Run.from_config(config)
     try:
         with explain_failures(run):
@@ -94,6 +95,11 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
         finally:
             trainer.close()
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
+
+
+def collective_timeout(config: StageConfig) -> timedelta:
+    """Longer than the watchdog waits: it reports who hangs and ends the ranks with their status, which NCCL would abort."""
+    return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:

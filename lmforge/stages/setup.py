@@ -63,6 +63,7 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         metrics_file,
         flops_per_token=training_flops_per_token(config, inputs.model_config),
         peak_flops=rank_peak_flops(dist_ctx, dtype),
+        compiled=compiled,
     )
     _log_summary(trainer, f"compile {'on' if compiled else 'off'} ({compile_reason})", dtype_reason)
     with dist_ctx.raise_on_all():

@@ -13,7 +13,7 @@ from torch import Tensor
 from lmforge.data.batch import Batch, Metrics
 from lmforge.errors import RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.precision import compiled_graph_count
+from lmforge.parallel.precision import compiled_graph_count, has_compiled_blocks
 from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from lmforge.train.optimizer import set_learning_rate, step_unless
@@ -141,6 +141,8 @@ def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccum
     has_compiled = compiled_graph_count() > num_graphs
     if has_compiled or step == trainer.start_step:
         throughput.count_unusual_step(time.perf_counter() - began)
+    if trainer.compiled and step == trainer.start_step and not has_compiled_blocks(trainer.parallel_model.model):
+        trainer.ctx.console.warn("compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks tells why")
     if has_compiled and step >= trainer.start_step + COMPILE_WARMUP_STEPS:
         line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
         trainer.ctx.console.info(f"step {step + 1}: {line}")

@@ -159,7 +159,8 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     torch's fused AdamW reads `skip` on the device. For the others the host waits for its value.
     """
     if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]:
-        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        # With cpu_offload the step reads it on the host, so the host waits for it.
+        optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device).float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
     elif not bool(skip):

@@ -118,7 +118,8 @@ class Trainer:
     """What the loop drives, in the order in which it is built.
 
     `resume_point` says where training starts. `flops_per_token` and `peak_flops` (of a rank; None: unknown) give the MFU.
-    `metrics_file` is None on all ranks but 0. `batch_source` is set last: references and rollouts need the model.
+    `compiled`: whether blocks are to be compiled. `metrics_file` is None on all ranks but 0. `batch_source` is set last:
+    references and rollouts need the model.
     """
 
     ctx: RunContext
@@ -133,6 +134,7 @@ class Trainer:
     metrics_file: MetricsFile | None
     flops_per_token: float
     peak_flops: float | None
+    compiled: bool = False
     checkpoint_schedule: CheckpointSchedule = field(init=False)
     batch_source: BatchSource = field(init=False)
 

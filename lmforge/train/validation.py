@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError
@@ -18,6 +16,7 @@ from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.precision import uncompiled_blocks
 from lmforge.train.trainer import RunInputs, Trainer
 
 # Most sequences of a batch of a task; the same on any number of ranks, or the last bits of scores would differ.
@@ -48,8 +47,11 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
 
 @contextmanager
 def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageModel]:
-    """The model with all its weights on this rank, not compiled, in its compute dtype. All ranks enter and leave together."""
-    with parallel_model.unsharded() as model, torch.compiler.set_stance("force_eager"), parallel_model.autocast():
+    """The model with all its weights on this rank, in its compute dtype. All ranks enter and leave together.
+
+    Its blocks are not compiled, since each length of sequences would be another graph. Attention is, where it has to be.
+    """
+    with parallel_model.unsharded() as model, parallel_model.autocast(), uncompiled_blocks(model):
         yield model
 
 

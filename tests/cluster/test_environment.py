@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmforge.cluster.distributed import check_gpus_differ, device_index
 from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import UserError
 
@@ -97,3 +98,16 @@ def test_threads_are_the_usable_cores_divided_by_the_local_ranks() -> None:
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     code = f"{pin}; from lmforge.cluster.rank_info import threads_per_rank; print(threads_per_rank(1))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"
+
+
+def test_a_rank_that_is_shown_one_gpu_takes_it_and_otherwise_that_of_its_local_rank() -> None:
+    assert [device_index(rank, 8) for rank in range(8)] == list(range(8))
+    assert [device_index(rank, 1) for rank in range(8)] == [0] * 8
+    with pytest.raises(UserError, match="local rank 4 has no GPU of its own: this host shows 4; start fewer ranks"):
+        device_index(4, 4)
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    check_gpus_differ([("a", "x"), ("a", "y"), ("b", "x")])
+    with pytest.raises(UserError, match=r"^ranks 1 and 3 have the same GPU of a; start one rank for each GPU"):
+        check_gpus_differ([("a", "x"), ("a", "y"), ("b", "y"), ("a", "y")])

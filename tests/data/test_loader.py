@@ -1,5 +1,6 @@
 import gc
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import torch
 
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.loader import BatchLoader
+from lmforge.data.loader import READ_AHEAD_STEPS, BatchLoader
+from lmforge.data.packing import PackedSequence
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
@@ -107,6 +109,21 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_requested(tm
         (tmp_path / "a" / "train-00000.tokens").unlink()
         with pytest.raises(UserError, match=r"sample 0: .*train-00000\.tokens.*No such file"):
             loader.batches(0)
+
+
+def test_later_steps_are_read_while_one_is_used(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, sequences = queue.Queue[int](), dataset.sequences
+
+    def recorded(start: int, stop: int) -> list[PackedSequence]:
+        read.put(start // 4)
+        return sequences(start, stop)
+
+    monkeypatch.setattr(dataset, "sequences", recorded)
+    with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
+        for step in (7, 8):
+            loader.batches(step)
+        assert [read.get(timeout=60) for _ in range(2 + READ_AHEAD_STEPS)] == list(range(7, 9 + READ_AHEAD_STEPS))
+    assert read.empty()
 
 
 def test_closing_ends_the_thread(dataset: TokenDataset) -> None:

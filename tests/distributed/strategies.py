@@ -25,12 +25,14 @@ from tests.distributed.shapes import SHAPES, select_cases
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of the training group inside this context, by torch's names for them."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = function.name().split("::")
+        namespace, _, name = function.name().rpartition("::")  # a higher-order operator has no namespace
         if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
             self.counts[name.partition(".")[0].strip("_")] += 1
         return function(*args, **(kwargs or {}))

@@ -88,12 +88,16 @@ class LoaderBatches(RandomBatches):
         self.batches = loader.batches  # type: ignore[method-assign]
 
 
-def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, compiled: bool) -> None:
+def run_loop(
+    batch_source: Any, steps: int, tmp_path: Path, *, device: str, compiled: bool, hidden_from_compiler: bool = False
+) -> None:
     """The loop by itself, with a small model, under the default options."""
     dist_ctx = cluster.init_distributed(device, threads=1)
     objective, tokenizer = NextTokenObjective(), train_tokenizer(["some text"], 300)
     model_config = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     model = init_weights(build_model(model_config, dist_ctx.device), 0)
+    for block in model.blocks if hidden_from_compiler else ():
+        block.forward = torch.compiler.disable(block.forward)  # type: ignore[method-assign]
     parallel_model = parallelize(
         model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled
     )
@@ -126,6 +130,7 @@ def run_loop(batch_source: Any, steps: int, tmp_path: Path, *, device: str, comp
         metrics_file=None,
         flops_per_token=1.0,
         peak_flops=None,
+        compiled=compiled,
     )
     batch_source.state_dict = dict
     trainer.batch_source = batch_source
@@ -143,6 +148,14 @@ def test_blocks_that_are_compiled_again_are_reported(capsys: Capture, tmp_path: 
     reported = [line for line in capsys.readouterr().out.splitlines() if "compiled again" in line]
     line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
     assert reported == ([] if changed_at is None else [f"step {changed_at + 1}: {line}"])
+
+
+@pytest.mark.needs("a C++ compiler")
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_run_that_is_to_be_compiled_says_where_no_block_was(capsys: Capture, tmp_path: Path, hidden: bool) -> None:
+    torch._dynamo.reset()
+    run_loop(RandomBatches(None), 2, tmp_path, device="cpu", compiled=True, hidden_from_compiler=hidden)
+    assert ("compile is on, but no block was compiled" in capsys.readouterr().out) == hidden
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@
 A step leaves what an earlier run finished. No result depends on which process did what, or on how many there were.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -51,6 +50,7 @@ from lmforge.data.shards import (
 from lmforge.data.sources.text_sources import SourceUnit, TextSource, open_text_source
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from lmforge.locks import try_lock
 from lmforge.untrusted import read_json
 
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
@@ -167,13 +167,15 @@ def _lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Ite
         descriptor = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"{out}: cannot be made a folder of shards: {error.strerror}: name another") from None
+    held = None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{out}: another preparation is writing here: wait for it, or name another folder") from None
+        held = try_lock(descriptor, out.with_name(f".{out.name}.held"))
+        if held is False:
+            raise UserError(f"{out}: another preparation is writing here: wait for it, or name another folder")
         yield _open_plan(out, plan, overwrite)
     finally:
+        if held:
+            held.release()
         os.close(descriptor)
 
 

@@ -1,0 +1,119 @@
+"""Joining the other ranks: who is missing, over which network interface, and with how many open files."""
+
+import fcntl
+import os
+import resource
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lmforge.cluster.rank_info import RESTARTS_VARIABLE
+
+REPORT_MISSING_AFTER_SECONDS = 30.0
+# gloo groups of all ranks: for host memory, for decisions, for checkpoints. Each connects every rank with every other.
+GLOO_GROUPS = 3
+# Shards, logs, libraries, sockets of NCCL.
+OTHER_OPEN_FILES = 1024
+# Linux's request for the IPv4 address of an interface, and where the address is in the answer.
+SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
+# An address that nobody has (RFC 5737): the way to it is the default route.
+OUTSIDE = "192.0.2.1"
+
+
+def allow_open_connections(world_size: int) -> None:
+    """Raise this process's limit on open files to what gloo's connections to all ranks take, as far as the system lets it.
+
+    The usual limit of 1,024 is less than what 512 ranks take. Where even the hard limit does not suffice, gloo connects two
+    ranks only once they have something to say. That is not the rule, since a rank that connects late waits without a time-out
+    for one that has died.
+    """
+    needed = GLOO_GROUPS * world_size + OTHER_OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if limit > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < needed:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def choose_gloo_interface(several_hosts: bool) -> None:
+    """Let gloo use the network interface that routes to the host of rank 0, unless GLOO_SOCKET_IFNAME says which.
+
+    By itself gloo takes the one that this host's name resolves to, which on many machines is the loopback.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or not several_hosts:
+        return
+    # The host of rank 0 may know its own name as the loopback; then it is the interface to the world outside.
+    if name := interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(OUTSIDE):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface over which this machine reaches `host`; None for the loopback, or where it cannot be told."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # nothing is sent
+            address = probe.getsockname()[0]
+            if address.startswith("127."):
+                return None
+            for _, name in socket.if_nameindex():
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                except OSError:  # an interface without an IPv4 address
+                    continue
+                if socket.inet_ntoa(answer[ADDRESS_BYTES]) == address:
+                    return name
+    except OSError:  # no route, no such name, IPv6 only, not Linux
+        pass
+    return None
+
+
+@contextmanager
+def report_missing_ranks(
+    rank: int, world_size: int, what: str, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
+) -> Iterator[None]:
+    """Around code that waits for all ranks. `what` tells apart what the same processes wait for.
+
+    torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank writes a key to
+    the store over a connection of its own (the other one is busy waiting), and the first that joined prints who has not.
+    Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
+    """
+    joined = threading.Event()
+
+    def report() -> None:
+        began, pause = time.monotonic(), patience_seconds
+        prefix = f"lmforge/joining-{os.environ.get(RESTARTS_VARIABLE, '')}-{what}"
+        try:
+            # The rank that keeps the store may itself be late.
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+            store.set(f"{prefix}/{rank}", "here")
+            if store.add(f"{prefix}/count", 1) > 1:
+                return  # one rank looks: with thousands, all together would keep the store busy
+            while not joined.wait(pause):
+                pause = time.monotonic() - began
+                if store.add(f"{prefix}/count", 0) == world_size:
+                    return
+                missing = [each for each in range(world_size) if not store.check([f"{prefix}/{each}"])]
+                print(f"lmforge: {_missing_message(missing, world_size)} after {pause:.0f} s", file=sys.stderr, flush=True)
+        except (RuntimeError, KeyError, ValueError):
+            return  # no store answers: the rank that waits for it reports that
+
+    threading.Thread(target=report, name="joining", daemon=True).start()
+    try:
+        yield
+    finally:
+        joined.set()
+
+
+def _missing_message(missing: list[int], world_size: int) -> str:
+    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    have = "has" if len(missing) == 1 else "have"
+    return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"

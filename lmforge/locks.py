@@ -1,0 +1,86 @@
+"""A lock that one process holds at a time, on any file system. No torch here.
+
+`flock` where the file system has it: the kernel releases it with the process, however that ends. Lustre and NFS may be mounted
+without it. There a file beside, which its holder touches again and again, is the lock; one that has not been touched for
+a while belongs to a process that has ended.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Literal
+
+# What a file system without locks answers.
+NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+REFRESH_SECONDS = 10.0
+# Hosts see changes of a network file system seconds late.
+STALE_AFTER_SECONDS = 90.0
+
+
+class HeldFile:
+    """The lock of a file system without `flock`. Touched by a thread until it is released."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._released = path, threading.Event()
+        self._identity = os.stat(path).st_ino
+        threading.Thread(target=self._refresh, name="lock", daemon=True).start()
+
+    def _refresh(self) -> None:
+        while not self._released.wait(REFRESH_SECONDS):
+            try:
+                os.utime(self._path)
+            except OSError:
+                continue  # the file system is away, and may come back
+
+    def release(self) -> None:
+        self._released.set()
+        try:
+            if os.stat(self._path).st_ino == self._identity:
+                self._path.unlink()
+        except OSError:
+            return
+
+
+def try_lock(descriptor: int, held_file: Path) -> HeldFile | Literal[False] | None:
+    """Lock an open file or folder, without waiting. Returns False where another process holds the lock.
+
+    None: the lock is held until the descriptor is closed. A HeldFile: the file system has no locks, and `held_file` is the
+    lock, until it is released. Raises OSError.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return False
+    except OSError as problem:
+        if problem.errno not in NO_LOCKS_ERRNOS:
+            raise
+    for _ in range(2):
+        try:
+            os.close(os.open(held_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644))
+            return HeldFile(held_file)
+        except FileExistsError:
+            if not _remove_if_stale(held_file):
+                return False
+    return False
+
+
+def _remove_if_stale(path: Path) -> bool:
+    """Remove a lock whose holder has ended. Returns whether it did, or found it gone."""
+    aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}")
+    try:
+        aside.touch()  # by the clock of the file system, not of this host
+        found = path.stat()
+        if aside.stat().st_mtime - found.st_mtime < STALE_AFTER_SECONDS:
+            return False
+        os.rename(path, aside)
+        if (now := aside.stat()).st_mtime != found.st_mtime or now.st_ino != found.st_ino:
+            os.link(aside, path)  # another process had removed the stale one, and this was its own
+            return False
+        return True
+    except FileNotFoundError:
+        return True
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""Two ranks begin an attempt, and rank 1 can open no more files. Prints what each gets."""
+
+import os
+import resource
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lmforge.cluster import distributed as cluster
+from lmforge.config.options import validate_options
+from lmforge.config.stage import PretrainConfig
+from lmforge.errors import UserError
+from lmforge.runs import Run
+from lmforge.stages.enter_run import start_attempt
+from lmforge.stages.run_stage import collective_timeout
+
+if __name__ == "__main__":
+    folder, watch_seconds = Path(sys.argv[1]), float(sys.argv[2])
+    config = validate_options(
+        PretrainConfig, {"run": {"folder": folder, "name": "a"}, "watch": {"timeout_seconds": watch_seconds}}
+    )
+    dist_ctx = cluster.init_distributed("cpu", threads=1, timeout=collective_timeout(config))
+    group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    print("time-out", group.options._timeout == timedelta(seconds=2 * watch_seconds), flush=True)
+    if dist_ctx.rank_info.rank == 1:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        start_attempt(config, Run.from_config(config), dist_ctx)
+    except UserError as refused:
+        os.write(1, f"refused {refused}\n".encode())
+    os._exit(0)

@@ -1,0 +1,40 @@
+"""What every engine shares: the norm of the gradient, on the device of the loss."""
+
+import math
+
+import torch
+
+from lmforge.bench.parity import SMALL_MODEL
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.sections import ParallelOptions
+from lmforge.data.batch import Metrics
+from lmforge.model import build_model
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallelize import parallelize
+from lmforge.train.bad_steps import BadStepDetector
+
+META = torch.device("meta")
+
+
+def test_the_norm_of_gradients_on_the_cpu_is_on_the_device_of_the_loss_and_clips_where_the_gradients_are() -> None:
+    """The devices of a GPU rank with cpu_offload, with meta in the place of the GPU."""
+    dist_ctx = DistributedContext(RankInfo(), META, None)
+    model = parallelize(
+        build_model(SMALL_MODEL),
+        NextTokenObjective().loss,
+        dist_ctx=dist_ctx,
+        dtype=torch.float32,
+        options=ParallelOptions(engine="single"),
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    norm = model.clip_grad_norm(0.5)
+    assert norm.device == META
+    clipped = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(clipped, torch.full((count,), 0.5 / math.sqrt(count)), rtol=1e-4, atol=0)
+
+    detector = BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=8)
+    metrics: Metrics = {"loss": (torch.ones((), device=META), torch.ones((), device=META))}
+    assert detector.check(1, [metrics], norm).device == META
