@@ -91,6 +91,27 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
 
+    def prepare(self, state: StateDict) -> None:
+        """Plan how checkpoints of these tensors are written, and allocate host memory for them, in the background.
+
+        With a thousand ranks that takes a minute, for which training would wait at the first save.
+        """
+        self._start(self._prepare, state)
+
+    def _prepare(self, state: StateDict) -> None:
+        try:
+            use_device_in_thread(self.dist_ctx.device)
+            planner = self._plan_save(state)
+            if self.async_save:
+                self._staging.allocate(planner.local_tensors())
+        except BaseException as problem:  # for the training thread to raise
+            self._thread_error = problem
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        # A daemon: a process that must end does not wait for a lost peer.
+        self._thread = threading.Thread(target=function, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
     def save(self, step: int, state: StateDict, **metadata: Any) -> None:
         """Begin to write the checkpoint of `step`; returns when `state` may change again.
 
@@ -103,10 +124,7 @@ class AsyncCheckpointer:
         metadata = {**self.metadata, **metadata, "step": step, "contents": sorted(state)}
         if self.async_save:
             planner.staged = self._staging.start_copy(planner.local_tensors())
-            arguments = planner, metadata
-            # A daemon: a process that must end does not wait for a lost peer.
-            self._thread = threading.Thread(target=self._run_save, args=arguments, name="checkpoint", daemon=True)
-            self._thread.start()
+            self._start(self._run_save, planner, metadata)
         else:
             self._run_save(planner, metadata)
         self.blocking_seconds += time.perf_counter() - began
@@ -255,12 +273,16 @@ class _HostStaging:
         self._copy_sources: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
 
+    def allocate(self, tensors: dict[str, Tensor]) -> None:
+        """Allocate a copy for each tensor that has none yet."""
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                self._copies[name] = _host_tensor(tensor, page_locked=self._on_gpu)
+
     @torch.no_grad()
     def start_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy, on a GPU in a stream of its own: until `wait_on_device` the tensors must not change."""
-        for name, tensor in tensors.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
+        self.allocate(tensors)
         if self._stream is None:
             for name, tensor in tensors.items():
                 self._copies[name].copy_(tensor)
@@ -282,6 +304,16 @@ class _HostStaging:
         if self._copy_done is not None:
             self._copy_done.synchronize()
             self._copy_sources = {}
+
+
+def _host_tensor(like: Tensor, page_locked: bool) -> Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    if page_locked and tensor.nbytes:
+        # torch's own page-locked memory has sizes of powers of two, up to twice as much. Where the system refuses to lock
+        # more, the copy is slower and just as right.
+        portable = 1
+        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable)
+    return tensor
 
 
 def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: int) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, report_missing_ranks
+from lmforge.cluster.memory import set_allocator_defaults
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import RunFailed, UserError
 
@@ -186,6 +187,7 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     chosen = choose_device(device, info.local_rank)
     on_gpu = chosen.type == "cuda"
     if on_gpu:
+        set_allocator_defaults()
         torch.cuda.set_device(chosen)
     _check_threads(threads)
     # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with cpu_offload, in the

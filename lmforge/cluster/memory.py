@@ -3,9 +3,10 @@
 What a run needs, and what would have fitted, is arithmetic on its recipe (plan/).
 """
 
+import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 from lmforge.errors import UserError
 
 GIB = 2**30
+# Both are read by torch; the second is the older name.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OUT_OF_MEMORY_PATTERN = re.compile(
     r"can't allocate memory|[Cc]annot allocate memory|out of memory|bad_alloc|[Uu]nable to allocate"
 )
@@ -32,6 +35,15 @@ def describe_request(problem: BaseException) -> str:
     """How much memory was requested when there was none left, in words."""
     request = _REQUESTED_BYTES_PATTERN.search(str(problem))
     return f"{format_memory(float(request[1]) * _UNITS[request[2]])} were requested" if request else "a request was refused"
+
+
+def set_allocator_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let the GPU allocator grow its segments, which loses less memory to gaps, unless the user has set it up.
+
+    Call it before the first allocation.
+    """
+    if not any(name in environ for name in ALLOCATOR_VARIABLES):
+        environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 @dataclass(frozen=True)

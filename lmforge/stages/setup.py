@@ -17,6 +17,7 @@ from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.metrics import MetricsFile
+from lmforge.train.optimizer import named_optimizer_state
 from lmforge.train.resume import load_resume_point
 from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
 
@@ -69,6 +70,8 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
     with dist_ctx.raise_on_all():
         if dist_ctx.is_rank0:
             checkpointer.check_free_space()
+    if parallel_model.engine != "fsdp1":  # to list its tensors FSDP1 makes a step of the optimizer
+        checkpointer.prepare(parallel_model.state_dict(optimizer, named_optimizer_state))
     return trainer
 
 

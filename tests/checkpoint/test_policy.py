@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from lmforge import checkpoint
-from lmforge.checkpoint import Manifest, RetentionPolicy
+from lmforge.checkpoint import Manifest, RetentionPolicy, async_save
 from lmforge.cli import run as command
 from lmforge.runs import Run
 from tests.distributed.conftest import weights
@@ -50,6 +51,27 @@ def test_the_newest_the_best_and_the_permanent_stay() -> None:
     assert RetentionPolicy(keep_last=1, keep_best=3, metric="absent").steps_to_delete(there) == [1, 3, 4, 5, 6]
     there[3] = manifest(3, False, float("nan"))
     assert RetentionPolicy(keep_last=1, keep_best=1).steps_to_delete(there) == [1, 3, 4, 6]  # what is no number is not the best
+
+
+def test_the_first_save_finds_its_plan_and_its_memory_made_before_training(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, plan, allocate = [], async_save._SavePlanner.create_local_plan, async_save._host_tensor
+
+    def recorded(function: Callable[..., object]) -> Callable[..., object]:
+        def record(*arguments: object, **named: object) -> object:
+            made.append((function.__name__, threading.current_thread().name))
+            return function(*arguments, **named)
+
+        return record
+
+    monkeypatch.setattr(async_save._SavePlanner, "create_local_plan", recorded(plan))
+    monkeypatch.setattr(async_save, "_host_tensor", recorded(allocate))
+    run = train("a", "--checkpoint.every_steps", 2)
+    assert run.checkpoint_steps() == [2, 4, 6]
+    assert made.count(("create_local_plan", "checkpoint")) == 1
+    assert {thread for _, thread in made} == {"checkpoint"}
+    assert len(made) > 20  # a copy of each tensor
 
 
 def test_a_run_keeps_its_best_checkpoint_and_the_permanent_ones_beside_the_newest(train: Train) -> None:

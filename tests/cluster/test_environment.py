@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmforge.cluster.distributed import check_gpus_differ, device_index
+from lmforge.cluster.memory import set_allocator_defaults
 from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import UserError
 
@@ -111,3 +112,13 @@ def test_ranks_that_share_a_gpu_are_named() -> None:
     check_gpus_differ([("a", "x"), ("a", "y"), ("b", "x")])
     with pytest.raises(UserError, match=r"^ranks 1 and 3 have the same GPU of a; start one rank for each GPU"):
         check_gpus_differ([("a", "x"), ("a", "y"), ("b", "y"), ("a", "y")])
+
+
+def test_the_gpu_allocator_grows_segments_unless_the_user_has_set_it_up() -> None:
+    environ: dict[str, str] = {}
+    set_allocator_defaults(environ)
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ = {name: "max_split_size_mb:64"}
+        set_allocator_defaults(environ)
+        assert environ == {name: "max_split_size_mb:64"}
