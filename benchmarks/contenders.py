@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.operation import LogOptions
 from lmforge.config.sections import (
     CheckpointOptions,
-    LogOptions,
     OptimizerOptions,
     ParallelOptions,
     ScheduleOptions,

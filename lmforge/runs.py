@@ -52,7 +52,7 @@ MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
 # What a run keeps in its directory beside the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "loss.png")
-RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", "completions", "tensorboard")
+RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", "completions", "tensorboard", "profile")
 MAX_METRICS_LINE_BYTES = 2**20
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"

@@ -15,6 +15,8 @@ import torch
 from lmforge.errors import UserError
 
 GIB = 2**30
+# Allocations and frees that are remembered with their stacks.
+MAX_MEMORY_EVENTS = 100_000
 # Both are read by torch; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OUT_OF_MEMORY_PATTERN = re.compile(
@@ -44,6 +46,16 @@ def set_allocator_defaults(environ: MutableMapping[str, str] = os.environ) -> No
     """
     if not any(name in environ for name in ALLOCATOR_VARIABLES):
         environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def record_memory(device: torch.device) -> None:
+    """Remember from now on where each block of a GPU's memory was allocated, for `write_memory_snapshot`."""
+    torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS, device=device)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write what the GPU's memory holds, as https://pytorch.org/memory_viz draws it."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 @dataclass(frozen=True)

@@ -362,35 +362,3 @@ class FaultOptions(Options):
         None, "a loss this many standard deviations above the mean of the steps before it is bad too (try 6)", **SCALE
     )
     spike_window_steps: int = option(128, "number of those steps", gt=1, le=10**6)
-
-
-class LogOptions(Options):
-    """What is logged."""
-
-    every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", **COUNT)
-    tensorboard: bool = option(False, "write TensorBoard events too (extra: tensorboard)")
-
-
-class WatchOptions(Options):
-    """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
-
-    stall_seconds: float = option(
-        30.0, "report which rank is where after so long without progress (or 3 times what the phase takes)", ge=0.5, le=1e6
-    )
-    timeout_seconds: float | None = option(
-        1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", **DURATION
-    )
-
-    def problems(self) -> Iterator[str]:
-        if self.timeout_seconds is not None and self.timeout_seconds < 2 * self.stall_seconds:
-            yield (
-                f"watch.timeout_seconds = {self.timeout_seconds:g}: at least twice watch.stall_seconds"
-                f" = {self.stall_seconds:g}, so that stacks are reported before the end; raise it or lower the other"
-            )
-
-
-class LaunchOptions(Options):
-    """How processes are started."""
-
-    processes: int = option(1, "ranks to start on this machine (torchrun: --nproc-per-node); not under torchrun", **RANKS)
-    max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", **COUNT_OR_0)

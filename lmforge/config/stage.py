@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Self
 
+from lmforge.config.operation import LaunchOptions, LogOptions, WatchOptions
 from lmforge.config.options import Options, option, section, validate_options
 from lmforge.config.ranges import TOKENS
 from lmforge.config.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     CheckpointOptions,
     FaultOptions,
-    LaunchOptions,
-    LogOptions,
     ModelOptions,
     OptimizerOptions,
     ParallelOptions,
@@ -23,7 +22,6 @@ from lmforge.config.sections import (
     Stage,
     TrainOptions,
     ValidationOptions,
-    WatchOptions,
 )
 from lmforge.errors import UserError
 from lmforge.untrusted import name_problem

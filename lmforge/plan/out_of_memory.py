@@ -11,12 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.memory import available_memory, check_fits, describe_request, format_memory, is_out_of_memory
+from lmforge.cluster.memory import (
+    available_memory,
+    check_fits,
+    describe_request,
+    format_memory,
+    is_out_of_memory,
+    write_memory_snapshot,
+)
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import StageConfig
@@ -261,11 +269,12 @@ def _describe_changes(current: MemorySetting, suggested: MemorySetting) -> str:
 
 @contextmanager
 def explain_out_of_memory(
-    estimator: MemoryEstimator, dist_ctx: DistributedContext, describe_progress: Callable[[], str]
+    estimator: MemoryEstimator, dist_ctx: DistributedContext, describe_progress: Callable[[], str], snapshot: Path
 ) -> Iterator[None]:
     """Raise RunFailed, in one line that says what would have fitted, where memory runs out inside.
 
-    Enter it before anything large is built. `describe_progress` says how far the run got.
+    Enter it before anything large is built. `describe_progress` says how far the run got. What a GPU's memory held is
+    written to `snapshot`.
     """
     before = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
     try:
@@ -274,12 +283,16 @@ def explain_out_of_memory(
         if not is_out_of_memory(problem):
             raise
         then = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
+        if dist_ctx.device.type == "cuda":
+            write_memory_snapshot(snapshot)
         # The frames of the failed step hold its tensors, which could leave no memory for this message.
         traceback.clear_frames(problem.__traceback__)
         reason = describe_request(problem)
         if then is not None:
             used, free = format_memory(then.used_bytes), format_memory(then.free_bytes)
             reason += f", with {used} in use and {free} left of {then.limited_by}"
+        if dist_ctx.device.type == "cuda":
+            reason += f" (what it held: {snapshot})"
         way = "the free memory is not known"
         if before is not None:
             way = suggest_what_fits(estimator, estimator.setting(dist_ctx), before.free_bytes)

@@ -53,6 +53,8 @@ def enter_run(
         if config.log.tensorboard and find_spec("tensorboard") is None:
             way = f"{how_to_install('tensorboard')}, or leave the option out"
             raise UserError(f"log.tensorboard: it is not installed; {way}")
+        if config.log.memory_snapshot and dist_ctx.device.type != "cuda":
+            raise UserError(f"log.memory_snapshot: only for a GPU, and this run is on a {dist_ctx.device.type}; leave it out")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
         parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     config = dist_ctx.decide_on_rank0(partial(pin_checkpoints, config))

@@ -11,6 +11,7 @@ from typing import Any
 
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, typed_command
@@ -83,7 +84,10 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
     if point.step >= steps:
         ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
         return 0
-    with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress):
+    snapshot = ctx.log_path.with_suffix(".memory.pickle")
+    if config.log.memory_snapshot:
+        record_memory(ctx.dist_ctx.device)
+    with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress, snapshot):
         trainer = build_trainer(ctx, inputs, point, spec.build_objective(config))
         began = time.perf_counter()
         try:
@@ -94,6 +98,9 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
             raise RunFailed(str(problem)) from problem
         finally:
             trainer.close()
+    if config.log.memory_snapshot:
+        write_memory_snapshot(snapshot)
+        ctx.console.info(f"memory     what the GPU held: {snapshot} (open it at https://pytorch.org/memory_viz)")
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
 
 

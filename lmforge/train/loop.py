@@ -76,7 +76,8 @@ def train(trainer: Trainer) -> tuple[int, int]:
             trainer.log({"step": 0, "tokens": 0, **throughput.exclude(validate, trainer, 0)})
         while done < config.train.steps:
             step, done = done, done + 1
-            lr, grad_norm = _run_step(trainer, throughput, metrics, step)
+            with trainer.profiler.step(done):
+                lr, grad_norm = _run_step(trainer, throughput, metrics, step)
             console.update_progress(done)
 
             watch.set_phase("barrier", step)

@@ -34,6 +34,7 @@ from lmforge.train.bad_steps import BadStep, BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.metrics import ConsoleLogger, MetricsFile, without_non_finite
 from lmforge.train.optimizer import learning_rate, named_optimizer_state
+from lmforge.train.profiling import StepProfiler
 
 # After the last step there is no later one to save again at.
 FINAL_SAVE_ATTEMPTS = 3
@@ -137,11 +138,14 @@ class Trainer:
     compiled: bool = False
     checkpoint_schedule: CheckpointSchedule = field(init=False)
     batch_source: BatchSource = field(init=False)
+    profiler: StepProfiler = field(init=False)
 
     def __post_init__(self) -> None:
         is_rank0 = self.ctx.dist_ctx.is_rank0
         self.checkpoint_schedule = CheckpointSchedule(self.checkpointer, self.ctx.config, is_rank0)
         self._loss_curve = LossCurveThread(self.ctx.run)
+        trace = self.ctx.run.path / "profile" / f"rank-{self.ctx.dist_ctx.rank_info.rank}.json"
+        self.profiler = StepProfiler(self.ctx.config.log.profile_window, trace, self.ctx.dist_ctx.device, self.ctx.console.info)
 
     @property
     def start_step(self) -> int:
@@ -206,6 +210,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finish the save in flight, and close what was opened."""
+        self.profiler.close()
         self.checkpointer.drain()
         if hasattr(self, "batch_source"):
             self.batch_source.close()
