@@ -1,6 +1,5 @@
 """A profiler's trace of some steps of a run, a file for each rank."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,6 @@ class StepProfiler:
             yield
             return
         if self._profile is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its own lines would come between those of the run
             self._profile = profile(activities=self._activities)
             self._profile.start()
         with record_function(f"step {number}"):
