@@ -57,6 +57,9 @@ TRAINING_STAGES = (
 # sum of fp32 numbers in another order, and bf16 numbers that round otherwise. tests/test_quickstart.py checks both.
 LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-3}
 STEPS_CONTINUED = 50
+# So few steps are to see the whole way, not a model: the batches of rollouts and what is measured are small then.
+TRIAL_STEPS = 10
+TRIAL_SEQUENCES = 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
@@ -90,7 +93,8 @@ def quickstart(options: QuickstartOptions) -> int:
     from lmforge.verbs.evaluate import run_evaluate
     from lmforge.verbs.generate import run_generate
 
-    run_evaluate(EvaluateOptions(model=base, batch_size=8))
+    sequences = TRIAL_SEQUENCES if _is_trial(options) else None
+    run_evaluate(EvaluateOptions(model=base, batch_size=8, sequences=sequences))
     run_generate(GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0))
 
     seconds = time.perf_counter() - start
@@ -158,8 +162,15 @@ def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: l
         # A checkpoint before the last one, for the comparison.
         words += [] if runs else ["--schedule.warmup_steps", options.steps // 10]
         words += [] if runs else ["--checkpoint.every_steps", max(options.steps // 2, options.steps - STEPS_CONTINUED)]
+    if _is_trial(options):
+        words += ["--validation.sequences", TRIAL_SEQUENCES]
+        words += ["--train.global_batch_size", TRIAL_SEQUENCES] if stage.verb == "align" else []
     words += ["--run.overwrite"] if options.overwrite else []
     return [str(word) for word in words]
+
+
+def _is_trial(options: QuickstartOptions) -> bool:
+    return options.steps is not None and options.steps <= TRIAL_STEPS
 
 
 def _count_processes(processes: int) -> str:

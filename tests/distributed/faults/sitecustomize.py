@@ -1,7 +1,7 @@
 """Python imports this as it starts, where its folder is on the path: a fault in one rank, put there from outside.
 
-FAULTY_RANK names the rank; FAULT is `data` (sleep for SLEEP seconds before the batch of step 7), `forward` (sleep as long in
-every forward pass) or `skip` (skip the seventh all-reduce, with a barrier in its place).
+FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step 7 until the file AWAKE is there), `forward` (sleep
+for SLEEP seconds in every forward pass) or `skip` (skip the seventh all-reduce, with a barrier in its place).
 """
 
 import importlib.abc
@@ -18,7 +18,7 @@ def sleeps_in_the_data(module: Any) -> None:
     before = module.BatchLoader.batches
 
     def batches(self: Any, step: int) -> Any:
-        if step == 7:
+        while step == 7 and not os.path.exists(os.environ["AWAKE"]):
             time.sleep(SLEEP)
         return before(self, step)
 
