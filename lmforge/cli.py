@@ -64,8 +64,8 @@ def limit_spinning() -> None:
 def exit_process(status: int) -> NoReturn:
     """End the process; with torch loaded, without taking down the interpreter, which takes up to a second.
 
-    Where ranks have communicated it did harm too: threads of torch that free a tensor meanwhile ask for a lock that is gone, and
-    now and then a rank died of it (SIGABRT) after everything was done and saved. Nothing of a rank is waited for.
+    Where ranks have communicated it did harm too: threads of torch that free a tensor meanwhile ask for a lock that is
+    gone, and now and then a rank died of it (SIGABRT) after everything was done and saved. A rank waits for no thread.
     """
     if "torch" in sys.modules:
         if "RANK" in os.environ:

@@ -1,6 +1,7 @@
 """What docs/barriers.md says of its examples is what they do: the mistake fails, the cure does not."""
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +42,12 @@ def test_with_the_cure_they_run_to_the_end(carried_out: Example, example: str, c
     done = carried_out(example, cure)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 3" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")])
+def test_as_the_page_starts_them_they_do_the_same(example: str, cure: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{example}"]
+    for words, succeeds in (([], False), ([cure], True)):
+        done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
