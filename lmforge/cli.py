@@ -66,14 +66,20 @@ def limit_spinning() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process.
+    """End the process; with torch loaded, without taking down the interpreter, which takes up to a second.
 
-    Where ranks have communicated, without taking down the interpreter: threads of torch that free a tensor meanwhile ask for
-    a lock that is gone, and now and then a rank died of it (SIGABRT) after everything was done and saved.
+    Where ranks have communicated it did harm too: threads of torch that free a tensor meanwhile ask for a lock that is
+    gone, and now and then a rank died of it (SIGABRT) after everything was done and saved. A rank waits for no thread.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or "RANK" not in os.environ:
-        sys.exit(status)
+    if "torch" in sys.modules:
+        if "RANK" in os.environ:
+            _leave(status)
+        atexit.register(_leave, status)  # what is registered last is called first
+    sys.exit(status)
+
+
+def _leave(status: int) -> NoReturn:
+    atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

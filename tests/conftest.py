@@ -170,6 +170,18 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
     return command
 
 
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """`program(text, *args, ranks=1)`: runs a Python program in processes of its own that have imported lmforge already."""
+
+    def command(text: str, *args: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("program")
+        (folder / "script.py").write_text(text)
+        return preloaded().run([str(arg) for arg in args], folder, script=folder / "script.py", ranks=ranks)
+
+    return command
+
+
 def only_line(errors: str) -> str:
     """The one `lmforge: ...` line of standard error, without that prefix."""
     assert errors.startswith("lmforge: "), errors

@@ -28,6 +28,7 @@ from lmforge.cli import run
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import BLOCK_BYTES, TokenFolder
 from lmforge.data.tokenizer import train_tokenizer
+from lmforge.errors import EXIT_PEER_LOST
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
@@ -428,15 +429,17 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in message
 
 
-def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(trained: Run, onwards: list[str]) -> None:
+def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(
+    trained: Run, onwards: list[str], program: Command
+) -> None:
     """What a quota or a file system without large files does, and what can be had without mounting one.
 
     The save of step 7 fails, and then all tries of the last step.
     """
     before = contents(trained.path)
-    command = [sys.executable, "-c", LIMITED, *onwards, "--train.steps", "8", "--checkpoint.every_steps", "1"]
-    command += ["--checkpoint.retry_seconds", "0.1", "--checkpoint.max_failures", "9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    words = [*onwards, "--train.steps", "8", "--checkpoint.every_steps", "1"]
+    words += ["--checkpoint.retry_seconds", "0.1", "--checkpoint.max_failures", "9"]
+    done = program(LIMITED, *words)
     message = assert_failed_and_kept(done, trained, before)
     assert message.startswith(
         f"step 8: 4 saves in a row have failed: {trained.checkpoints_folder}: the checkpoint step-00000008 could not be"
@@ -501,14 +504,14 @@ main()
     ],
 )
 def test_a_run_killed_at_its_very_beginning_begins_by_the_same_command(
-    tmp_path: Path, tiny_run: Path, tiny_options: list[str], script: str
+    tmp_path: Path, tiny_run: Path, tiny_options: list[str], program: Command, script: str
 ) -> None:
     words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "1"]
     words += ["--schedule.warmup_steps", "0"]
     if script == KILLED_WHILE_DELETING:
         shutil.copytree(tiny_run, tmp_path / "a")
         words += ["--run.overwrite", "true"]
-    killed = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=300)
+    killed = program(script, *words)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert run(words) == 0
     assert Run(tmp_path / "a").checkpoint_steps() == [1]
@@ -742,13 +745,11 @@ sys.exit(run(sys.argv[1:]))
 
 
 def test_an_unforeseen_exception_on_any_rank_ends_in_one_line_that_names_the_file_of_its_traceback(
-    tmp_path: Path, tiny_options: list[str]
+    tmp_path: Path, tiny_options: list[str], program: Command
 ) -> None:
-    (tmp_path / "script.py").write_text(PROBLEM_ON_RANK_1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "script.py")]
-    command += ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
+    words = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a"]
+    done = program(PROBLEM_ON_RANK_1, *words, ranks=2)
+    assert done.returncode in (1, EXIT_PEER_LOST)
     saved = tmp_path / "a" / "logs" / "error-rank-1.txt"
     problem = "unexpected ZeroDivisionError: division by zero"
     [line] = [line for line in done.stderr.splitlines() if line.startswith("lmforge: ")]
@@ -970,14 +971,14 @@ def test_a_model_that_cannot_be_parallelized_so_is_refused_before_anything_start
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
+        pytest.param(
             "--parallel.tensor_parallel_degree 3 --launch.processes 3 --model.num_attention_heads 4",
             "num_attention_heads = 4 does not divide by it; use 2",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "--parallel.engine ddp --parallel.cpu_offload --launch.processes 2",
             "ddp keeps everything on its device",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "--parallel.engine fsdp1 --parallel.context_parallel_degree 2 --launch.processes 2",

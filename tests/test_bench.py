@@ -55,18 +55,18 @@ def test_a_recipe_whose_data_is_not_there_is_timed_on_random_tokens_and_traced(
 
 
 def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmforge: Command, tiny_options: list[str]) -> None:
-    sweep = ["--sweep", "parallel.sharding=full-shard,grad-shard", "parallel.shard_degree=none,3", "--launch.processes", "2"]
+    sweep = ["--sweep", "launch.processes=2,3", "train.global_batch_size=4,5"]
     done = lmforge("bench", *tiny_options, *SHORT, *sweep, "--bench.output", "json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     told = [line for line in done.stderr.splitlines() if " of 4  " in line]
     assert len(told) == 8
     assert re.fullmatch(r"1 of 4  .*: [\d,]+ tokens/s, \d+ ms a step, MFU \d+%, [\d.]+ GiB", told[1])
-    assert "shard_degree = 3" in told[3]
+    assert "5" in told[3]
     swept = [tuple(row["swept"].values()) for row in rows]
-    assert swept == [("full-shard", "none"), ("full-shard", "3"), ("grad-shard", "none"), ("grad-shard", "3")]
-    assert [row.get("engine") for row in rows] == ["fsdp2 full-shard", None, "fsdp2 grad-shard", None]
-    assert "shard_degree = 3" in rows[1]["failed"]
+    assert swept == [("2", "4"), ("2", "5"), ("3", "4"), ("3", "5")]
+    assert [row.get("engine") for row in rows] == ["fsdp2 full-shard", None, None, None]
+    assert "5" in rows[1]["failed"]
     assert rows[0]["ranks"] == 2
     assert rows[0]["communication_seconds"] > 0
 

@@ -16,7 +16,7 @@ from tests.conftest import Command, Refusal
 
 
 def test_two_ranks_agree_with_one_process_under_every_strategy(lmforge: Command) -> None:
-    done = lmforge("doctor", "--parity", "--processes", 2, "--steps", 3, "--output", "json", "--device", "cpu")
+    done = lmforge("doctor", "--parity", "--processes", 2, "--steps", 2, "--output", "json", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     engines = {row["options"]["engine"] for row in rows}

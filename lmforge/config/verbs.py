@@ -217,7 +217,9 @@ class QuickstartOptions(Options):
     """lmforge quickstart: the whole way on the Python standard library's source, some 5 minutes on 2 cores."""
 
     folder: Path = option(Path("."), "folder for data and runs")
-    steps: int | None = option(None, "steps of each stage (default: the recipe's)", **{**COUNT, "gt": 1})
+    steps: int | None = option(
+        None, "steps of each stage, up to 10 with small batches (default: the recipe's)", **{**COUNT, "gt": 1}
+    )
     processes: int | None = option(None, "ranks to start (default: one for each GPU, or one)", **RANKS)
     prompt: str = option("def ", "prompt that the model continues at the end")
     overwrite: bool = option(False, "begin again instead of continuing")

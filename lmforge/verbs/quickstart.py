@@ -57,6 +57,9 @@ TRAINING_STAGES = (
 # sum of fp32 numbers in another order, and bf16 numbers that round otherwise. tests/test_quickstart.py checks both.
 LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 STEPS_CONTINUED = 50
+# So few steps are to see the whole way, not a model: the batches of rollouts and what is measured are small then.
+TRIAL_STEPS = 10
+TRIAL_SEQUENCES = 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
@@ -86,11 +89,13 @@ def quickstart(options: QuickstartOptions) -> int:
         number += 1
 
     base, _, last = runs
-    _print_title("7 of 7  the first model: its loss on all validation files, and what it generates", "evaluate", base)
+    sequences = TRIAL_SEQUENCES if _is_trial(options) else None
+    words = [] if sequences is None else ["--sequences", sequences]
+    _print_title("7 of 7  the first model: its loss on validation files, and what it generates", "evaluate", base, *words)
     from lmforge.verbs.evaluate import run_evaluate
     from lmforge.verbs.generate import run_generate
 
-    run_evaluate(EvaluateOptions(model=base))
+    run_evaluate(EvaluateOptions(model=base, sequences=sequences))
     generated = GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0)
     _print_command("generate", base, options.prompt, "--max_tokens", 160, "--temperature", 0.7, "--seed", 0)
     run_generate(generated)
@@ -161,8 +166,15 @@ def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: l
         # A checkpoint before the last one, for the comparison.
         words += [] if runs else ["--schedule.warmup_steps", options.steps // 10]
         words += [] if runs else ["--checkpoint.every_steps", max(options.steps // 2, options.steps - STEPS_CONTINUED)]
+    if _is_trial(options):
+        words += ["--validation.sequences", TRIAL_SEQUENCES]
+        words += ["--train.global_batch_size", TRIAL_SEQUENCES] if stage.verb == "align" else []
     words += ["--run.overwrite"] if options.overwrite else []
     return [str(word) for word in words]
+
+
+def _is_trial(options: QuickstartOptions) -> bool:
+    return options.steps is not None and options.steps <= TRIAL_STEPS
 
 
 def _count_processes(processes: int) -> str:

@@ -3,8 +3,10 @@
 Functions are named by strings, so that the table is there without importing what the verbs need.
 """
 
+import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lmforge.config import verbs as options
@@ -12,6 +14,20 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
+
+
+@contextmanager
+def imports_not_garbage() -> Iterator[None]:
+    """Around imports: torch's make hundreds of thousands of objects that stay. The collector, which would look through them
+    again and again for half a second, waits for the end, and leaves them out from then on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,8 @@ class Verb:
 
     def load(self) -> Callable[..., int]:
         module, _, name = self.function.partition(":")
-        function: Callable[..., int] = getattr(importlib.import_module(module), name)
+        with imports_not_garbage():
+            function: Callable[..., int] = getattr(importlib.import_module(module), name)
         return function
 
 

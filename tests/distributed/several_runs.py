@@ -5,17 +5,22 @@
 Starting ranks costs more than a tiny run, so that many cases share one start.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
 
 from lmforge.config.load import load_config
 from lmforge.stages import run as stages
+from lmforge.stages import run_stage
 
 if __name__ == "__main__":
     standard = sys.stdout, sys.stderr
+    # The picture of its losses would take as long as the steps of a tiny run.
+    run_stage.draw_loss_curve = lambda run: run.path / "loss.png"
     for words in json.loads(Path(sys.argv[1]).read_text()):
         verb, rest = ("pretrain", words) if words[0].startswith("-") else (words[0], words[1:])
+        gc.freeze()  # what is there already, modules above all, need not be looked through at each run
         status = getattr(stages, verb)(load_config(rest, verb))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"

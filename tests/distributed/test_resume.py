@@ -24,7 +24,7 @@ from lmforge.runs import Run
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 from tests.seeds import fresh_random
 
-STEPS = 40
+STEPS = 28
 SCHEDULE = ["--train.steps", str(STEPS), "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "20"]
 # A validation just before a checkpoint leaves sharded weights gathered, and must not show in what is saved.
 SCHEDULE += ["--validation.every_steps", "4"]

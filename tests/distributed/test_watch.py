@@ -5,40 +5,44 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lmforge.runs import Run
 from tests.distributed.conftest import Recipe
-from tests.distributed.test_resume import kill_tree, reach
+from tests.distributed.test_resume import heard, reach, started
+from tests.preloaded import preloaded
 
-FAULTS = Path(__file__).parent / "faults"
-ROOT = Path(__file__).parents[2]
+FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every_steps", "100000", "--watch.stall_seconds", "2"]
 
 
 class Going:
     """A run on two ranks that goes on while it is looked at."""
 
-    def __init__(self, process: subprocess.Popen[str], run: Run, told: Path) -> None:
-        self.process, self.run, self._told = process, run, told
+    def __init__(self, run: Run, has_ended: Callable[[], bool], told: Callable[[], list[Path]]) -> None:
+        self.run, self._has_ended, self._told = run, has_ended, told
 
     def said(self) -> str:
-        return self._told.read_text()
+        return "".join(file.read_text() for file in self._told())
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """What the run prints that matches, as soon as it does."""
         deadline = time.monotonic() + 120
         while not (found := re.search(pattern, self.said(), re.M)):
             assert time.monotonic() < deadline, f"{pattern} was not said in\n{self.said()}"
-            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.said()}"
+            assert not self._has_ended(), f"it ended\n{self.said()}"
             time.sleep(0.05)
         return found
+
+    def steps(self) -> int:
+        return max((record["step"] for record in self.run.read_metrics()), default=0)
 
     def heartbeat(self, rank: int) -> dict[str, object]:
         return json.loads((self.run.health_folder / f"rank-{rank}.json").read_text())
@@ -46,63 +50,69 @@ class Going:
 
 @contextmanager
 def going(recipe: Recipe, folder: Path, *more: str, **fault: str) -> Iterator[Going]:
-    told = folder / "told.txt"
-    words = ["pretrain", *recipe(folder, "watched", *ENDLESS, "--launch.processes", "2", *more)]
-    path = os.pathsep.join([str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with open(told, "w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lmforge", *words],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, **fault},
+    """With a fault in rank 1, which `faulty_rank.py` describes. The ranks are killed in the end."""
+    words = ["pretrain", *recipe(folder, "watched", *ENDLESS, *more)]
+    variables, run = {"FAULTY_RANK": "1", **fault}, Run(folder / "watched")
+    with ThreadPoolExecutor(1) as waiting:
+        ended: Future[object] = waiting.submit(
+            preloaded().run, words, folder, script=FAULTY_RANK, ranks=2, variables=variables, timeout=300
         )
         try:
-            yield Going(process, Run(folder / "watched"), told)
+            yield Going(run, ended.done, lambda: sorted([*folder.glob("out-*"), *folder.glob("errors-*")]))
         finally:
-            kill_tree(process)
+            for process in heard(run):
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(process).kill()
 
 
 def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_waits(recipe: Recipe, tmp_path: Path) -> None:
-    with going(recipe, tmp_path, FAULT="data", FAULTY_RANK="1", SLEEP="12") as run:
+    awake = tmp_path / "awake"
+    with going(recipe, tmp_path, FAULT="data", SLEEP="0.5", AWAKE=str(awake)) as run:
         run.wait_for(r"^lmforge: STALL: no progress for .* at step 7 .*: rank 1 is stuck, rank 0 waits for it")
         run.wait_for(r"all stacks: ")
-        assert max(record["step"] for record in run.run.read_metrics()) == 7, "it was told after the rank woke"
         said = run.said()
-        assert re.search(r"^  rank 1 .* data .* stuck +sitecustomize.py:\d+ batches", said, re.M), said
+        assert re.search(r"^  rank 1 .* data .* stuck +faulty_rank.py:\d+ batches", said, re.M), said
         assert re.search(
             r"^  rank 0 .* reduce .* waits +all_reduce \d+ of default_pg, from distributed.py:\d+ all_reduce_sum", said, re.M
         ), said
-        assert re.search(r"^    sitecustomize.py:\d+ batches: time.sleep\(SLEEP\)", said, re.M), said
+        assert re.search(r"^    faulty_rank.py:\d+ batches: time.sleep\(SLEEP\)", said, re.M), said
         assert "time.sleep(SLEEP)" in (run.run.log_path(1, 1).with_suffix(".stack.txt")).read_text()
         assert "rank 1 is stuck" in run.run.log_path(1, 0).read_text()
+        assert run.steps() == 7
+        awake.touch()
         run.wait_for(r"^lmforge: making progress again after \d+ s in reduce \(rank 1 was stuck in data\)")
 
 
 def test_a_stopped_rank_is_told_from_a_sleeping_one_and_its_peers_end_when_nobody_goes_on(
     recipe: Recipe, tmp_path: Path
 ) -> None:
-    with going(recipe, tmp_path, "--watch.timeout_seconds", "8", "--launch.max_restarts", "0") as run:
-        reach(run.run, 3, run.process)
-        stopped = int(str(run.heartbeat(0)["process"]))
+    run = Run(tmp_path / "watched")
+
+    def stop_one(process: subprocess.Popen[str]) -> None:
+        told = Going(run, lambda: process.poll() is not None, lambda: [tmp_path / "out.txt", tmp_path / "errors.txt"])
+        reach(run, 3, process)
+        stopped = int(str(told.heartbeat(0)["process"]))
         os.kill(stopped, signal.SIGSTOP)
         try:
-            run.wait_for(rf"^  rank 0 .* stuck +process {stopped} is stopped \(SIGSTOP\)")
-            run.wait_for(r"^lmforge: no rank has made progress for .* this run ends itself, with status 75")
+            told.wait_for(rf"^  rank 0 .* stuck +process {stopped} is stopped \(SIGSTOP\)")
+            told.wait_for(r"^lmforge: no rank has made progress for .* this run ends itself, with status 75")
         finally:
             os.kill(stopped, signal.SIGCONT)
-        assert run.process.wait(timeout=150) == 1
-        assert run.heartbeat(1)["phase"] == "failed"
+
+    words = [*recipe(tmp_path, "watched", *ENDLESS), "--launch.processes", "2", "--launch.max_restarts", "0"]
+    ended = started(["pretrain", *words, "--watch.timeout_seconds", "8"], tmp_path, stop_one)
+    assert ended.status == 1
+    assert json.loads((run.health_folder / "rank-1.json").read_text())["phase"] == "failed"
 
 
 def test_ranks_in_different_collectives_are_told_as_such(recipe: Recipe, tmp_path: Path) -> None:
-    with going(recipe, tmp_path, FAULT="skip", FAULTY_RANK="1") as run:
+    with going(recipe, tmp_path, FAULT="skip") as run:
         run.wait_for(r"^lmforge: STALL: .* the ranks wait for each other, each in another collective")
         run.wait_for(r"all stacks: ")
         said = run.said()
         number = re.search(r"^  rank 0 .* waits +all_reduce (\d+) of default_pg, from distributed.py", said, re.M)
         assert number, said
-        assert re.search(rf"^  rank 1 .* waits +barrier {number[1]} of default_pg, from sitecustomize.py", said, re.M), said
+        assert re.search(rf"^  rank 1 .* waits +barrier {number[1]} of default_pg, from faulty_rank.py", said, re.M), said
         assert f"last in common: {int(number[1]) - 1} of default_pg" in said
 
 
@@ -110,9 +120,11 @@ def test_ranks_in_different_collectives_are_told_as_such(recipe: Recipe, tmp_pat
 def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is_not(
     recipe: Recipe, tmp_path: Path, engine: str
 ) -> None:
-    with going(recipe, tmp_path, "--parallel.engine", engine, FAULT="forward", FAULTY_RANK="1", SLEEP="0.3") as run:
+    with going(recipe, tmp_path, "--parallel.engine", engine, FAULT="forward", SLEEP="0.3") as run:
         run.wait_for(r"^rank 1: forward takes .* \(.* s against .* s a step\); the others wait for it")
-        reach(run.run, max(record["step"] for record in run.run.read_metrics()) + 10, run.process)
+        told_at = run.steps()
+        while run.steps() < told_at + 10:
+            time.sleep(0.05)
         assert not re.search(r"^rank 0: ", run.said(), re.M), run.said()
         # Building may stand still where the machine is busy with other work, and is then told of.
         assert not re.search(r"STALL: .* at step [1-9]", run.said()), run.said()
