@@ -90,7 +90,7 @@ def quickstart(options: QuickstartOptions) -> int:
 
     base, _, last = runs
     sequences = TRIAL_SEQUENCES if _is_trial(options) else None
-    words = [] if sequences is None else ["--sequences", sequences]
+    words = [] if sequences is None else ["--sequences", str(sequences)]
     _print_title("7 of 7  the first model: its loss on validation files, and what it generates", "evaluate", base, *words)
     from lmforge.verbs.evaluate import run_evaluate
     from lmforge.verbs.generate import run_generate
