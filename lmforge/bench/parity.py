@@ -33,12 +33,11 @@ from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 
 SMALL_MODEL = ModelConfig(
     vocab_size=509,
-    hidden_size=72,
+    hidden_size=64,  # heads of 16, the smallest that FlexAttention takes
     intermediate_size=100,
     num_hidden_layers=4,
-    num_attention_heads=6,
+    num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=16,  # the smallest that FlexAttention takes
 )
 # A larger epsilon than in training: AdamW's step then depends on the size of a gradient. A gradient of the wrong scale
 # shows, and the sign of one that is zero up to rounding does not.

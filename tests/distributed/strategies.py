@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.bench.parity import ParityData, relative_differences, run_case, run_single
+from lmforge.bench.parity import OPTIMIZER, ParityData, relative_differences, run_case, run_single
 from lmforge.cluster import distributed as cluster
 from lmforge.parallel.precision import missing_for_compile
 from tests.distributed.shapes import SHAPES, select_cases
@@ -46,6 +46,9 @@ if __name__ == "__main__":
     for shape, cases in select_cases(kind, which, dist_ctx.world_size).items():
         cases = [replace(case, model_config=SHAPES[shape]) for case in cases]
         reference = run_single(cases[0], data, dist_ctx) if cases and dist_ctx.is_rank0 else None
+        if reference is not None:
+            still = OPTIMIZER.model_copy(update={"lr": 1e-30})
+            untrained = run_single(replace(cases[0], optimizer=still), data, dist_ctx)
         for case in cases:
             if case.compile_model and missing_for_compile(dist_ctx.device):
                 continue  # its tests are skipped
@@ -58,6 +61,7 @@ if __name__ == "__main__":
                     "losses": result.losses,
                     "collectives": collectives.counts,
                     "reference": reference.losses,
+                    "untrained": untrained.losses,
                     **relative_differences(result, reference),
                 }
                 (folder / f"{name}.json").write_text(json.dumps(content))

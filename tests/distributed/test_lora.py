@@ -35,7 +35,7 @@ def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: Sam
 @pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])
 def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials, name: str, shards: int) -> None:
     # 4 blocks, rank 3, each layer's inputs and outputs: 4 of attention and 3 of the feed-forward.
-    width, kept, inner = 72, 24, 100
+    width, kept, inner = 64, 32, 100
     sizes = [(width, width), (width, kept), (width, kept), (width, width), (width, inner), (width, inner), (inner, width)]
     adapters = 4 * 3 * sum(inputs + outputs for inputs, outputs in sizes) * 4
     for rank in range(2):

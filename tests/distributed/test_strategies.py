@@ -32,7 +32,8 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 @pytest.mark.parametrize(("world_size", "name"), sampled("plain", all_cases()))
 def test_losses_gradient_norms_and_weights_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
     result = trials.read(world_size, name)
-    assert result["losses"][-1] < result["losses"][0] - 0.05
+    # On the same batch, so that what was drawn makes no difference.
+    assert result["losses"][-1] < result["untrained"][-1] - 0.01
     differences = {key: result[key] for key in ("loss", "gradient_norm", "weights")}
     if name.startswith(("gpt2", "split gpt2", "split tied")):
         del differences["weights"]  # a bias on the keys has no gradient but rounding; losses and norms tell the rest
