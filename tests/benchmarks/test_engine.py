@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_both_write_in_every_round_and_greedy_tokens_are_compared(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/engine.py", "--tiny", "--rounds", "2", "--rows", "3", "--new_tokens", "5"]
     ended = subprocess.run(
