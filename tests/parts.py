@@ -36,7 +36,19 @@ REPEATED = (
     *("checkpoint/test_blocks.py", "train/test_bad_steps.py", "train/test_rollouts.py"),
     *("monitor/test_stragglers.py", "monitor/test_step_time_drift.py"),
 )
-DISTRIBUTED = ("chaos", "checkpoints", "determinism", "generation", "hub", "overlap", "resume", "tasks", "tuning", "watch")
+DISTRIBUTED = (
+    "chaos",
+    "checkpoints",
+    "determinism",
+    "generation",
+    "gpu",
+    "hub",
+    "overlap",
+    "resume",
+    "tasks",
+    "tuning",
+    "watch",
+)
 TRAIN = ("train", "objectives", "rewards", "plan", "monitor", "checkpoint", "cluster")
 GENERATE = ("generate", "evaluate", "serve", "verbs", "interop")
 STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")

@@ -70,8 +70,20 @@ class AttentionMask:
     context_parallel: ContextParallel | None = None
 
 
+# The smallest head_dim that FlexAttention takes.
+FLEX_MIN_HEAD_DIM = 16
+
+
+def uses_flex_attention(device: torch.device, head_dim: int) -> bool:
+    """Whether training on this device takes FlexAttention: it has no backward pass on a CPU."""
+    return device.type == "cuda" and head_dim >= FLEX_MIN_HEAD_DIM
+
+
 def create_attention_mask(
-    document_ids: Tensor, window: int | None, context_parallel: ContextParallel | None = None
+    document_ids: Tensor,
+    window: int | None,
+    context_parallel: ContextParallel | None = None,
+    head_dim: int = FLEX_MIN_HEAD_DIM,
 ) -> AttentionMask:
     """The mask of one batch, to be made once per forward and window.
 
@@ -79,12 +91,13 @@ def create_attention_mask(
         document_ids: int32 [sequences, queries], equal within a document, -1 on padding.
         window: how many tokens back a token sees, itself included; None is all of its document.
         context_parallel: set where the queries are a part of each sequence, and the keys are all of it.
+        head_dim: of the queries and keys that it is for, which decides the backend on a GPU.
     """
     keys = document_ids if context_parallel is None else context_parallel.all_gather_sequence(document_ids, 1)
     (sequences, length), slots = document_ids.shape, torch.arange(keys.shape[1], device=keys.device)
     ranges = _query_ranges(length, len(slots), context_parallel)
     query_slots = torch.cat([slots[first : first + count] for first, count in ranges])
-    if document_ids.is_cuda:
+    if uses_flex_attention(document_ids.device, head_dim):
         mask_mod = document_mask_mod(document_ids, keys, query_slots, window)
         block_mask = _compiled(create_block_mask)(mask_mod, sequences, None, length, len(slots), device=keys.device)
         return AttentionMask(block_mask=block_mask, context_parallel=context_parallel)
@@ -103,9 +116,9 @@ def _query_ranges(num_queries: int, num_keys: int, context_parallel: ContextPara
     return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
 
 
-def attention_backend_name(device: torch.device) -> str:
+def attention_backend_name(device: torch.device, head_dim: int) -> str:
     """The backend that `create_attention_mask` chooses on this device, for logs."""
-    return "FlexAttention, block mask" if device.type == "cuda" else "SDPA, dense mask"
+    return "FlexAttention, block mask" if uses_flex_attention(device, head_dim) else "SDPA, dense mask"
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -> Tensor:

@@ -1,6 +1,7 @@
 """The modules that both families are made of, and `LanguageModel`: what every model offers."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -154,7 +155,8 @@ class LanguageModel(nn.Module):
         """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
         blocks, windows = self.blocks, self.config.layer_windows
         if cache is None:
-            masks = {each: create_attention_mask(document_ids, each, self.context_parallel) for each in set(windows)}
+            make_mask = partial(create_attention_mask, context_parallel=self.context_parallel, head_dim=self.config.head_dim)
+            masks = {each: make_mask(document_ids, each) for each in set(windows)}
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
         rotary = rotary_embedding(positions, self.config)

@@ -124,7 +124,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     if not on_gpu and (others := other_trainings()):
         log(f"shared     other trainings use the cores too, and each is slower: process {', '.join(map(str, others))}")
     wrapped = model_config.family == "transformers"
-    attention = "transformers', dense mask" if wrapped else attention_backend_name(dist_ctx.device)
+    attention = "transformers', dense mask" if wrapped else attention_backend_name(dist_ctx.device, model_config.head_dim)
     float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
     log(
         f"compute    {str(trainer.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lmforge.model.attention import attend, create_attention_mask
+from lmforge.model.attention import attend, create_attention_mask, uses_flex_attention
 from tests.model.conftest import MODEL_TYPES, Rows, built, drawn_config, logits, one_document, packed
 
 
@@ -109,6 +109,12 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, dr
     )
     found = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
     torch.testing.assert_close(found, attend(q, k, v, create_attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
+
+
+def test_flex_attention_is_for_gpus_and_heads_that_are_large_enough() -> None:
+    cuda = torch.device("cuda", 0)
+    assert [uses_flex_attention(cuda, head_dim) for head_dim in (8, 12, 16, 128)] == [False, False, True, True]
+    assert not uses_flex_attention(torch.device("cpu"), 128)
 
 
 @pytest.mark.gpu
