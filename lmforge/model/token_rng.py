@@ -18,6 +18,7 @@ _SITE_STEP = 0xD1342543DE82EF95
 _DRAWS_PER_WORD = 4
 _DRAW_LEVELS = 1 << 16
 _HALF_LEVELS = 1 << 15
+_ANY_STEP = (1 << 40) - 1
 # Sites in a block: the output of attention and of the feed-forward.
 SITES_PER_BLOCK = 2
 # Other sites: before the first block, and from ADAPTER_SITE on those of the adapters in a block (lora.py).
@@ -84,7 +85,8 @@ def perturb_embeddings(embeddings: Tensor, token_rng: TokenRng | None) -> Tensor
 
 def random_int16(rng_keys: Tensor, site: int, width: int) -> Tensor:
     """Integers [..., width], uniform in −2¹⁵ … 2¹⁵ − 1, of `rng_keys` int64 [...] at a site."""
-    steps = torch.arange(-(-width // _DRAWS_PER_WORD), device=rng_keys.device)
+    # The mask changes nothing, and keeps inductor from computing with the steps as with indices, in numbers beyond 64 bits.
+    steps = torch.arange(-(-width // _DRAWS_PER_WORD), device=rng_keys.device) & _ANY_STEP
     counters = _keys_at_site(rng_keys, site).unsqueeze(-1) + steps * _wrap_int64(_COUNTER_STEP)
     return _split_into_int16(_splitmix64(counters))[..., :width]
 
