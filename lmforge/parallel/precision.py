@@ -129,5 +129,6 @@ def has_compiled_blocks(model: LanguageModel) -> bool:
     """Whether there is compiled code for a block of `model`. Private to torch; checked with 2.13.0."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    forwards = [getattr(block.forward, "__func__", block.forward) for block in model.blocks]
+    blocks = [getattr(block, "module", block) for block in model.blocks]  # FSDP1 puts each into a wrapper
+    forwards = [getattr(block.forward, "__func__", block.forward) for block in blocks]
     return any(_debug_get_cache_entry_list(each.__code__) for each in forwards if hasattr(each, "__code__"))
