@@ -27,7 +27,8 @@ if __name__ == "__main__":
     print("time-out", group.options._timeout == timedelta(seconds=2 * watch_seconds), flush=True)
     if dist_ctx.rank_info.rank == 1:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        os.close(lowest_free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         start_attempt(config, Run.from_config(config), dist_ctx)
     except UserError as refused:
