@@ -3,6 +3,8 @@
 import os
 import resource
 import sys
+import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,9 +28,14 @@ if __name__ == "__main__":
     group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     print("time-out", group.options._timeout == timedelta(seconds=2 * watch_seconds), flush=True)
     if dist_ctx.rank_info.rank == 1:
+        for thread in threading.enumerate():
+            if thread.name == "joining":  # it closes its connection to the store at some time
+                thread.join()
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        os.close(lowest_free := os.dup(0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        with suppress(OSError):
+            while True:
+                os.dup(0)
     try:
         start_attempt(config, Run.from_config(config), dist_ctx)
     except UserError as refused:
