@@ -1,6 +1,7 @@
 """A contender as a process of its own, controlled through a pipe. If it ends early, EndedEarly says why."""
 
 import multiprocessing
+import time
 from typing import Any
 
 from contenders import Contest, Turn, contend
@@ -15,11 +16,11 @@ class EndedEarly(SystemExit):
 
 
 class Contender:
-    """A process of its own, from its start until `leave`. `limit_seconds` is the time-out of each response."""
+    """A process of its own, from its start until `leave`; after `limit_seconds` it is given up."""
 
     def __init__(self, name: str, contest: Contest, limit_seconds: float | None = None) -> None:
         self.name = name
-        self._limit = limit_seconds
+        self._limit, self._began = limit_seconds, time.monotonic()
         self._log = contest.folder / f"{name}-{contest.dtype}.log"
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -28,8 +29,10 @@ class Contender:
         theirs.close()
 
     def _receive(self) -> Any:
-        if not self._pipe.poll(self._limit):
-            raise EndedEarly(self.name, None, f"no message for {self._limit:.0f} s")
+        left = None if self._limit is None else max(0.0, self._began + self._limit - time.monotonic())
+        if not self._pipe.poll(left):
+            self._process.kill()
+            raise EndedEarly(self.name, None, f"not done after {self._limit:.0f} s")
         try:
             return self._pipe.recv()
         except EOFError:

@@ -43,10 +43,13 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.runs import Run
 from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.inputs import RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
-from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
+from lmforge.train.run_events import RunEvents
+from lmforge.train.trainer import ResumePoint, RunContext, Trainer
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -70,7 +73,7 @@ class Contest:
     folder: Path
     device: str = "cpu"
     accumulation: int = 1
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["none", "full", "selective-blocks", "selective-ops"] = "none"  # the others: all blocks
     master_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property
@@ -148,7 +151,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     objective = NextTokenObjective()
     config = PretrainConfig(
         optimizer=OPTIMIZER,
-        parallel=ParallelOptions(activation_checkpointing="full" if contest.activation_checkpointing else "none"),
+        parallel=ParallelOptions(activation_checkpointing=contest.activation_checkpointing),
         train=TrainOptions(steps=ENDLESS_STEPS, master_dtype=contest.master_dtype, float8=float8),
         schedule=ScheduleOptions(name="constant", warmup_steps=0),
         log=LogOptions(every_steps=LOG_EVERY_STEPS),
@@ -156,12 +159,15 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
     fill = partial(fill_weights, config, ranks, None)
-    parallel_model, optimizer = build_model_and_optimizer(config, contest.shape, objective, ranks, dtype, compiled, fill)
+    parallel_model, optimizer = build_model_and_optimizer(
+        config, contest.shape, objective, ranks, dtype, compiled, config.parallel, fill
+    )
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     log = folder / "log"
     watch = Watchdog(ranks, folder, log)
-    ctx = RunContext(config, Run(folder), ranks, watch, TakesTurns(turns, ranks, ENDLESS_STEPS, log), log)
+    console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log), (RunEvents(None), TrackerProcesses(print, print))
+    ctx = RunContext(config, Run(folder), ranks, watch, console, log, *nowhere)
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
     trainer = Trainer(
         ctx,
@@ -174,7 +180,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         BadStepDetector(ranks, spike_sigmas=None, window_steps=1),
         checkpointer,
         MetricsFile(folder / "metrics.jsonl"),
-        flops_per_token=flops_per_token(contest.shape, contest.length),
+        flops_per_token=partial(flops_per_token, contest.shape),
         peak_flops=None,
     )
     trainer.batch_source = DatasetBatches(trainer)
@@ -201,7 +207,7 @@ def transformers_llama(contest: Contest) -> nn.Module:
         parameter.data = parameter.data.to(MASTER_DTYPES[contest.master_dtype])
     weights = init_weights(build_model(contest.shape), 0).state_dict()  # on the CPU: the device may have room for one copy only
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
-    if contest.activation_checkpointing:
+    if contest.activation_checkpointing != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 

@@ -1,25 +1,30 @@
 """Tokens a second and MFU of lmforge beside others on one GPU: 124M, 1B, 3B and 8B Llama shapes, bf16 and float8.
 
-A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that runs out of memory or crashes
-is a marked row and the table goes on. Trials of one size and length take turns in rounds, another one first in each; a ratio
-is taken within a round. Models of these sizes have no room beside each other, so that a round is as long as its trials.
+A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that runs out of memory, of time or
+crashes is a marked row and the table goes on. Each row is written at once, into the one file of this GPU: a call that is killed
+keeps what it has, and a call for another size adds to it. One size (`--only 8b`) takes less than eight minutes.
 
-Without a GPU a tiny shape takes the same way on the CPU, and nothing is recorded.
+`8b-published` repeats the setting of a published figure, and `8b-best` looks for the fastest that fits; both are lmforge alone.
+
+Without a GPU a tiny shape takes the same way on the CPU, and nothing is recorded unless `--out` says where.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from contender_process import Contender, EndedEarly
 from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
-from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, word
 
+from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
@@ -29,21 +34,32 @@ from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_cou
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.plan.peak_flops import rank_peak_flops
 
-LENGTHS = (2048, 8192)
 GIB = 2**30
 # Of a GPU's memory, what weights, gradients and optimizer states may take; the rest is for activations and logits.
 SHARE_AT_REST = 0.8
+# Of one size, from its first process to the last row. A trial may take what its predecessors have left.
+SECONDS_A_SIZE = 440.0
+# Tokens/s of Llama-3 8B on one H200, published: length 4,096, 4 sequences in each of 2 micro-batches, full activation
+# checkpointing, compiled, weights and states in bf16.
+PUBLISHED_8B = 10_471.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """A shape, and how many tokens a forward pass and a step take. With `checkpointing_from` that length and longer ones
-    compute activations again, for all contenders alike."""
+    """A shape, its sequences, and how many tokens a forward pass and a step take.
+
+    With `checkpointing_from` that length and longer ones compute activations again, for all contenders alike. `variants` are
+    settings of lmforge that are tried in place of the contest, by the name of the row: activation checkpointing, and tokens
+    of a forward pass. `published` is a figure to compare with, in tokens/s.
+    """
 
     shape: ModelConfig
     micro_tokens: int
     step_tokens: int
+    length: int = 2048
     checkpointing_from: int | None = None
+    variants: dict[str, tuple[str, int]] | None = None
+    published: float | None = None
 
 
 def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kept: int, tied: bool) -> ModelConfig:
@@ -62,16 +78,40 @@ def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kep
 
 # Written out rather than presets, so that results stay comparable when presets change. Tokens of a forward pass are what
 # leaves room, on 80 GB, for a contender that keeps all of its logits.
+LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, tied=False)
 SIZES = {
     "124m": Size(llama(50304, 768, 2048, 12, 12, 12, tied=True), micro_tokens=32_768, step_tokens=65_536),
     "1b": Size(llama(128256, 2048, 8192, 16, 32, 8, tied=True), micro_tokens=8_192, step_tokens=65_536),
     "3b": Size(
         llama(128256, 3072, 8192, 28, 24, 8, tied=True), micro_tokens=4_096, step_tokens=32_768, checkpointing_from=8192
     ),
-    "8b": Size(llama(128256, 4096, 14336, 32, 32, 8, tied=False), micro_tokens=4_096, step_tokens=16_384, checkpointing_from=0),
+    "8b": Size(LLAMA_8B, micro_tokens=4_096, step_tokens=8_192, length=4096, checkpointing_from=0),
+    "8b-published": Size(
+        LLAMA_8B,
+        micro_tokens=16_384,
+        step_tokens=32_768,
+        length=4096,
+        variants={"lmforge, as published": ("full", 16_384)},
+        published=PUBLISHED_8B,
+    ),
+    "8b-best": Size(
+        LLAMA_8B,
+        micro_tokens=4_096,
+        step_tokens=32_768,
+        length=4096,
+        variants={
+            "lmforge, selective-ops, 8,192 tokens": ("selective-ops", 8_192),
+            "lmforge, selective-blocks, 8,192 tokens": ("selective-blocks", 8_192),
+            "lmforge, no checkpointing, 4,096 tokens": ("none", 4_096),
+        },
+        published=PUBLISHED_8B,
+    ),
 }
-TINY_SIZES = {"tiny": Size(llama(512, 32, 64, 2, 4, 2, tied=True), micro_tokens=128, step_tokens=256, checkpointing_from=128)}
-TINY_LENGTHS = (128,)
+TINY = llama(512, 32, 64, 2, 4, 2, tied=True)
+TINY_SIZES = {
+    "tiny": Size(TINY, micro_tokens=128, step_tokens=256, length=128, checkpointing_from=128),
+    "tiny-best": Size(TINY, 128, 256, 128, variants={"lmforge, selective-ops": ("selective-ops", 256)}, published=1e9),
+}
 
 
 def bytes_at_rest(shape: ModelConfig, bytes_a_number: int) -> int:
@@ -80,10 +120,11 @@ def bytes_at_rest(shape: ModelConfig, bytes_a_number: int) -> int:
 
 
 def what_fits(size: Size, length: int, memory_bytes: float) -> dict[str, Any]:
-    """Options that all contenders share: bf16 masters (and so bf16 gradients and states) only where fp32 finds no room."""
-    fits = bytes_at_rest(size.shape, 4) <= SHARE_AT_REST * memory_bytes
+    """Options that all contenders share: bf16 masters (and so bf16 gradients and states) only where fp32 finds no room, or
+    where a published figure had them."""
+    fits = bytes_at_rest(size.shape, 4) <= SHARE_AT_REST * memory_bytes and size.published is None
     checkpointing = size.checkpointing_from is not None and length >= size.checkpointing_from
-    return {"master_dtype": "fp32" if fits else "bf16", "activation_checkpointing": checkpointing}
+    return {"master_dtype": "fp32" if fits else "bf16", "activation_checkpointing": "full" if checkpointing else "none"}
 
 
 def contest_of(size: Size, length: int, folder: Path, device: torch.device, chosen: argparse.Namespace) -> Contest:
@@ -105,6 +146,18 @@ def contest_of(size: Size, length: int, folder: Path, device: torch.device, chos
     )
 
 
+def trials_of(size: Size, contest: Contest) -> dict[str, tuple[str, Contest]]:
+    """The contender and the setting of each row."""
+    if size.variants is None:
+        names = LMFORGE, LMFORGE_FLOAT8, PLAIN_COMPILED if contest.compiled else PLAIN, TRAINER
+        return {name: (name, contest) for name in names}
+    found = {}
+    for name, (checkpointing, micro_tokens) in size.variants.items():
+        accumulation = contest.rows // max(1, micro_tokens // contest.length)
+        found[name] = (LMFORGE, replace(contest, activation_checkpointing=checkpointing, accumulation=accumulation))
+    return found
+
+
 def why(ended: EndedEarly) -> str:
     """In a few words, for a row of the table."""
     if ran_out_of_memory(ended.status, ended.said):
@@ -113,16 +166,14 @@ def why(ended: EndedEarly) -> str:
     return last.removeprefix("lmforge.errors.UserError: ").replace("|", "/")[:200]
 
 
-def contenders(compiled: bool) -> tuple[str, ...]:
-    return LMFORGE, LMFORGE_FLOAT8, PLAIN_COMPILED if compiled else PLAIN, TRAINER
-
-
-def attempt(name: str, contest: Contest, chosen: argparse.Namespace) -> dict[str, Any]:
-    """One trial. Where it fails, {"failed": why}."""
-    contender = Contender(name, contest, chosen.limit)
+def attempt(name: str, contest: Contest, seconds: float, limit: float) -> dict[str, Any]:
+    """One trial of at most `limit` seconds, `seconds` of them timed. Where it fails, {"failed": why}."""
+    if limit <= seconds:
+        return {"failed": "no time was left: run it alone with --contender"}
+    contender = Contender(name, contest, limit)
     try:
         warm_up = contender.take_turn(0.0)
-        turn = contender.take_turn(chosen.seconds)
+        turn = contender.take_turn(seconds)
         loss = contender.finish()
     except EndedEarly as ended:
         return {"failed": why(ended)}
@@ -132,20 +183,20 @@ def attempt(name: str, contest: Contest, chosen: argparse.Namespace) -> dict[str
     return {"speed": speed, "memory_gib": turn.memory_gib, "loss": loss, "warm_up_seconds": warm_up.seconds}
 
 
-def hold(label: str, contest: Contest, peak: float | None, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one size and length: what was measured of each contender, or why it was not."""
-    names = contenders(contest.compiled)
-    trials: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+def hold(label: str, size: Size, contest: Contest, chosen: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """All rounds of one size: after each trial the name of its row, and its trials so far."""
+    rows = {name: row for name, row in trials_of(size, contest).items() if name in (chosen.contender or [name])}
+    trials: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
+    names, until = tuple(rows), time.monotonic() + chosen.limit * chosen.rounds
     for number in range(chosen.rounds):
-        shift = number % len(names)
+        shift = number % max(1, len(names))
         for name in names[shift:] + names[:shift]:
             if any("failed" in trial for trial in trials[name]):
                 continue
-            trial = attempt(name, contest, chosen)
+            trial = attempt(*rows[name], chosen.seconds, until - time.monotonic())
             trials[name].append(trial)
             say(f"{label}, round {number + 1} of {chosen.rounds}: {name}: {outcome(trial)}")
-    flops = flops_per_token(contest.shape, contest.length)
-    return {name: figures(of_name, trials[LMFORGE], flops, peak) for name, of_name in trials.items()}
+            yield name, trials[name]
 
 
 def outcome(trial: dict[str, Any]) -> str:
@@ -154,43 +205,86 @@ def outcome(trial: dict[str, Any]) -> str:
     return f"{trial['speed']:,.0f} tokens/s, warm after {trial['warm_up_seconds']:.0f} s"
 
 
-def figures(trials: list[dict[str, Any]], ours: list[dict[str, Any]], flops: float, peak: float | None) -> dict[str, Any]:
+def figures(trials: list[dict[str, Any]], flops: float, peak: float | None, published: float | None) -> dict[str, Any]:
+    """A row of the record."""
     failed = next((trial["failed"] for trial in trials if "failed" in trial), None)
     if failed is not None:
         return {"failed": failed}
     speeds = [trial["speed"] for trial in trials]
-    pairs = [] if any("failed" in trial for trial in ours) else zip(ours, trials, strict=True)
-    ratios = [mine["speed"] / theirs["speed"] for mine, theirs in pairs]
     return {
         "tokens_per_second": summarize(speeds),
         "mfu": summarize([speed * flops / peak for speed in speeds]) if peak else None,
-        "lmforge_is_faster_by": summarize(ratios) if ratios else None,
+        "of_the_published": summarize([speed / published for speed in speeds]) if published else None,
         "memory_gib": max(trial["memory_gib"] for trial in trials),
         "loss_of_first_steps": trials[0]["loss"],
     }
 
 
+def compare(rows: dict[str, dict[str, Any]]) -> None:
+    """Give each row how much faster lmforge is, within a round; what is measured later is compared too."""
+    ours = rows.get(LMFORGE, {}).get("tokens_per_second")
+    for row in rows.values():
+        if "failed" not in row:
+            pairs = zip(ours["rounds"], row["tokens_per_second"]["rounds"], strict=False) if ours else []
+            ratios = [mine / theirs for mine, theirs in pairs]
+            row["lmforge_is_faster_by"] = summarize(ratios) if ratios else None
+
+
+class Record:
+    """What was measured on one GPU, in a file that each row is written to, beside a table for people."""
+
+    def __init__(self, folder: Path | None, device: str) -> None:
+        self.path = folder / f"gpu-{word(device)}.json" if folder else None
+        self.content: dict[str, Any] = {"benchmark": "gpu", "device": device, "convention": FLOPS_CONVENTION, "cells": {}}
+        if self.path is not None and self.path.exists():
+            self.content = json.loads(self.path.read_text(encoding="utf-8"))
+
+    def cell(self, label: str, **about: Any) -> dict[str, Any]:
+        """The cell of a size; rows that it has are kept, for a later call may measure another contender."""
+        before = self.content["cells"].get(label, {"contenders": {}})
+        self.content["cells"][label] = {**before, **about}
+        return self.content["cells"][label]["contenders"]
+
+    def write(self) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(self.path, self.content)
+            atomic_write_text(self.path.with_suffix(".md"), table(self.content) + "\n")
+
+
+COLUMNS = {
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "lmforge_is_faster_by": ("lmforge in bf16 ÷ it", "{:.2f}"),
+    "of_the_published": ("÷ published", "{:.2f}"),
+}
+
+
 def table(record: dict[str, Any]) -> str:
     """The record, to be read by people."""
-    lines = ["# Training on one GPU, side by side", "", f"- {record['device']}", *machine_lines(record["machine"])]
-    lines += [f"- {record['what']}", f"- MFU: {FLOPS_CONVENTION}; of the bf16 peak of the data sheet, float8 too"]
+    lines = ["# Training on one GPU, side by side", "", f"- {record['device']}"]
+    lines += ["- each trial is a process of its own; median (low–high), ratios in a round"]
+    lines += [f"- MFU: {FLOPS_CONVENTION}; of the bf16 peak of the data sheet, float8 too"]
     for label, cell in record["cells"].items():
-        lines += ["", f"## {label}: {cell['what']}", ""]
-        lines += ["| contender | tokens/s | MFU | lmforge in bf16 ÷ it | GiB | loss, steps 1–10 |", "|---|---|---|---|---|---|"]
+        lines += ["", f"## {label}: {cell['what']}", "", *machine_lines(cell["machine"])]
+        if cell["published"]:
+            lines.append(f"- published, on one H200: {cell['published']:,.0f} tokens/s")
+        titles = [title for title, _ in COLUMNS.values()]
+        lines += ["", f"| contender | {' | '.join(titles)} | GiB | loss, steps 1–10 |", "|---" * (len(titles) + 3) + "|"]
         for name, row in cell["contenders"].items():
             if "failed" in row:
-                lines.append(f"| {name} | {row['failed']} | | | | |")
+                lines.append(f"| {name} | {row['failed']} |{' |' * (len(titles) + 1)}")
                 continue
-            cells = [_of_rounds(row[what], form) for what, form in COLUMNS.items()]
+            cells = [_of_rounds(row.get(what), form) for what, (_, form) in COLUMNS.items()]
             lines.append(f"| {name} | {' | '.join(cells)} | {row['memory_gib']:.1f} | {row['loss_of_first_steps']:.3f} |")
     return "\n".join(lines)
 
 
-COLUMNS = {"tokens_per_second": "{:,.0f}", "mfu": "{:.1%}", "lmforge_is_faster_by": "{:.2f}"}
-
-
 def _of_rounds(row: dict[str, Any] | None, form: str) -> str:
-    return "" if row is None else f"{form.format(row['median'])} ({form.format(row['min'])}–{form.format(row['max'])})"
+    if row is None:
+        return ""
+    spread = f" ({form.format(row['min'])}–{form.format(row['max'])})" if len(row["rounds"]) > 1 else ""
+    return form.format(row["median"]) + spread
 
 
 def say(line: str) -> None:
@@ -200,7 +294,7 @@ def say(line: str) -> None:
 def describe(contest: Contest) -> str:
     """The cell in words: what is trained, in what batches, and what makes it fit."""
     at_rest = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
-    again = ", activations computed again" if contest.activation_checkpointing else ""
+    again = ", activations computed again" if contest.activation_checkpointing != "none" else ""
     return (
         f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens a step in"
         f" {contest.accumulation} micro-batches, {contest.dtype}, masters {contest.master_dtype}"
@@ -208,76 +302,78 @@ def describe(contest: Contest) -> str:
     )
 
 
-def arguments() -> argparse.Namespace:
+def arguments(on_gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [*SIZES, *(f"{size}-{length}" for size in SIZES for length in LENGTHS)]
-    parser.add_argument(
-        "--only", action="append", choices=names, help="this size, or size and length, only; may be given several times"
-    )
-    parser.add_argument("--quick", action="store_true", help="one round of 3 seconds: does it work, and about how fast")
-    parser.add_argument("--rounds", type=int, default=3, help="trials of each contender (default: 3)")
+    sizes, first = (SIZES, list(SIZES)) if on_gpu else (TINY_SIZES, ["tiny"])
+    parser.add_argument("--only", action="append", choices=list(sizes), help="this size only; may be given several times")
+    parser.add_argument("--contender", action="append", metavar="ROW", help="this row only, beside those that the file has")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (default: 2048; of 8b 4096)")
+    parser.add_argument("--rounds", type=int, default=1, help="trials of each contender (default: 1)")
     parser.add_argument("--seconds", type=float, default=10.0, help="time that is measured in a trial (default: 10)")
-    parser.add_argument("--limit", type=float, default=420.0, help="seconds until a silent trial is given up (default: 420)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=SECONDS_A_SIZE,
+        help=f"seconds that a round of one size may take; later trials are marked (default: {SECONDS_A_SIZE:g})",
+    )
     parser.add_argument(
         "--threads", type=int, default=threads_per_rank(1), help="CPU threads of each (default: the cores there are)"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS if on_gpu else None, help="folder of the result (default: benchmarks/results)"
+    )
     chosen = parser.parse_args()
-    if chosen.rounds < 1 or chosen.threads < 1 or chosen.limit <= 0:
-        parser.error("--rounds, --threads: at least 1; --limit: more than 0")
-    if chosen.quick:
-        chosen.rounds, chosen.seconds = 1, min(chosen.seconds, 3.0)
+    if chosen.rounds < 1 or chosen.threads < 1 or chosen.limit <= 0 or (chosen.length or 1) < 1:
+        parser.error("--rounds, --threads, --length: at least 1; --limit: more than 0")
+    chosen.only = chosen.only or first
+    if chosen.contender:
+        folder, device = Path(), torch.device("cuda" if on_gpu else "cpu")
+        known = {
+            row for size in chosen.only for row in trials_of(sizes[size], contest_of(sizes[size], 128, folder, device, chosen))
+        }
+        if unknown := sorted(set(chosen.contender) - known):
+            parser.error(f"--contender {unknown[0]}: no such row; there are {', '.join(sorted(known))}")
     return chosen
 
 
 def main() -> int:
-    chosen = arguments()
-    about = machine()
     on_gpu = torch.cuda.is_available()
+    chosen, about = arguments(on_gpu), machine()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    sizes, lengths = (SIZES, LENGTHS) if on_gpu else (TINY_SIZES, TINY_LENGTHS)
     if not on_gpu:
-        say("no GPU that torch can use: a tiny shape on the CPU, uncompiled, to see that this works; --only is passed over")
+        say("no GPU that torch can use: a tiny shape on the CPU, uncompiled, to see that this works")
         torch.set_num_threads(chosen.threads)
-    only = chosen.only if on_gpu else None
-    labels = [(size, length) for size in sizes for length in lengths]
-    cells: dict[str, Any] = {}
-    began = time.perf_counter()
+    record = Record(chosen.out, torch.cuda.get_device_name(device) if on_gpu else "no GPU")
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name)
         tokens_of_stdlib(folder, files=None if on_gpu else 20, vocab_size=4096 if on_gpu else 512)
-        for size, length in labels:
-            label = f"{size}-{length}"
-            if only and size not in only and label not in only:
-                continue
-            contest = contest_of(sizes[size], length, folder, device, chosen)
-            dtype = torch.bfloat16 if contest.dtype == "bf16" else torch.float32
-            peak = rank_peak_flops(DistributedContext(RankInfo(), device, None), dtype)
+        for each in chosen.only:
+            size = (SIZES if on_gpu else TINY_SIZES)[each]
+            length = chosen.length or size.length
+            label = each if length == size.length else f"{each}-{length}"
+            contest = contest_of(size, length, folder, device, chosen)
+            flops = flops_per_token(contest.shape, length)
+            peak = rank_peak_flops(
+                DistributedContext(RankInfo(), device, None), torch.bfloat16 if contest.dtype == "bf16" else torch.float32
+            )
             say(f"{label}: {describe(contest)}")
-            cells[label] = {
-                "what": describe(contest),
-                "shape": to_config_json(contest.shape),
-                "flops_per_token": flops_per_token(contest.shape, length),
-                "peak_flops": peak,
-                "contenders": hold(label, contest, peak, chosen),
-            }
-    record = {
-        "benchmark": "gpu",
-        "device": torch.cuda.get_device_name(device) if on_gpu else "no GPU",
-        "machine": about,
-        "what": f"{chosen.rounds} rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up, each trial a process"
-        f" of its own; median (low–high), ratios in a round; {time.perf_counter() - began:.0f} s in all",
-        "convention": FLOPS_CONVENTION,
-        "warm_up_steps": WARM_UP_STEPS,
-        "rounds": chosen.rounds,
-        "seconds": chosen.seconds,
-        "cells": cells,
-    }
-    say(f"\n{table(record)}\n")
-    if not on_gpu:
-        say("nothing was recorded: results are of a GPU")
-        return 0
-    say(f"written to {write_result('gpu', record, table(record), chosen.out, hardware=record['device'])} and .json beside it")
+            rows = record.cell(
+                label,
+                what=describe(contest),
+                machine=about,
+                shape=to_config_json(contest.shape),
+                flops_per_token=flops,
+                peak_flops=peak,
+                published=size.published,
+                warm_up_steps=WARM_UP_STEPS,
+                seconds=chosen.seconds,
+            )
+            for row, trials in hold(label, size, contest, chosen):
+                rows[row] = {**figures(trials, flops, peak, size.published), "git_commit": about["git_commit"]}
+                compare(rows)
+                record.write()
+    say(f"\n{table(record.content)}\n")
+    say(f"written to {record.path}" if record.path else "nothing was recorded: results are of a GPU; --out FOLDER records them")
     return 0
 
 

@@ -8,10 +8,14 @@ import re
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 import sysconfig
 import time
+import venv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,14 +71,34 @@ def machine_lines(about: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path, hardware: str | None = None) -> Path:
-    """Write `record` as JSON and `table` as Markdown, named by benchmark, hardware and minute. Returns the latter's path.
+def make_environment(folder: Path, packages: Sequence[str], files: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+    """(a Python of its own with these packages over those of this environment, why it cannot be had).
 
-    The hardware is the processor and its cores unless it is said.
+    `files` are written beside the packages: by path, their text.
     """
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    beside = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (beside / "zz-below.pth").write_text(sysconfig.get_path("purelib") + "\n")  # what is installed here comes before it
+    for path, text in files.items():
+        (beside / path).parent.mkdir(parents=True, exist_ok=True)
+        (beside / path).write_text(text)
+    command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", *packages]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
+    return python, "" if not ended.returncode else f"cannot be installed: {errors[-1] if errors else 'see pip'}"
+
+
+def word(hardware: str) -> str:
+    """A name of hardware, for the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
+
+
+def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path) -> Path:
+    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute. Returns the latter's path."""
     machine = record["machine"]
-    hardware = hardware or f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
-    name = f"{benchmark}-{re.sub(r'[^a-z0-9]+', '-', hardware.lower()).strip('-')}-{time.strftime('%Y-%m-%d-%H%M')}"
+    hardware = f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
+    name = f"{benchmark}-{word(hardware)}-{time.strftime('%Y-%m-%d-%H%M')}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     readable = folder / f"{name}.md"

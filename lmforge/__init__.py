@@ -1,3 +1,57 @@
-"""Language-model training end to end in plain PyTorch."""
+"""Language-model training end to end in plain PyTorch.
+
+The names of `__all__` are the library: what they promise is in docs/library.md. Each is imported when it is first used, so that
+`import lmforge` costs nothing and imports no torch (PEP 562). Everything else in the package may change without notice.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Where each public name is. Names of subpackages (train, generate, evaluate, …) cannot be used: importing one would replace it.
+_PUBLIC = {
+    # data
+    "prepare_data": "lmforge.data.prepare.prepare:prepare",
+    "open_data": "lmforge.library.training:open_data",
+    "open_batches": "lmforge.library.training:open_batches",
+    "open_tokenizer": "lmforge.library.models:open_tokenizer",
+    "Batch": "lmforge.data.batch:Batch",
+    "IGNORE_INDEX": "lmforge.data.labels:IGNORE_INDEX",
+    # models
+    "build_model": "lmforge.library.models:build_model",
+    "load_model": "lmforge.library.models:load_model",
+    "generate_text": "lmforge.library.models:generate_text",
+    "evaluate_model": "lmforge.library.models:evaluate_model",
+    "save_model": "lmforge.library.models:save_model",
+    "export_model": "lmforge.library.models:export_model",
+    # training
+    "train_model": "lmforge.library.training:train_model",
+    "Objective": "lmforge.objectives.objective:Objective",
+    "label_logprobs": "lmforge.objectives.objective:label_logprobs",
+    "init_distributed": "lmforge.cluster.distributed:init_distributed",
+    "parallelize": "lmforge.library.training:parallelize",
+    "build_optimizer": "lmforge.library.training:build_optimizer",
+    "train_step": "lmforge.train.loop:train_step",
+    # extension
+    "register": "lmforge.config.builtin_names:register",
+    "Options": "lmforge.config.options:Options",
+    "option": "lmforge.config.options:option",
+    "UserError": "lmforge.errors:UserError",
+    "RunFailed": "lmforge.errors:RunFailed",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lmforge' has no attribute {name!r}")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    globals()[name] = value = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -7,6 +7,7 @@ have no rename: checkpoint/ writes the manifest last there. No torch here.
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -64,6 +65,15 @@ def atomic_write_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Write `text` as UTF-8, atomically."""
     with atomic_write(path, sync=sync) as file:
         file.write(text.encode())
+
+
+def without_non_finite(value: Any) -> Any:
+    """`value`, of JSON's types, with None for NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: without_non_finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_non_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def atomic_write_json(path: Path, value: Any) -> None:

@@ -7,10 +7,18 @@ read through this module; each decides how a file is opened, what it retries, an
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
+
+
+def parse_checksums(digests: Sequence[str]) -> np.ndarray:
+    """Hex digits of xxh3-64 as uint64. Raises DamagedFile where they are none."""
+    try:
+        return np.array([int(digest, 16) for digest in digests], np.uint64)
+    except (ValueError, OverflowError):
+        raise DamagedFile(errno.EIO, "its checksums are not hexadecimal numbers of 64 bits") from None
 
 
 def block_checksums(data: Any, block_bytes: int) -> list[str]:
@@ -23,6 +31,14 @@ class DamagedFile(OSError):
     """A file that does not hold what was written."""
 
 
+class Checksums(Protocol):
+    """The checksums of a file's blocks, in an array or in a file of their own."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, block: int, /) -> Any: ...
+
+
 class ChecksummedFile(ABC):
     """Reads by position, and gives out no byte before its block was found to be as written. Safe for several threads.
 
@@ -30,21 +46,18 @@ class ChecksummedFile(ABC):
 
     Args:
         size: bytes of the file as it was written.
-        checksums: xxh3-64 of each block, as hex digits.
+        checksums: xxh3-64 of each block, as integers; read when a block is verified.
         remember: verify each block only the first time that it is read. Otherwise it is verified on each read.
 
     Raises DamagedFile where the checksums cannot be those of a file of this size.
     """
 
-    def __init__(self, size: int, checksums: Sequence[str], block_bytes: int, *, remember: bool) -> None:
-        self._size, self._block_bytes, self._remember = size, block_bytes, remember
-        try:
-            self._checksums = np.array([int(digest, 16) for digest in checksums], np.uint64)
-        except (ValueError, OverflowError):
-            raise DamagedFile(errno.EIO, "its checksums are not hexadecimal numbers of 64 bits") from None
+    def __init__(self, size: int, checksums: "Checksums", block_bytes: int, *, remember: bool) -> None:
+        self._size, self._block_bytes, self._remember, self._checksums = size, block_bytes, remember, checksums
         if len(checksums) != (blocks := -(-size // block_bytes)):
             raise DamagedFile(errno.EIO, f"{len(checksums):,} checksums were recorded for its {blocks:,} blocks")
-        self._verified = np.zeros(len(checksums), bool)
+        # A bit a block: a large corpus has hundreds of millions. One that is lost between threads is verified once more.
+        self._verified = bytearray(-(-blocks // 8) if remember else 0)
         self._last_block: tuple[int, bytearray] = (-1, bytearray())
 
     @abstractmethod
@@ -60,10 +73,14 @@ class ChecksummedFile(ABC):
         done = 0
         while done < len(out):
             block, skip = divmod(offset + done, self._block_bytes)
-            last = (offset + len(out) - 1) // self._block_bytes
-            if self._verified[block : last + 1].all():
-                self._fill(out[done:], offset + done)
-                return
+            if self._is_verified(block):
+                block += 1
+                while block * self._block_bytes < offset + len(out) and self._is_verified(block):
+                    block += 1
+                stop = min(len(out), block * self._block_bytes - offset)
+                self._fill(out[done:stop], offset + done)
+                done = stop
+                continue
             size = min(self._block_bytes, self._size - block * self._block_bytes)
             taken = min(size - skip, len(out) - done)
             if taken == size:
@@ -71,6 +88,9 @@ class ChecksummedFile(ABC):
             else:
                 out[done : done + taken] = self._load_block(block, size)[skip : skip + taken]
             done += taken
+
+    def _is_verified(self, block: int) -> bool:
+        return self._remember and bool(self._verified[block >> 3] & 1 << (block & 7))
 
     def _load_block(self, block: int, size: int) -> bytearray:
         number, data = self._last_block
@@ -85,7 +105,8 @@ class ChecksummedFile(ABC):
         self._fill(out, block * self._block_bytes)
         if xxhash.xxh3_64_intdigest(out) != self._checksums[block]:
             raise DamagedFile(errno.EIO, f"the block at byte {block * self._block_bytes} does not match its checksum")
-        self._verified[block] = self._remember
+        if self._remember:
+            self._verified[block >> 3] |= 1 << (block & 7)
 
     def _fill(self, out: memoryview, offset: int) -> None:
         done = 0

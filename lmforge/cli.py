@@ -20,11 +20,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE
+from lmforge.cluster.node_group import NodeGroup, read_node_group
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
-from lmforge.config.load import RESUME_ARGUMENTS, STAGES, parse_config
-from lmforge.config.options import MAX_NAME_WIDTH, Options, format_help, iter_options, parse_options
+from lmforge.config.help_text import format_help
+from lmforge.config.launch import LaunchVerbOptions, parse_launch
+from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
+from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs import BenchConfig
+from lmforge.config.verbs import BenchConfig, DoctorOptions
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import cut, describe_os_error
@@ -72,7 +76,7 @@ def exit_process(status: int) -> NoReturn:
     gone, and now and then a rank died of it (SIGABRT) after everything was done and saved. A rank waits for no thread.
     """
     if "torch" in sys.modules:
-        if "RANK" in os.environ:
+        if "RANK" in os.environ:  # set when ranks join, whatever started them
             _leave(status)
         atexit.register(_leave, status)  # what is registered last is called first
     sys.exit(status)
@@ -143,13 +147,15 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     if at is None:
         return None
     everything = arguments[at + 1 : at + 2] == ["all"]
-    verb = VERBS[name]
+    verb, before = VERBS[name], arguments[:at]
+    recipe = Path(before[0]) if issubclass(verb.options, StageConfig) and before and not before[0].startswith("-") else None
+    options_class = load_extended(verb.options, read_recipe(recipe) if recipe else {}, recipe, before)
     option = "--section.option" if issubclass(verb.options, StageConfig) else "--option"
-    listed = format_help(verb.options, everything).lstrip("\n")
+    listed = format_help(options_class, everything).lstrip("\n")
     text = f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{listed}"
     text += f"\n\n{TRAINING_NOTES}" if name in STAGES else ""
     if verb.options.ESSENTIAL and not everything:
-        text += f"\n\nlmforge {name} --help all lists all {len(list(iter_options(verb.options)))} options"
+        text += f"\n\nlmforge {name} --help all lists all {len(list(iter_options(options_class)))} options"
     return text
 
 
@@ -178,8 +184,10 @@ def _overview() -> str:
 def parse_command(name: str, arguments: list[str]) -> Any:
     """The options of a command line whose verb is `name`. Raises UserError."""
     options_class = VERBS[name].options
+    if options_class is LaunchVerbOptions:
+        return parse_launch(arguments)
     if not issubclass(options_class, StageConfig):
-        return parse_options(options_class, arguments)
+        return parse_verb(options_class, arguments)
     config = parse_config(options_class, _split_dry_run(arguments)[0] if name in STAGES else arguments)
     if name in STAGES and count_restarts() > 0:
         return config.again()
@@ -204,11 +212,24 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
 
         print(dry_run(chosen, everything=scope == "all"))
         return 0
-    if verb.distributed and not read_rank_info().launched:
+    if name in STAGES and (group := read_node_group()):
+        return _launch_on_node(group, [name, *arguments], chosen)
+    if name == "doctor" and (group := read_node_group()):
+        from lmforge.cluster.launch import launch_plainly
+
+        return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), group.address, group.port)
+    if (environment := _requested_environment(chosen)) != "auto":
+        os.environ[ENVIRONMENT_VARIABLE] = environment
+    elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
+    if verb.distributed and not elsewhere and not read_rank_info().launched:
         processes = chosen.launch.processes if isinstance(chosen, StageConfig) else chosen.processes
         if processes > 1 and not (isinstance(chosen, BenchConfig) and chosen.bench.sweep):
             return _launch([name, *arguments], chosen, processes)
     return verb.load()(chosen, arguments) if verb.pass_arguments else verb.load()(chosen)
+
+
+def _requested_environment(chosen: Any) -> str:
+    return str(chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto"))
 
 
 def _launch(command: list[str], chosen: Any, processes: int) -> int:
@@ -222,6 +243,25 @@ def _launch(command: list[str], chosen: Any, processes: int) -> int:
     run = Run.from_config(chosen)
     before = run.started_at_ns
     return launch_local(
+        processes,
+        command,
+        max_restarts=chosen.launch.max_restarts,
+        restart_arguments=RESUME_ARGUMENTS,
+        has_begun=lambda: run.started_at_ns != before,
+    )
+
+
+def _launch_on_node(group: NodeGroup, command: list[str], chosen: StageConfig) -> int:
+    """Start the ranks of this machine, one of several that a launcher script of `lmforge launch` runs on."""
+    from lmforge.cluster.node_group import launch_on_node
+    from lmforge.parallel.dims import plan_batches
+
+    processes = chosen.launch.processes
+    plan_batches(chosen, processes * len(group.names))
+    run = Run.from_config(chosen)
+    before = run.started_at_ns
+    return launch_on_node(
+        group,
         processes,
         command,
         max_restarts=chosen.launch.max_restarts,
@@ -272,7 +312,10 @@ def _print_error(line: str) -> None:
 
 
 def _save_traceback(problem: Exception, chosen: Options | None) -> Path | str:
-    """Write the traceback to the logs of the run, where there is one, else to a new temporary file. Returns the file."""
+    """The file with the traceback: the rank's log where its attempt had begun; else it is written to the logs of the run, where
+    there is one, or to a new temporary file."""
+    if log_path := getattr(problem, "log_path", None):  # the rank has written it to its log
+        return log_path
     text = "".join(traceback.format_exception(problem))
     with suppress(Exception):
         if isinstance(chosen, StageConfig) and (logs := Run.from_config(chosen).logs_folder).is_dir():

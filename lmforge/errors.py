@@ -1,5 +1,5 @@
-"""The errors that a command ends with, and commands as messages name them. Any other exception that escapes is a defect of
-ours (see `cli.run`)."""
+"""The errors that a command ends with, and how messages write commands, sizes and numbers. Any other exception that escapes is
+a defect of ours (see `cli.run`)."""
 
 import shlex
 import shutil
@@ -16,12 +16,15 @@ class UserError(Exception):
     """What the user requests cannot be done: one line saying what is wrong, where, and what to do."""
 
     exit_status = 2
+    # It was raised on another rank, and here only so that all ranks end.
+    raised_on_peer = False
 
 
 class RunFailed(Exception):
     """A run that had started failed; the line says where its log and last good checkpoint are."""
 
     exit_status = 1
+    raised_on_peer = False  # as in UserError
 
 
 class PeerLost(RunFailed):
@@ -40,8 +43,10 @@ def prefix_errors(prefix: str) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs the packages of an extra, as the README has it."""
-    return f".venv/bin/pip install -e '.[{extra}]'"
+    """The command that installs the packages of an extra: in a checkout as docs/getting-started.md has it."""
+    if (Path(__file__).parents[1] / "pyproject.toml").is_file():
+        return f".venv/bin/pip install -e '.[{extra}]'"
+    return f"pip install 'lmforge[{extra}]'"
 
 
 def typed_command() -> str:
@@ -51,3 +56,21 @@ def typed_command() -> str:
         return "lmforge"
     folder = Path.cwd()
     return shlex.quote(str(installed.relative_to(folder) if installed.is_relative_to(folder) else installed))
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in MiB or GiB."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def format_count(count: int, noun: str) -> str:
+    """A number of things: `1 document`, `2,000 documents`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as 42s, 3m05s or 2h07m."""
+    whole = int(max(0.0, seconds) + 0.5)
+    if whole < 60:
+        return f"{whole}s"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub: found in the local cache, or downloaded once, verified, and kept there.
+"""Models and data sets by their names on the Hugging Face hub: found in the local cache, or downloaded once, and kept there.
 
 An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as JSON and the plain files of
 tokenizers; pickles and code are not. The calls to the hub are huggingface_hub's public ones. Two promises are ours, because
@@ -26,7 +26,12 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
-# In a folder that was downloaded to: {"files": the [name, size, digest] of each file that was verified}.
+# What `datasets` reads, and the page of a data set, which says how its files are divided.
+DATA_FILES = re.compile(
+    r"(?:README\.md|.+\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.(?:gz|zst|xz|bz2))?|.+\.(?:zip|tar|tar\.gz))"
+)
+# In a folder that was downloaded to, and in a complete data set of the cache: {"files": the [name, size, digest] of each file
+# that was verified}.
 DOWNLOAD_RECORD = ".lmforge-download.json"
 MAX_INDEX_BYTES = 2**28
 BLOCK_BYTES = 1 << 20
@@ -37,7 +42,11 @@ REPORT_EVERY_SECONDS = 10.0
 # What lmforge's defaults and pages call folders: runs/x is no model of an organisation "runs", wherever it is typed.
 LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 
+# A compute node without a network may drop what is sent, and answer nothing.
+LOOKUP_SECONDS = 10.0
+
 Report = Callable[[str], None]
+Kind = Literal["model", "dataset"]
 
 
 class HubFile(NamedTuple):
@@ -112,11 +121,18 @@ def resolve_model_folder(source: Path, required: Literal["weights", "config.json
     return cached or download(name, revision, include_weights=required == "weights", report=report).folder
 
 
+def cache_folder() -> Path:
+    """The folder of the library's cache, which need not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def find_cached(name: str, revision: str, required: str = "weights") -> Path | None:
     """The folder in which the cache has all that is `required` of this model, else None. Does not ask the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    with _hub_errors_as_user_errors(name, revision):
+    with hub_errors_as_user_errors(name, revision):
         path = try_to_load_from_cache(name, "config.json" if required == "weights" else required, revision=revision)
     if not isinstance(path, str):
         return None
@@ -137,37 +153,67 @@ def indexed_weight_files(folder: Path) -> list[str]:
 
 
 def download(
-    name: str, revision: str, folder: Path | None = None, *, include_weights: bool = True, report: Report = print
+    name: str,
+    revision: str,
+    folder: Path | None = None,
+    *,
+    kind: Kind = "model",
+    include_weights: bool = True,
+    report: Report = print,
 ) -> DownloadResult:
-    """Download a model into `folder`, or into the cache, except what is there already.
+    """Download a model or a data set into `folder`, or into the cache, except what is there already.
 
-    `report` is called with lines on the progress. Raises UserError if the model cannot be downloaded.
+    `report` is called with lines on the progress. Raises UserError if it cannot be downloaded.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f"{name}: no such folder, and {revision} of it is not in the cache {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE is set,"
-            " so the hub is not asked: unset it, or download the model where there is a network with lmforge download"
-        )
-    commit, listed = _list_files(name, revision)
-    root = folder or Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+        raise UserError(offline_message(name, revision, kind))
+    commit, listed = _list_files(name, revision, kind)
+    root = folder or cache_folder() / f"{kind}s--{name.replace('/', '--')}"
     with _disk_errors_as_user_errors(root), _download_lock(root, report):
         destination = _Destination(folder or root / "snapshots" / commit, None if folder else root / "blobs")
         result = DownloadResult(destination.folder, commit, [], [])
-        for file in _files_to_download(name, listed, destination.folder, include_weights):
+        chosen = _files_to_download(name, listed, destination.folder, include_weights)
+        for file in chosen if kind == "model" else _data_files(name, listed):
             if destination.has(file):
                 result.already_present.append(file)
             else:
                 report(f"{file.name}: {file.size:,} bytes")
-                _download_file(name, commit, file, destination.path_of(file), report)
+                _download_file(name, commit, file, destination.path_of(file), report, kind)
                 result.downloaded.append(file)
             destination.mark_complete(file)
+        if kind == "dataset" and folder is None:
+            atomic_write_json(result.folder / DOWNLOAD_RECORD, {"files": [*result.downloaded, *result.already_present]})
         if folder is None and revision != commit:
             reference = root / "refs" / revision
             reference.parent.mkdir(parents=True, exist_ok=True)
             atomic_write_text(reference, commit)
     return result
+
+
+def download_command(name: str, revision: str, kind: Kind = "model") -> str:
+    """What to type where there is a network."""
+    at = "" if revision == "main" else f"@{revision}"
+    return f"lmforge download {name}{at}{' --dataset' if kind == 'dataset' else ''}"
+
+
+def offline_message(name: str, revision: str, kind: Kind) -> str:
+    """Why the hub is not asked, and what to do."""
+    return (
+        f"{name}: no such folder, and {revision} of it is not in the cache {cache_folder()}; HF_HUB_OFFLINE is set, so the hub"
+        f" is not asked: run `{download_command(name, revision, kind)}` where there is a network, or unset it"
+    )
+
+
+def _data_files(name: str, listed: dict[str, HubFile]) -> list[HubFile]:
+    """The files of a data set that are read; no code."""
+    chosen = [listed[each] for each in sorted(listed) if DATA_FILES.fullmatch(each)]
+    if all(file.name == "README.md" for file in chosen):
+        raise UserError(
+            f"{name}: has no data on the hub that is read (JSON lines, CSV, Parquet, Arrow, text, archives of them)"
+        )
+    return chosen
 
 
 def _files_to_download(name: str, listed: dict[str, HubFile], folder: Path, include_weights: bool) -> Iterator[HubFile]:
@@ -224,12 +270,14 @@ class _Destination:
             link.symlink_to(os.path.relpath(self.path_of(file), link.parent))
 
 
-def _list_files(name: str, revision: str) -> tuple[str, dict[str, HubFile]]:
+def _list_files(name: str, revision: str, kind: Kind) -> tuple[str, dict[str, HubFile]]:
     """The commit of a revision, and its files by name."""
     from huggingface_hub import HfApi
 
-    with _hub_errors_as_user_errors(name, revision):
-        info = HfApi(library_name="lmforge").model_info(name, revision=revision, files_metadata=True)
+    api = HfApi(library_name="lmforge")
+    ask = api.model_info if kind == "model" else api.dataset_info
+    with hub_errors_as_user_errors(name, revision, kind=kind):
+        info = ask(name, revision=revision, files_metadata=True, timeout=LOOKUP_SECONDS)
     files = {}
     for each in info.siblings or ():
         digest = each.lfs.sha256 if each.lfs is not None else each.blob_id
@@ -238,15 +286,15 @@ def _list_files(name: str, revision: str) -> tuple[str, dict[str, HubFile]]:
     return str(info.sha), files
 
 
-def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Report) -> None:
+def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Report, kind: Kind) -> None:
     """Download one file to `path`, resuming what an earlier attempt left. Raises UserError; OSError on a full disk."""
     unfinished = path.with_name(f".{file.digest}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         resumed = unfinished.exists() and unfinished.stat().st_size > 0
         with unfinished.open("ab") as growing:
-            with _hub_errors_as_user_errors(name, commit, file.name):
-                _append_rest(name, commit, file, growing, report)
+            with hub_errors_as_user_errors(name, commit, file.name, kind):
+                _append_rest(name, commit, file, growing, report, kind)
             growing.flush()
             os.fsync(growing.fileno())
         if file.matches(unfinished):
@@ -259,12 +307,12 @@ def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Re
             )
 
 
-def _append_rest(name: str, commit: str, file: HubFile, growing: BinaryIO, report: Report) -> None:
+def _append_rest(name: str, commit: str, file: HubFile, growing: BinaryIO, report: Report, kind: Kind) -> None:
     """Append what is missing. MAX_ATTEMPTS in a row without progress raise what the hub's library or its HTTP client raised."""
     from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
     from huggingface_hub.utils import build_hf_headers
 
-    url = hf_hub_url(name, file.name, revision=commit)
+    url = hf_hub_url(name, file.name, revision=commit, repo_type=kind)
     headers = build_hf_headers(library_name="lmforge") | {"Accept-Encoding": "identity"}  # compressed, it could not be resumed
     attempts, reported = 0, time.monotonic()
     while (start := growing.tell()) < file.size:
@@ -295,7 +343,7 @@ def _is_temporary(problem: Exception) -> bool:
 
 
 @contextmanager
-def _hub_errors_as_user_errors(name: str, revision: str, file: str = "") -> Iterator[None]:
+def hub_errors_as_user_errors(name: str, revision: str, file: str = "", kind: Kind = "model") -> Iterator[None]:
     """Exceptions of the hub's library as UserErrors of one line. OSError passes on a full disk."""
     from huggingface_hub import constants, errors
 
@@ -312,12 +360,12 @@ def _hub_errors_as_user_errors(name: str, revision: str, file: str = "") -> Iter
             errors.GatedRepoError: f"gated: accept its terms at {hub}/{name}, then log in (hf auth login, or HF_TOKEN in the"
             " environment)",
             errors.RevisionNotFoundError: f"has no revision {revision} on the hub; leave it out for its newest",
-            errors.RepositoryNotFoundError: f"neither a folder here nor a model on {hub} that can be seen without permission;"
+            errors.RepositoryNotFoundError: f"neither a folder here nor a {kind} on {hub} that can be seen without permission;"
             " check the name, or log in (hf auth login, or HF_TOKEN in the environment)",
             errors.HfHubHTTPError: f"{hub} answered with {status}{for_file}; try again later",
             OSError: f"{text}{for_file}; run it again to resume",
             Exception: f"no such folder, not in the cache, and {hub} cannot be reached{for_file} ({text}); check the network"
-            " and run it again to resume",
+            f" and run it again to resume, or run `{download_command(name, revision, kind)}` where there is one",
         }
         raise UserError(f"{name}: {next(why for kind, why in reasons.items() if isinstance(problem, kind))}") from None
 

@@ -9,12 +9,16 @@ import errno
 import fcntl
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 # What a file system without locks answers.
 NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 REFRESH_SECONDS = 10.0
+POLL_SECONDS = 0.02
 # Hosts see changes of a network file system seconds late.
 STALE_AFTER_SECONDS = 90.0
 
@@ -65,6 +69,40 @@ def try_lock(descriptor: int, held_file: Path) -> HeldFile | Literal[False] | No
             if not _remove_if_stale(held_file):
                 return False
     return False
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one at `path`: who held its lock may have removed it."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def remove_lock_alone(lock: Path) -> None:
+    """Remove the file of a lock that this process holds, and its folder, where nothing else is in it."""
+    with suppress(OSError):
+        if [entry.name for entry in lock.parent.iterdir()] == [lock.name]:
+            lock.unlink()
+            lock.parent.rmdir()
+
+
+@contextmanager
+def hold_lock(path: Path, is_done: Callable[[], bool]) -> Iterator[bool]:
+    """Hold a lock, the file `path`, once no other process does. Gives False where `is_done` while another one held it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    held = None
+    try:
+        while (held := try_lock(descriptor, path.with_name(f"{path.name}.held"))) is False:
+            if is_done():
+                yield False
+                return
+            time.sleep(POLL_SECONDS)
+        yield True
+    finally:
+        if held:
+            held.release()
+        os.close(descriptor)
 
 
 def _remove_if_stale(path: Path) -> bool:

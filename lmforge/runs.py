@@ -3,11 +3,12 @@
     runs/NAME/
       recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
       metrics.jsonl      one object a log step          logs/attempt-1/    a file per rank
-      health/            a heartbeat per rank           checkpoints/step-00000100/, unless they are kept elsewhere
+      events.jsonl       starts, samples, faults, …     health/            a heartbeat per rank
       loss.png           the loss curve                 bad/               the samples of skipped steps
+      report.html        all of it, to look at          checkpoints/step-00000100/, unless they are kept elsewhere
+      launch/            recipe, code, scripts and output of `lmforge launch`
 
-Of a checkpoint, its name and its manifest are here; the rest is for `checkpoint/`. No torch here, so that looking at a run is
-quick.
+Of a checkpoint, its name and its manifest are here; the rest is for `checkpoint/`. No torch here: it is quick.
 """
 
 import importlib.metadata
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -30,11 +31,11 @@ import xxhash
 from pydantic import BaseModel, Field, FiniteFloat
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text, remove_folder
-from lmforge.config.load import config_class
-from lmforge.config.options import read_recipe, to_toml, validate_options
+from lmforge.config.load import read_record
+from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
-from lmforge.locks import try_lock
+from lmforge.locks import is_at, remove_lock_alone, try_lock
 from lmforge.untrusted import (
     MAX_MANIFEST_BYTES,
     check_content,
@@ -51,8 +52,8 @@ MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
 # What a run keeps in its directory beside the lock.
-RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "loss.png")
-RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", "completions", "tensorboard", "profile")
+RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "loss.png", "report.html")
+RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", "completions", "tensorboard", "trackers", "profile", "launch")
 MAX_METRICS_LINE_BYTES = 2**20
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"
@@ -64,12 +65,7 @@ class MetricsRecord(BaseModel, extra="allow"):
     """A line of metrics.jsonl: the step, and metrics by name."""
 
     __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
-    step: int = Field(ge=0)
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes in MiB or GiB."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+    step: int = Field(ge=0, le=2**53)  # a double has all of them
 
 
 def is_local(path: Path) -> bool:
@@ -209,6 +205,10 @@ class Run:
         return self.path / "metrics.jsonl"
 
     @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
     def health_folder(self) -> Path:
         return self.path / "health"
 
@@ -233,18 +233,14 @@ class Run:
         if self.exists() or not self.path.exists():
             return False
         names = [entry.name for entry in self.path.iterdir()]
-        return not all(name.startswith((".lock", f".{self.recipe_path.name}.")) for name in names)
+        return not all(name == "launch" or name.startswith((".lock", f".{self.recipe_path.name}.")) for name in names)
 
     def load_config(self) -> StageConfig:
         """The recipe that the run was started with."""
-        table = read_recipe(self.recipe_path)
-        return validate_options(config_class(table, str(self.recipe_path)), table, str(self.recipe_path))
+        return read_record(self.recipe_path)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, oldest first; `checkpoint/` says whether it is intact.
-
-        Raises UserError where the folder or store cannot be read.
-        """
+        """Steps that have a checkpoint folder, oldest first. Raises UserError where the folder or store cannot be read."""
         place = self.checkpoints_folder
         with storage_errors(place, "checkpoints cannot be listed", CHECKPOINT_FOLDER_HINT):
             if not place.is_dir():
@@ -274,11 +270,15 @@ class Run:
         shutil.rmtree(self.health_folder, ignore_errors=True)
         for folder in (self.path, self.health_folder, *([] if self.external_checkpoints else [self.checkpoints_folder])):
             folder.mkdir(parents=True, exist_ok=True)
-        names = (re.fullmatch(r"attempt-([0-9]{1,9})", entry.name) for entry in self.logs_folder.glob("attempt-*"))
-        attempt = 1 + max((int(found[1]) for found in names if found), default=0)
+        attempt = 1 + max(self.attempts(), default=0)
         (self.logs_folder / f"attempt-{attempt}").mkdir(parents=True)
         atomic_write_json(self.path / "environment.json", describe_environment())
         return attempt
+
+    def attempts(self) -> list[int]:
+        """The numbers of the attempts that have logs, oldest first."""
+        names = (re.fullmatch(r"attempt-([0-9]{1,9})", entry.name) for entry in self.logs_folder.glob("attempt-*"))
+        return sorted(int(found[1]) for found in names if found)
 
     def log_path(self, attempt: int, rank: int) -> Path:
         return self.logs_folder / f"attempt-{attempt}" / f"rank-{rank}.log"
@@ -288,30 +288,27 @@ class Run:
 
         Raises UserError when another process trains it, or the directory cannot be created or written.
         """
-        try:
+        lock, is_new = self.path / ".lock", not self.path.exists()
+        with storage_errors(self.path, "cannot be made a folder", "choose another --run.folder"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise UserError(f"{self.path}: cannot be made a folder: {problem.strerror}; choose another --run.folder") from None
-        lock = self.path / ".lock"
-        try:
+        with storage_errors(lock, "cannot be written", "choose another --run.name"):
             # Not through a link, to a file that would be emptied. Open as long as the lock is held.
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
-        except OSError as problem:
-            if problem.errno in DISK_FULL_ERRNOS:
-                raise
-            raise UserError(f"{lock}: cannot be written ({problem.strerror}); choose another --run.name") from None
         with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
             held = try_lock(file.fileno(), lock.with_name(".lock.held"))
-        if held is False:
+        releases = [held.release] if held else []
+        # Who is about to end without having begun has removed it: then nobody else sees this lock.
+        if held is False or not is_at(lock, file.fileno()):
+            for release in releases:
+                release()
             file.seek(0)
             holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
-            hint = "wait for it, stop it, or choose another --run.name"
-            raise UserError(f"{self.path}: being trained by {holder}; {hint}")
+            raise UserError(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held_locks[self.path] = [file.close, *([held.release] if held else [])]
+        _held_locks[self.path] = [*releases, *([partial(remove_lock_alone, lock)] if is_new else []), file.close]
 
     def check_layout(self) -> None:
         """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""
@@ -326,7 +323,7 @@ class Run:
                     raise UserError(f"{path}: a {found}, where the run keeps a {expected}; move it away")
 
     def unlock(self) -> None:
-        """Release the lock."""
+        """Release the lock. Of a run that has not begun nothing is left, if `lock` has made its directory."""
         for release in _held_locks.pop(self.path, ()):
             release()
 
@@ -334,20 +331,17 @@ class Run:
         """Delete the run. Raises UserError for a directory that is not one."""
         if self.is_not_a_run():
             raise UserError(f"{self.path}: not a run of lmforge (it has no recipe.toml), so it is not deleted")
-        if self.external_checkpoints:
-            for step in self.checkpoint_steps():
-                remove_checkpoint(self.checkpoint_path(step))
+        for step in self.checkpoint_steps() if self.external_checkpoints else ():
+            remove_checkpoint(self.checkpoint_path(step))
         # The recipe last: what an interrupted deletion leaves is still a run, and can be deleted.
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry == self.recipe_path) if self.path.exists() else ():
-            if entry.name.startswith(".lock"):
-                continue
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if not entry.name.startswith(".lock"):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every record of metrics.jsonl; of a step that was trained twice (after a resume), the last one counts.
 
-        Lines that are no record with a step are skipped, such as the last one of a process that was killed while writing it.
-        Raises UserError where the file cannot be read.
+        Lines that are no record with a step are skipped, such as half a line. Raises UserError for an unreadable file.
         """
         records: list[dict[str, Any]] = []
         if not self.metrics_path.exists():
@@ -364,10 +358,6 @@ class Run:
 
 def describe_environment() -> dict[str, Any]:
     """The environment of a run: versions, hardware, git commit, command, time."""
-    versions = {}
-    for name in ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
     return {
         "command": sys.argv,
         "directory": os.getcwd(),
@@ -377,9 +367,18 @@ def describe_environment() -> dict[str, Any]:
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": _package_versions(),
         "git_commit": _git_commit(),
     }
+
+
+@cache
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def processor_name() -> str:
@@ -392,8 +391,7 @@ def processor_name() -> str:
 
 
 def _git_commit() -> str | None:
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        return done.stdout.strip() or None
+    return None

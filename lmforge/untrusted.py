@@ -165,6 +165,8 @@ def expectation(error: dict[str, Any]) -> str:
         return "not a known field"
     if kind == "value_error":
         return str(context["error"])
+    if kind == "registered":  # options.py has said everything
+        return str(error["msg"])
     expected = EXPECTED.get(kind)
     if kind == "model_type" and (not error["loc"] or isinstance(error["loc"][-1], int)):
         expected = "a table" if error["loc"] else "an object"  # an item of a list of tables, or the content itself

@@ -12,22 +12,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
-from lmforge.cli import run
+try:
+    import hypothesis
+except ImportError:  # where only the tests for a GPU run: none of them draws with it
+    hypothesis = None
+
+from lmforge.cli import limit_spinning, run
 from lmforge.data.prepare.prepare import prepare
 from tests import seeds, tools
-from tests.preloaded import preloaded
+from tests.cluster.laboratory import Laboratory
+from tests.preloaded import TIMEOUT_SECONDS, preloaded
 from tests.text import write_documents
 
 # A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start. A test
 # that interrupts one would wait for its time-out.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# The models here are so small that a second thread takes more time than it saves. Read when torch is imported.
+# The models here are so small that a second thread takes more time than it saves, and most while it waits. Read when torch is
+# imported, by the processes that this one starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+limit_spinning()
 # A folder that is not there may be the name of a model: only tests with a hub of their own look for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -94,9 +101,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Random numbers without a seed of their own do not depend on earlier tests.
     torch.manual_seed(0)
     test = getattr(item, "obj", None)
-    if hypothesis.is_hypothesis_test(test):
+    if hypothesis is not None and hypothesis.is_hypothesis_test(test):
         hypothesis.seed(seeds.of_test(item.nodeid))(test)
-    if item.get_closest_marker("gpu"):
+    if item.get_closest_marker("gpu") and not (tools.rehearses_gpu() and "gpu_device" in item.fixturenames):
         tools.need("a GPU")
     for mark in item.iter_markers("needs"):
         for name in mark.args:
@@ -164,10 +171,25 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
             env={**os.environ, **variables},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT_SECONDS,
         )
 
     return command
+
+
+@pytest.fixture(scope="session")
+def gpu_device() -> torch.device:
+    """The GPU; in a rehearsal (`python tests/gpu.py --device cpu`) the CPU. A test that takes it can run on either."""
+    return torch.device("cpu") if tools.rehearses_gpu() else torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def laboratory() -> Iterator[Laboratory]:
+    """A cluster of two hosts with sshd and Slurm. A test that cuts a host heals it."""
+    for tool in ("network namespaces", "sshd", "Slurm"):
+        tools.need(tool)
+    with Laboratory() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

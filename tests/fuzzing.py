@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -227,7 +228,10 @@ class Contract:
             problem = f"{type(escaped).__name__} escaped: {str(escaped)[:300]}"
         out, err = self._capfd.readouterr()
         self.statuses.append(status)
-        problem = problem or _wrong_ending(status, out, err)
+        stage_error = _stage_error(err) if words[0] == "run" else None
+        # A pipeline whose stage was refused has begun: its state and the folder of the stage's run are there.
+        trains = trains or stage_error is not None
+        problem = problem or _wrong_ending(status, out, stage_error or err)
         # Of a folder itself, what is in it may grow: that is seen by the files.
         after = contents(self.folder)
         may_write = [f"{case}/"] if trains or status == 0 else []
@@ -242,6 +246,13 @@ class Contract:
             problem = "\n".join([problem, *kept])
             self.broken.append(f"{note}\n    lmforge {shlex.join(words)[:1500]!r}\n    {problem}\n    stderr: {err[-1500:]!r}")
         shutil.rmtree(case, ignore_errors=True)
+
+
+def _stage_error(err: str) -> str | None:
+    """What a stage of a pipeline said itself, before the line of `lmforge run` that names the stage; None without that."""
+    lines = err.splitlines(keepends=True)
+    named = len(lines) > 1 and re.search(r": stage \S+ ended with status \d+; ", lines[-1])
+    return "".join(lines[:-1]) if named else None
 
 
 def _wrong_ending(status: int, out: str, err: str) -> str:

@@ -40,24 +40,30 @@ DISTRIBUTED = (
     "chaos",
     "checkpoints",
     "determinism",
+    "elastic",
     "generation",
     "gpu",
+    "gpu_attention",
     "hub",
+    "initial_weights",
+    "logs",
+    "mixture",
     "overlap",
     "resume",
     "tasks",
+    "top",
     "tuning",
     "watch",
 )
-TRAIN = ("train", "objectives", "rewards", "plan", "monitor", "checkpoint", "cluster")
-GENERATE = ("generate", "evaluate", "serve", "verbs", "interop")
+TRAIN = ("train", "trackers", "objectives", "rewards", "plan", "monitor", "checkpoint", "cluster")
+GENERATE = ("generate", "evaluate", "serve", "report", "verbs", "interop")
 STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")
 
 PARTS = {
     "strategies": Part(tuple(f"distributed/test_{name}.py" for name in STRATEGIES)),
     "distributed": Part(tuple(f"distributed/test_{name}.py" for name in DISTRIBUTED)),
     "commands": Part(("test_[!d]*.py", "test_doctor.py", "benchmarks/*.py", "recipes/*.py")),
-    "docs": Part(("test_docs.py",)),
+    "docs": Part(("test_docs.py", "website/test_*.py")),
     "data": Part(("data/test_*.py",)),
     "model": Part(("model/test_*.py", "parallel/test_*.py")),
     "train": Part(tuple(f"{name}/test_*.py" for name in TRAIN)),

@@ -2,11 +2,15 @@
 
 Most of the time of a small run is spent on imports. `Preloaded` runs this file as a server process, once for all tests, and
 sends it requests as lines of JSON. The server forks a process for each rank, with its own output, environment, folder and
-exit status; it continues where `python -m lmforge` is after its imports. Other tests cover real starts.
+exit status; it continues where `python -m lmforge` is after its imports. Where such a process starts `python -m lmforge`
+itself, as a launcher starts ranks, that is forked too (`ForkingPopen`). Other tests cover real starts.
 """
 
+import atexit
+import ctypes
 import gc
 import json
+import logging
 import os
 import runpy
 import signal
@@ -15,9 +19,39 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+# For the processes of one request.
+TIMEOUT_SECONDS = float(os.environ.get("LMFORGE_TEST_SECONDS", "300"))
+
+
+class Forked:
+    """A process of the fork server that runs beside the tests, with the methods of a Popen. `out` and `errors` are files."""
+
+    def __init__(self, pid: int, out: Path, errors: Path, status: Path) -> None:
+        self.pid, self.out, self.errors, self._status = pid, out, errors, status
+
+    def poll(self) -> int | None:
+        return int(text) if self._status.exists() and (text := self._status.read_text()) else None
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.005)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended, and that is not written down yet
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:
@@ -36,40 +70,18 @@ class Preloaded:
         stdin: str = "",
         cwd: Path | None = None,
         variables: Mapping[str, str] | None = None,
-        timeout: float = 300,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """Run `lmforge ARGS`, or a script with these arguments, on `ranks` ranks and wait; its output goes to `folder`.
 
         The status is the first that is not 0. When one of several ranks fails, the others are killed after ten seconds.
         """
-        rank_variables: list[dict[str, str]] = [{}]
-        if ranks > 1:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
-                common |= {"MASTER_PORT": free.getsockname()[1]}
-            rank_variables = [
-                {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                for rank in range(ranks)
-            ]
         number = len(list(folder.glob("out-*")))
         requests = [
-            {
-                "args": [str(arg) for arg in args],
-                "script": str(script) if script else None,
-                "environment": {**os.environ, **(variables or {}), **of_rank},
-                "cwd": str(cwd or os.getcwd()),
-                "stdin": stdin,
-                "out": str(folder / f"out-{number + at}"),
-                "errors": str(folder / f"errors-{number + at}"),
-            }
-            for at, of_rank in enumerate(rank_variables)
+            _request(args, folder, number + at, {**(variables or {}), **of_rank}, script=script, stdin=stdin, cwd=cwd)
+            for at, of_rank in enumerate(rank_variables(ranks) if ranks > 1 else [{}])
         ]
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps({"processes": requests, "timeout": timeout}) + "\n")
-        self._process.stdin.flush()
-        response = json.loads(self._process.stdout.readline())
+        response = self._ask({"processes": requests, "timeout": timeout})
         if response["timed_out"]:
             raise subprocess.TimeoutExpired(list(args), timeout)
         stdout, stderr = (
@@ -77,6 +89,65 @@ class Preloaded:
         )
         status = next((status for status in response["statuses"] if status), 0)
         return subprocess.CompletedProcess(list(args), status, stdout, stderr)
+
+    def start(
+        self,
+        args: Sequence[object],
+        folder: Path,
+        *,
+        script: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> Forked:
+        """Start `lmforge ARGS`, or a script with these arguments, and do not wait for it; its output goes to `folder`."""
+        number = len(list(folder.glob("out-*")))
+        request, status = _request(args, folder, number, variables, script=script), folder / f"status-{number}"
+        out, errors = Path(request["out"]), Path(request["errors"])
+        out.touch()
+        errors.touch()
+        return Forked(self._ask({"beside": request, "status": str(status)})["pid"], out, errors, status)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+        try:
+            return dict(json.loads(self._process.stdout.readline()))
+        except BaseException:  # the time of the test was over: the response would be taken for that of the next request
+            self._process.kill()
+            preloaded.cache_clear()
+            raise
+
+
+def rank_variables(ranks: int) -> list[dict[str, str]]:
+    """The environment variables of each of so many ranks on this machine, as torchrun sets them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
+        common |= {"MASTER_PORT": free.getsockname()[1]}
+    return [{name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()} for rank in range(ranks)]
+
+
+def _request(
+    args: Sequence[object],
+    folder: Path,
+    number: int,
+    variables: Mapping[str, str] | None = None,
+    *,
+    script: Path | None = None,
+    stdin: str = "",
+    cwd: Path | None = None,
+) -> dict[str, Any]:
+    """What a forked process gets: its arguments, environment and files."""
+    return {
+        "args": [str(arg) for arg in args],
+        "script": str(script) if script else None,
+        "environment": {**os.environ, **(variables or {})},
+        "cwd": str(cwd or os.getcwd()),
+        "stdin": stdin,
+        "out": str(folder / f"out-{number}"),
+        "errors": str(folder / f"errors-{number}"),
+    }
 
 
 @cache
@@ -98,15 +169,32 @@ def _serve() -> dict[str, Any] | None:
     """Fork the processes of each request until the input ends. Returns its request in a child, None in the parent."""
     for line in sys.stdin:
         message = json.loads(line)
+        if "beside" in message:
+            if os.fork() == 0:
+                return _keep(message["beside"], Path(message["status"]))
+            continue
         children = []
         for request in message["processes"]:
             child = os.fork()
             if child == 0:
+                parent_death_signal = 1
+                ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
                 return dict(request)
             children.append(child)
         statuses, timed_out = _await(children, message["timeout"])
         print(json.dumps({"statuses": statuses, "timed_out": timed_out}), flush=True)
     return None
+
+
+def _keep(request: dict[str, Any], status_file: Path) -> dict[str, Any]:
+    """Fork a process, answer with its process id, and write down how it ends. Returns its request in the process itself."""
+    child = os.fork()
+    if child == 0:
+        return request
+    print(json.dumps({"pid": child}), flush=True)
+    _, status = os.waitpid(child, 0)
+    status_file.write_text(str(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
 
 
 def _await(children: list[int], timeout: float) -> tuple[list[int], bool]:
@@ -145,6 +233,8 @@ def _run_request(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
+    if request["args"][:1] != ["quickstart"]:  # it trains before it starts ranks, and OpenMP's threads do not survive a fork
+        subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
     if request["script"]:
         sys.argv = [request["script"], *request["args"]]
         sys.path.insert(0, str(Path(request["script"]).parent))
@@ -155,11 +245,54 @@ def _run_request(request: dict[str, Any]) -> None:
         cli.main()
 
 
+class ForkingPopen(subprocess.Popen[Any]):
+    """A Popen that forks this process where `python -m lmforge` would be started: ranks, stages of a pipeline, trials."""
+
+    def __init__(self, args: Sequence[Any], env: Mapping[str, str] | None = None, **named: Any) -> None:
+        if list(args[:3]) == [sys.executable, "-m", "lmforge"]:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Called in the child, when it has its files, folder and session, in the place of the program.
+            named["preexec_fn"] = partial(
+                _become_command, [str(arg) for arg in args[3:]], dict(os.environ if env is None else env)
+            )
+        super().__init__(args, env=env, **named)
+
+
+def _become_command(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be `lmforge ARGUMENTS` in a child that was forked within a call of its parent, with nothing of what the parent set."""
+    gc.freeze()  # what the parent holds is not closed here
+    gc.enable()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as when a program is executed; the parent's Popen waits for it
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    logging.disable(logging.NOTSET)
+    atexit._clear()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["lmforge", *arguments]
+    status = 1
+    try:
+        cli.main()
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    finally:
+        cli._leave(status)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import matplotlib.pyplot  # noqa: F401  imported at the end of a training run
-
     from lmforge import cli
+
+    cli.limit_spinning()  # read when torch is imported
+    import matplotlib.pyplot  # noqa: F401  imported at the end of a training run
+    import torch._dynamo  # imported by the first optimizer
+    import torch.distributed.launcher.api  # noqa: F401  imported by a launcher
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     from lmforge.verbs.table import VERBS
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called

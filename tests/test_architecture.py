@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ LEFT_OUT = {"__init__", "__main__", "recipes"}
 Edges = set[tuple[str, str]]
 
 
+@cache
 def packages() -> set[str]:
     """The packages and single modules directly in lmforge/."""
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     return (folders | {path.stem for path in PACKAGE.glob("*.py")}) - LEFT_OUT
 
 
+@cache
 def imports() -> Edges:
     """(package, package that it imports), from all import statements, also those inside functions."""
     edges: Edges = set()
@@ -51,7 +54,8 @@ def reachable(edges: Edges) -> Edges:
 
 def minimal(edges: Edges) -> Edges:
     """The edges that do not follow from others."""
-    return {(a, b) for a, b in edges if not any((a, c) in edges and (c, b) in reachable(edges) for c in packages() - {a, b})}
+    paths = reachable(edges)
+    return {(a, b) for a, b in edges if not any((a, c) in edges and (c, b) in paths for c in packages() - {a, b})}
 
 
 def test_the_diagram_has_every_package_and_no_other() -> None:

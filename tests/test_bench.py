@@ -1,4 +1,4 @@
-"""`lmforge bench`: what is told of a recipe's step, and a sweep of which every row is there, refused ones too."""
+"""`lmforge bench`: what is printed about a recipe's step, and a sweep of which every row is there, refused ones too."""
 
 import json
 import os
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from lmforge.bench import step_timing
-from lmforge.bench.step_timing import sweep_combinations
 from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
+from lmforge.config.sweep import sweep_combinations
+from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed
 from tests.conftest import Command
 
@@ -55,20 +56,20 @@ def test_a_recipe_whose_data_is_not_there_is_timed_on_random_tokens_and_traced(
 
 
 def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmforge: Command, tiny_options: list[str]) -> None:
-    sweep = ["--sweep", "launch.processes=2,3", "train.global_batch_size=4,5"]
+    sweep = ["--train.micro_batch_size", 2, "--sweep", "launch.processes=1,2", "train.global_batch_size=4,5"]
     done = lmforge("bench", *tiny_options, *SHORT, *sweep, "--bench.output", "json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    told = [line for line in done.stderr.splitlines() if " of 4  " in line]
-    assert len(told) == 8
-    assert re.fullmatch(r"1 of 4  .*: [\d,]+ tokens/s, \d+ ms a step, MFU \d+%, [\d.]+ GiB", told[1])
-    assert "5" in told[3]
+    lines = [line for line in done.stderr.splitlines() if " of 4  " in line]
+    assert len(lines) == 8
+    assert re.fullmatch(r"1 of 4  .*: [\d,]+ tokens/s, \d+ ms a step, MFU \d+%, [\d.]+ GiB", lines[1])
+    assert "5" in lines[3]
     swept = [tuple(row["swept"].values()) for row in rows]
-    assert swept == [("2", "4"), ("2", "5"), ("3", "4"), ("3", "5")]
-    assert [row.get("engine") for row in rows] == ["fsdp2 full-shard", None, None, None]
+    assert swept == [("1", "4"), ("1", "5"), ("2", "4"), ("2", "5")]
+    assert [row.get("engine") for row in rows] == ["single", None, "fsdp2 full-shard", None]
     assert "5" in rows[1]["failed"]
-    assert rows[0]["ranks"] == 2
-    assert rows[0]["communication_seconds"] > 0
+    assert rows[2]["ranks"] == 2
+    assert rows[2]["communication_seconds"] > 0
 
 
 @pytest.mark.parametrize("ended", [KeyboardInterrupt(), RunFailed("out of luck")])
@@ -88,10 +89,10 @@ def test_a_sweep_that_ends_early_prints_what_is_done(
     words = ["bench", *tiny_options, "--sweep", "optimizer.lr=0.1,0.2,0.3,0.4"]
     interrupted = isinstance(ended, KeyboardInterrupt)
     assert run([*words, "--bench.output", "json"]) == (130 if interrupted else 1)
-    told = capfd.readouterr()
-    assert [row["swept"]["optimizer.lr"] for row in json.loads(told.out)] == ["0.1", "0.2"]
-    assert "2 of 4  optimizer.lr=0.2: out of memory" in told.err
-    assert told.err.splitlines()[-1].removeprefix("lmforge: ") == (
+    printed = capfd.readouterr()
+    assert [row["swept"]["optimizer.lr"] for row in json.loads(printed.out)] == ["0.1", "0.2"]
+    assert "2 of 4  optimizer.lr=0.2: out of memory" in printed.err
+    assert printed.err.splitlines()[-1].removeprefix("lmforge: ") == (
         "interrupted after 2 of 4 combinations" if interrupted else "out of luck"
     )
 
@@ -112,7 +113,7 @@ def test_ctrl_c_ends_a_sweep_and_its_trial(tiny_options: list[str]) -> None:
 
 
 def test_combinations_are_of_all_values_in_order() -> None:
-    assert sweep_combinations(("train.seed=1,2", "run.name=x")) == [
+    assert sweep_combinations(("train.seed=1,2", "run.name=x"), BenchConfig) == [
         {"train.seed": "1", "run.name": "x"},
         {"train.seed": "2", "run.name": "x"},
     ]

@@ -50,11 +50,11 @@ def test_help_of_a_verb_lists_every_option_with_meaning_and_default_and_needs_no
     if verb == "pretrain":
         assert {"dry-run", "resume"} <= lines.keys() | set(re.findall(r"^  --([\w-]+)", done.stdout, re.M))
     for path, field in iter_options(VERBS[verb].options):
-        told = lines[".".join(path)]
+        shown = lines[".".join(path)]
         assert field.description is not None
-        assert told.startswith(field.description)
-        assert told.endswith("(required)" if field.is_required() else ")")
-        assert field.is_required() or "(default: " in told
+        assert shown.startswith(field.description)
+        assert shown.endswith("(required)" if field.is_required() else ")")
+        assert field.is_required() or "(default: " in shown
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -67,8 +67,11 @@ def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, 
     listed = [name[1] for name in listed if name[1] in {".".join(path) for path, _ in options}]
     if issubclass(VERBS[verb].options, StageConfig):
         assert lines[-1] == f"lmforge {verb} --help all lists all {len(options)} options"
-        assert listed[0].partition(".")[0] == {"align": "align", "bench": "bench"}.get(verb, "data")
+        assert listed[0].partition(".")[0] == {"align": "align", "bench": "bench", "plan": "plan"}.get(verb, "data")
         assert listed[-1].startswith(("run.", "launch."))
+    elif essential := VERBS[verb].options.ESSENTIAL:
+        assert lines[-1] == f"lmforge {verb} --help all lists all {len(options)} options"
+        assert listed == list(essential)
     else:
         assert len(listed) == len(options)
 
@@ -145,8 +148,8 @@ def test_the_installed_command_prints_its_version() -> None:
         ("pretrain none.toml", "none.toml: no such recipe"),
         ("pretrain --train.steps 50", "schedule.warmup_steps = 100: more than train.steps = 50; lower them or train longer"),
         (
-            "pretrain --train.global_batch_size 6 --launch.processes 4",
-            "a global batch of 6 sequences does not divide by 4 ranks; nearest global_batch_size: 4 or 8",
+            "pretrain --train.global_batch_size 6 --train.micro_batch_size 4 --launch.processes 4",
+            "a global batch of 6 sequences does not divide by micro-batches of 4; nearest global_batch_size: 4 or 8",
         ),
         (
             "pretrain --train.global_batch_size 2 --launch.processes 3",

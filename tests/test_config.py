@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from lmforge import config as config_package
 from lmforge.config.align import AlignConfig
-from lmforge.config.batch_plan import batch_plan
+from lmforge.config.batch_plan import batch_plan, divisors
 from lmforge.config.load import config_class, load_config
 from lmforge.config.options import Options, _is_list, _value_types, iter_options, read_recipe, to_toml, validate_options
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
@@ -42,7 +42,9 @@ def config(**sections: dict[str, Any]) -> PretrainConfig:
 
 
 @given(rows=counts, length=st.sampled_from([16, 100, 1024, 8192, 40_000]), ranks=st.integers(1, 16), data=st.data())
-def test_a_batch_plan_cuts_the_global_batch_without_remainder(rows: int, length: int, ranks: int, data: st.DataObject) -> None:
+def test_a_batch_plan_cuts_a_batch_that_ranks_divide_without_remainder(
+    rows: int, length: int, ranks: int, data: st.DataObject
+) -> None:
     assume(rows % ranks == 0)
     divisors = [size for size in range(1, rows // ranks + 1) if rows // ranks % size == 0]
     micro = data.draw(st.none() | st.sampled_from(divisors))
@@ -57,19 +59,32 @@ def test_a_batch_plan_cuts_the_global_batch_without_remainder(rows: int, length:
         assert plan.micro_batch_size == max(comfortable, default=1)
 
 
-@given(rows=counts, ranks=st.integers(1, 16), micro=st.none() | st.integers(1, 20))
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes_that_do(
-    rows: int, ranks: int, micro: int | None
+@given(rows=counts, ranks=st.integers(1, 16), data=st.data())
+def test_every_rank_has_places_for_its_share_of_a_batch_and_no_micro_batch_is_larger(
+    rows: int, ranks: int, data: st.DataObject
+) -> None:
+    assume(rows >= ranks)
+    micro = data.draw(st.none() | st.sampled_from(divisors(rows)))
+    plan = batch_plan(TrainOptions(global_batch_size=rows, micro_batch_size=micro), 64, ranks)
+    largest_share = -(-rows // ranks)
+    assert largest_share <= plan.local_batch_size < largest_share + plan.micro_batch_size
+    assert plan.micro_batch_size <= min(micro or largest_share, largest_share)
+    padding = ranks * plan.local_batch_size - rows
+    assert str(plan).endswith(f", of which {padding} are padding") == (padding > 1)
+
+
+@given(rows=counts, ranks=st.integers(1, 16), micro=st.integers(1, 20))
+def test_micro_batches_that_do_not_divide_the_batch_are_refused_with_the_nearest_sizes_that_they_do(
+    rows: int, ranks: int, micro: int
 ) -> None:
     train = TrainOptions(global_batch_size=rows, micro_batch_size=micro)
-    unit = ranks * (micro or 1)
-    assume(rows >= ranks and rows % unit)
-    with pytest.raises(UserError, match="does not divide by") as caught:
+    assume(rows >= ranks and rows % micro)
+    with pytest.raises(UserError, match=f"does not divide by micro-batches of {micro};") as caught:
         batch_plan(train, 64, ranks)
     named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
-    assert named == [size for size in (rows // unit * unit, rows // unit * unit + unit) if size]
+    assert named == [size for size in (rows // micro * micro, rows // micro * micro + micro) if size]
     for size in named:
-        assert batch_plan(train.model_copy(update={"global_batch_size": size}), 64, ranks).global_batch_size == size
+        assert batch_plan(train.model_copy(update={"global_batch_size": size}), 64, 1).global_batch_size == size
 
 
 @given(rows=st.integers(1, 15), more=st.integers(1, 15))
@@ -167,6 +182,8 @@ def test_every_number_of_a_model_config_has_an_upper_and_a_lower_bound(bounds: R
 def test_every_option_of_a_run_stands_in_a_section_with_a_meaning() -> None:
     for name, field in PretrainConfig.model_fields.items():
         assert field.description, name
+        if name == "plugins":  # at the top of a recipe: what it names adds sections
+            continue
         assert isinstance(field.annotation, type), name
         assert issubclass(field.annotation, BaseModel), name
 
@@ -247,6 +264,11 @@ def test_a_preference_loss_is_refused_options_that_it_cannot_use(align: dict[str
     with pytest.raises(UserError) as caught:
         validate_options(AlignConfig, {"align": align}, "a.toml")
     assert str(caught.value) == f"a.toml: {message}"
+
+
+def test_the_z_loss_is_refused_where_nothing_reads_it() -> None:
+    with pytest.raises(UserError, match=r"train\.z_loss: alignment does not read it; it is for pretrain and sft"):
+        validate_options(AlignConfig, {"train": {"z_loss": 1e-4}}, "a.toml")
 
 
 def test_a_run_takes_its_name_from_its_options_else_from_its_recipe() -> None:

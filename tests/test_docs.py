@@ -1,7 +1,8 @@
 """The documents are true: what they tell a reader to type works, and what they name is there.
 
-The commands of README.md and docs/ are carried out in order, in one new folder that holds the recipes and such material
-as a reader would bring. A pretraining is cut down to a few steps of a tiny model and an evaluation to a few sequences
+The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried out in this order, in one
+new folder that holds the recipes and such material as a reader would bring. A pretraining is cut down to a few steps of a tiny
+model and an evaluation to a few sequences
 (`shortened`), a `make` line is looked up in the Makefile, and every other command runs as it stands.
 """
 
@@ -26,6 +27,7 @@ import zstandard
 from lmforge.cli import parse_command
 from lmforge.config.align import AlignConfig
 from lmforge.config.options import iter_options
+from lmforge.config.planning import PLAN_OPTIONS, PlanConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.config.verbs import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
@@ -42,17 +44,20 @@ from tests.text import corpus
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lmforge"
 README = ROOT / "README.md"
-EXECUTED = [README, *sorted((ROOT / "docs").glob("*.md"))]
+START = ROOT / "docs" / "getting-started.md"
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+EXECUTED = [README, START, *TUTORIALS, *sorted(set((ROOT / "docs").rglob("*.md")) - {START, *TUTORIALS})]
 PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BIN = Path(sys.executable).parent
 
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-OF_A_RUN = {".".join(path) for tree in (BenchConfig, SftConfig, AlignConfig) for path, _ in iter_options(tree)}
+OF_A_RUN = {".".join(path) for tree in (BenchConfig, PlanConfig, SftConfig, AlignConfig) for path, _ in iter_options(tree)}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.options)}
 # What metrics are called that have a slash in their names.
-METRICS = ("val/", "rewards/", "logps/", "tokens/")
+METRICS = ("loss/", "val/", "rewards/", "logps/", "tokens/")
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
-FLAGS = {"method", "help", "debug", "version", "dry-run", "resume", "deterministic", "sweep", "trace"}
+FLAGS = {"method", "environment", "help", "debug", "version", "dry-run", "resume", "deterministic", "sweep", "trace"}
+FLAGS |= set(PLAN_OPTIONS)
 
 TRAINING = ("pretrain", "sft", "align")
 
@@ -146,7 +151,8 @@ def shortened_pipeline(path: Path) -> None:
 class Reader:
     """Follows the documents from top to bottom, each piece once, whichever test asks first.
 
-    The first command of each page is started as a reader starts it; `lmforge` after that is spared its imports.
+    The first command of each page and those that start ranks are started as a reader starts them; `lmforge` after that, under
+    `torchrun` too, is spared its imports.
     """
 
     folder: Path
@@ -174,8 +180,9 @@ class Reader:
         line = shortened(piece.text) if piece.kind == "sh" else ""
         command = ["sh", "-c", line] if line else [sys.executable, "-c", piece.text]
         variables = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-        if piece.page in self.started and (words := of_lmforge(line)):
-            done = preloaded().run(words, self.said, cwd=self.folder, variables=variables, timeout=500)
+        if piece.page in self.started and "--launch.processes 2" not in line and (command_of := of_lmforge(line)):
+            words, ranks = command_of
+            done = preloaded().run(words, self.said, ranks=ranks, cwd=self.folder, variables=variables, timeout=500)
         else:
             self.started.add(piece.page)
             done = subprocess.run(
@@ -184,10 +191,14 @@ class Reader:
         return None if done.returncode == 0 else f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-def of_lmforge(line: str) -> list[str] | None:
-    """The words of a line that is one call of `lmforge`, with nothing for a shell to do; None of any other."""
-    words = shlex.split(line, comments=True)
-    return words[1:] if words[:1] == ["lmforge"] and not re.search(r"[|&;<>$*?`~{}()]", line) else None
+def of_lmforge(line: str) -> tuple[list[str], int] | None:
+    """The words of a line that is one call of `lmforge`, and on how many ranks; None of a line with more for a shell to do."""
+    words, torchrun = shlex.split(line, comments=True), ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "lmforge"]
+    if re.search(r"[|&;<>$*?`~{}()]", line):
+        return None
+    if words[:6] == torchrun:
+        return words[6:], 2
+    return (words[1:], 1) if words[:1] == ["lmforge"] else None
 
 
 def make_line(line: str) -> str | None:
@@ -217,13 +228,20 @@ LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A folder with the recipes and what a reader brings: books, a corpus in two formats, a tokenizer, a model folder."""
+    """A folder with the recipes and what a reader brings: books, articles, a corpus, a tokenizer, a model folder."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    mail = "".join(f"From x\nSubject: {number}\n\nMessage {number} says something.\n\n" for number in range(20))
+    (folder / "mail.mbox").write_text(mail, encoding="utf-8")
     chapters = [corpus()[at : at + 10_000] for at in range(0, 200_000, 10_000)]
     (folder / "books").mkdir()
     for number, chapter in enumerate(chapters):
         (folder / "books" / f"{number}.txt").write_text(chapter, encoding="utf-8")
+    (folder / "articles").mkdir()
+    for number in range(5):
+        article = corpus()[200_000 + 10_000 * number : 210_000 + 10_000 * number]
+        (folder / "articles" / f"{number}.txt").write_text(article, encoding="utf-8")
     lines = "".join(json.dumps({"content": chapter}) + "\n" for chapter in chapters)
     (folder / "corpus.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     pyarrow.parquet.write_table(pyarrow.table({"text": chapters}), folder / "corpus.parquet")
@@ -253,6 +271,7 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 
     return {
         "chats.jsonl": [{"messages": turn("user", q) + turn("assistant", good)} for q, good, _ in asked],
+        "more-chats.jsonl": [{"messages": turn("user", f"{q} Now!") + turn("assistant", good)} for q, good, _ in asked],
         "pairs.jsonl": [
             {"prompt": turn("user", q), "chosen": turn("assistant", good), "rejected": turn("assistant", bad)}
             for q, good, bad in asked
@@ -277,7 +296,9 @@ def test_every_command_of_the_documents_works(reader: Reader, number: int) -> No
     assert problem is None, f"{PIECES[number]}: {problem}"
 
 
-COMMANDS = [pytest.param(words, id=str(piece)) for piece in PIECES if piece.kind == "sh" and (words := of_lmforge(piece.text))]
+COMMANDS = [
+    pytest.param(command[0], id=str(piece)) for piece in PIECES if piece.kind == "sh" and (command := of_lmforge(piece.text))
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -297,9 +318,9 @@ def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
-    # The options of torchrun and of programs are tried out with the line that has them.
+    # The options of launchers and of programs are tried out with the line that has them.
     lines = without_old_names(page.read_text(encoding="utf-8")).splitlines()
-    text = "\n".join(line for line in lines if not line.startswith(("torchrun ", "python ")))
+    text = "\n".join(line for line in lines if not line.startswith(("torchrun ", "srun ", "mpiexec ", "jsrun ", "python ")))
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN
     assert {name for name in named if "." not in name} <= OF_VERBS | FLAGS
@@ -368,22 +389,22 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
         assert in_package or (ROOT / pattern).exists() or any(reader.folder.rglob(pattern)), name
 
 
-def test_the_readme_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
+def test_the_first_page_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
     reader.outcome(LAST_OF_README)
-    [listing] = re.findall(r"^runs/quickstart/\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+    [listing] = re.findall(r"^runs/quickstart/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S)
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
     there = {entry.name for entry in (reader.folder / "runs" / "quickstart").iterdir() if not entry.name.startswith(".")}
     assert listed == there
 
 
-def test_extras_are_installed_by_one_command_which_stands_in_the_readme_alone() -> None:
-    readme = README.read_text(encoding="utf-8")
+def test_extras_are_installed_by_one_command_which_stands_on_the_first_page_alone() -> None:
+    page = START.read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(re.findall(r"^\| `(\w+)` \|", readme.partition("\n## Extras\n")[2].partition("\n## ")[0], re.M)) == (
+    assert set(re.findall(r"^\| `(\w+)` \|", page.partition("\n## Extras\n")[2].partition("\n## ")[0], re.M)) == (
         project["optional-dependencies"].keys() - {"dev"}
     )
     pages = [path for path in [*PAGES, *ROOT.glob("recipes/**/*.md")] if path.name != "log.md"]
     commands = {page: re.findall(r"^.*pip install.*$", page.read_text(encoding="utf-8"), re.M) for page in pages}
-    assert {page: lines for page, lines in commands.items() if lines} == {README: [how_to_install("serve")]}
+    assert {page: lines for page, lines in commands.items() if lines} == {START: [how_to_install("serve")]}
     named = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
     assert named == [PACKAGE / "errors.py"]

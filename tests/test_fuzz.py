@@ -97,8 +97,16 @@ LINES: dict[str, tuple[str, str]] = {
     "import": ("nothing out", "--source nothing"),
     "download": ("nothing/here", "--folder out"),
     "bench": ("", "--bench.sweep nothing=1"),
+    "plan": ("", "--gpus 8 --search --configurations 3"),
     "doctor": ("", "--steps 1"),
     "show": ("RUN", ""),
+    "runs": ("", "--output json"),
+    "report": ("RUN", "--out out.html"),
+    "launch": ("nothing.toml", "--dry-run"),
+    "jobs": ("", "--folder nothing"),
+    "stop": ("nothing", "--folder nothing"),
+    "logs": ("RUN", "--lines 2"),
+    "top": ("", "--once --patience 1"),
 }
 
 

@@ -22,7 +22,7 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
-from lmforge.stages.build_model import check_model
+from lmforge.stages.check_model import check_model
 from lmforge.stages.run_stage import _notes_on_ranks
 from lmforge.untrusted import parse_json, parse_toml, quoted
 from lmforge.verbs import generate
@@ -74,7 +74,7 @@ def test_an_option_beyond_its_bound_is_refused_by_name(
             "model, gradients, optimizer and activations of a",
         ),
         (
-            ["--data.sequence_length", 2**26, "--train.global_batch_size", 1, "--model.hidden_size", 2**12],
+            ["--data.sequence_length", 2**16, "--train.global_batch_size", 1, "--model.hidden_size", 2**15],
             "model, gradients, optimizer and activations",
         ),
         (["--train.global_batch_size", 2**24, "--data.sequence_length", 2**12], "; use a smaller "),

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmforge.config.help_text import format_help
 from lmforge.config.options import (
     Options,
     argument,
-    format_help,
     iter_options,
     option,
     parse_options,
@@ -273,8 +273,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
         ("--maybe_whole", "--maybe_whole: no such option; did you mean inner.maybe_whole?"),
         ("--qqqq=3", "--qqqq: no such option; --help all lists all options"),
         ("--inner.tables.name", "--inner.tables.name: no such option; did you mean inner.tables?"),
-        ("--inner.tables=a", '--inner.tables: expected a table such as {key = "value"}, got "a"'),
-        ("--inner.tables={} \nb = 1", '--inner.tables: expected a table such as {key = "value"}, got "{} \\nb = 1"'),
+        ("--inner.tables=a", '--inner.tables: expected a table of TOML such as {key = "value"}, got "a"'),
+        ("--inner.tables={} \nb = 1", '--inner.tables: expected a table of TOML such as {key = "value"}, got "{} \\nb = 1"'),
         ("--inner.tables=5", "--inner.tables: expected a table, got 5"),
         ("--inner.whole", "--inner.whole: needs a value"),
         ("--inner.switch=yes", '--inner.switch: expected true or false, got "yes"'),
@@ -287,6 +287,16 @@ def test_an_unknown_argument_is_refused(word: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [word])
     assert str(caught.value) == message
+
+
+def test_tables_are_given_one_by_one_or_as_an_array_of_them() -> None:
+    one_by_one = parse_options(Tree, ["--inner.tables", '{name = "a"}', '{name = "b"}'])
+    assert [table.name for table in one_by_one.inner.tables] == ["a", "b"]
+    for words in (['[{name = "a"}, {name = "b"}]'], ['[{name = "a"}]', '{name = "b"}']):
+        assert parse_options(Tree, ["--inner.tables", *words]) == one_by_one
+    for wrong, got in (('[{"name": "a"}]', "expected a table of TOML"), ("[3]", "expected a table, got 3")):
+        with pytest.raises(UserError, match=rf"^--inner\.tables: {got}"):
+            parse_options(Tree, ["--inner.tables", wrong])
 
 
 def test_a_missing_argument_is_reported_with_its_meaning() -> None:

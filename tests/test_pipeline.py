@@ -1,12 +1,8 @@
 """`lmforge run`: stages in order, each from the run of the one before it; interrupted, it resumes."""
 
 import json
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import pytest
 from lmforge.errors import EXIT_PEER_LOST
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
+from tests.preloaded import Forked, preloaded, rank_variables
 
 FEW = ["--data.sequence_length", "64", "--train.global_batch_size", "4", "--train.dtype", "fp32", "--train.device", "cpu"]
 FEW += ["--train.compile", "off", "--train.threads", "1", "--log.every_steps", "1", "--train.steps"]
@@ -39,28 +36,29 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
-def start(file: Path, **variables: object) -> subprocess.Popen[str]:
-    """`lmforge run FILE`, beside this process; its output comes through a pipe."""
-    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    command = [sys.executable, "-m", "lmforge", "run", str(file)]
-    return subprocess.Popen(
-        command, cwd=file.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(file: Path, **variables: str) -> Forked:
+    """`lmforge run FILE`, beside this process."""
+    folder = file.parent / f"output-{len(list(file.parent.iterdir()))}"
+    folder.mkdir()
+    return preloaded().start(["run", file], folder, variables=variables)
 
 
-def wait_for_a_step(process: subprocess.Popen[str], run: Run, after: int = 0) -> None:
+def printed(process: Forked) -> str:
+    return process.out.read_text() + process.errors.read_text()
+
+
+def wait_for_a_step(process: Forked, run: Run, after: int = 0) -> None:
     """Until a run has logged a step later than `after`."""
     while not (records := run.read_metrics()) or records[-1]["step"] <= after:
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert process.poll() is None, printed(process)
         time.sleep(0.02)
 
 
-def interrupt(process: subprocess.Popen[str]) -> str:
+def interrupt(process: Forked) -> str:
     """Its output, once it has ended by SIGTERM."""
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGTERM, printed
-    return printed
+    assert process.wait(timeout=300) == 128 + signal.SIGTERM, printed(process)
+    return printed(process)
 
 
 def test_stages_follow_each_other_and_are_not_run_twice(tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command) -> None:
@@ -129,19 +127,17 @@ def test_an_interrupted_stage_resumes_with_other_arguments_too(tiny_run: Path, c
     stopped = run.checkpoint_steps()[-1]
     assert 0 < stopped < 4000
     process = start(pipeline(tmp_path, {"verb": "sft", "arguments": [*words, str(stopped + 2)]}))
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, printed
-    assert f"continuing {run.path} from step {stopped}" in printed
+    assert process.wait(timeout=300) == 0, printed(process)
+    assert f"continuing {run.path} from step {stopped}" in printed(process)
     assert run.checkpoint_path(stopped + 2).exists()
 
 
 @pytest.mark.slow
 def test_an_interrupted_pipeline_says_so_although_its_stage_ends_well(tiny_run: Path, tmp_path: Path) -> None:
     process = start(pipeline(tmp_path, {"verb": "serve", "arguments": [str(tiny_run), "--port", "0", "--device", "cpu"]}))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("http://"):
-            break
+    while "\nhttp://" not in printed(process):
+        assert process.poll() is None, printed(process)
+        time.sleep(0.02)
     interrupt(process)
 
 
@@ -149,18 +145,12 @@ def test_an_interrupted_pipeline_says_so_although_its_stage_ends_well(tiny_run: 
 def test_a_pipeline_ends_with_the_status_of_a_stage_that_lost_a_rank(tiny_run: Path, chats: Path, tmp_path: Path) -> None:
     words = ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "1000000"]
     file = pipeline(tmp_path, {"verb": "sft", "arguments": words})
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    ranks = [start(file, RANK=rank, LOCAL_RANK=rank, **common) for rank in range(2)]
+    ranks = [start(file, **variables) for variables in rank_variables(2)]
     wait_for_a_step(ranks[0], Run(tmp_path / "runs" / "talk-sft"))
     [trainer] = psutil.Process(ranks[1].pid).children()
     trainer.kill()
-    printed, _ = ranks[0].communicate(timeout=300)
-    assert ranks[0].returncode == EXIT_PEER_LOST, printed
-    ranks[1].communicate(timeout=300)
-    assert ranks[1].returncode == 1
+    assert ranks[0].wait(timeout=300) == EXIT_PEER_LOST, printed(ranks[0])
+    assert ranks[1].wait(timeout=300) == 1
 
 
 def test_a_state_file_that_cannot_be_read_is_reported_with_the_way_out(tmp_path: Path, refused: Refusal) -> None:

@@ -1,16 +1,41 @@
-"""The first command of a newcomer, cut down to a few steps of each stage."""
+"""The first command of a newcomer, cut down to a few steps of each stage and a part of the standard library."""
 
 import re
+import shutil
+import sysconfig
 from itertools import pairwise
 from pathlib import Path
 
 from lmforge.runs import Run
 from tests.conftest import Command
 
+# `lmforge` where the standard library is in the folder of the first argument, on one thread: so its ranks can be forked after
+# it has trained itself. The whole library is prepared in test_docs.py.
+WITH_LIBRARY = """
+import sys
+from types import SimpleNamespace
+from lmforge.cli import main
+from lmforge.cluster import distributed
+from lmforge.data.sources import text_sources
+from lmforge.generate import model_loading
+if __name__ == "__main__":
+    library = sys.argv.pop(1)
+    text_sources.sysconfig = SimpleNamespace(get_path=lambda name: library)
+    distributed.threads_per_rank = model_loading.threads_per_rank = lambda ranks: 1
+    main()
+"""
 
-def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(tmp_path: Path, lmforge: Command) -> None:
-    words = ["quickstart", "--folder", tmp_path, "--steps", 2, "--processes", 1]
-    done = lmforge(*words)
+
+def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(
+    tmp_path: Path, lmforge: Command, program: Command
+) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    for file in Path(sysconfig.get_path("stdlib")).glob("*.py"):
+        if file.stat().st_size < 20_000:
+            shutil.copy(file, library)
+    words = [library, "quickstart", "--folder", tmp_path, "--steps", 2, "--processes", 1]
+    done = program(WITH_LIBRARY, *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     typed = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("$ lmforge ")]
     assert typed == ["prepare", "prepare", "pretrain", "pretrain", "sft", "align", "evaluate", "generate"]
@@ -28,7 +53,7 @@ def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(tmp_pa
     # Called again it continues; a run that was trained further, as the README says, is compared up to where it was.
     longer = ["--train.steps", 3, "--schedule.warmup_steps", 0, "--train.compile", "off"]
     assert lmforge("pretrain", runs[0].recipe_path, *longer).returncode == 0
-    again = lmforge(*words)
+    again = program(WITH_LIBRARY, *words)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("trained to step 2 already") == 3
     assert re.findall(r"^.* (\d) .* (loss|val/loss) .* equal", again.stdout, re.M) == [("2", "loss"), ("2", "val/loss")]

@@ -18,8 +18,9 @@ from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
-from lmforge.locks import STALE_AFTER_SECONDS
+from lmforge.locks import STALE_AFTER_SECONDS, is_at, remove_lock_alone
 from lmforge.runs import MANIFEST, Run, describe_environment
+from tests.conftest import Refusal
 
 HOLD = """
 import sys
@@ -133,7 +134,33 @@ def test_without_flock_a_lock_that_is_released_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, *WITHOUT_FLOCK, program, str(tmp_path / "a")]
     for _ in range(2):
         subprocess.run(command, check=True, timeout=60)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_run_that_is_refused_and_a_folder_that_was_there_stays(
+    tmp_path: Path, tiny_options: list[str], refused: Refusal
+) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        place = ("--run.folder", tmp_path, "--run.name", name)
+        assert "nowhere" in refused("pretrain", *tiny_options, *place, "--data.folder", tmp_path / "nowhere")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_lock_whose_file_its_holder_has_removed_is_not_the_lock_that_others_see(tmp_path: Path) -> None:
+    lock = tmp_path / "run" / ".lock"
+    lock.parent.mkdir()
+    with lock.open("w") as file:
+        assert is_at(lock, file.fileno())
+        remove_lock_alone(lock)
+        assert not lock.parent.exists()
+        assert not is_at(lock, file.fileno())
+        lock.parent.mkdir()
+        lock.touch()
+        (lock.parent / "recipe.toml").touch()
+        assert not is_at(lock, file.fileno())
+        remove_lock_alone(lock)
+        assert lock.exists()
 
 
 def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_path: Path) -> None:
@@ -147,7 +174,10 @@ def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_p
 
 def test_a_run_that_cannot_be_a_folder_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(UserError, match=r"runs/a: cannot be made a folder: Not a directory; choose another --run\.folder"):
+    with pytest.raises(
+        UserError,
+        match=r"runs/a: cannot be made a folder \(there is a file where a folder would be\); choose another --run\.folder",
+    ):
         Run(tmp_path / "runs" / "a").lock()
 
 
@@ -183,10 +213,10 @@ def test_a_sealed_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
 
 
 def test_the_environment_says_what_a_run_was_made_with() -> None:
-    told: dict[str, Any] = json.loads(json.dumps(describe_environment()))
-    assert told["packages"]["torch"] >= "2.11"
-    assert told["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert {"command", "directory", "time", "host", "platform", "processor", "cores", "git_commit"} <= told.keys()
+    environment: dict[str, Any] = json.loads(json.dumps(describe_environment()))
+    assert environment["packages"]["torch"] >= "2.11"
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"command", "directory", "time", "host", "platform", "processor", "cores", "git_commit"} <= environment.keys()
 
 
 def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
@@ -196,6 +226,8 @@ def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
         "environment.json",
         "metrics.jsonl",
         "loss.png",
+        "events.jsonl",
+        "report.html",
         "logs/attempt-1/rank-0.log",
         "health/rank-0.json",
     )

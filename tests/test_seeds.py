@@ -1,14 +1,12 @@
 """What tests draw can be repeated, what a machine lacks is said once, and repetitions draw anew."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import seeds, tools
+from tests.preloaded import preloaded
 
 ROOT = Path(__file__).parents[1]
 FILE = """
@@ -52,20 +50,13 @@ def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables
     file.write_text(FILE)
     drawn = folder / "test_drawing.py.drawn"
     drawn.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.conftest",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "--rootdir",
-        str(folder),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    options = ["-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    variables = {"PYTHONPATH": str(ROOT), **variables}
     asked = [f"{file}::{test}" for test in only] or [str(file)]
-    done = subprocess.run([*command, *words, *asked], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    program, out = folder / "program.py", folder / f"out-{len(list(folder.iterdir()))}"
+    program.write_text("import sys, pytest\nsys.exit(pytest.main())\n")
+    out.mkdir()
+    done = preloaded().run([*options, *words, *asked], out, script=program, cwd=ROOT, variables=variables)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout, drawn.read_text().splitlines()
 

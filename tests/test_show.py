@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
@@ -19,6 +18,7 @@ from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import Run
+from lmforge.stages.training_data import TokenSources
 from lmforge.verbs.show import show
 from tests.conftest import Command, Refusal, only_line
 
@@ -81,6 +81,16 @@ def test_a_recipe_with_adapters_is_shown_with_their_cost(tiny_run: Path, lmforge
         for printed in (whole, adapted)
     ]
     assert costs[1] < costs[0]
+
+
+def test_one_document_is_counted_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_text('{"text": "To be, or not to be"}\n{"text": ""}\n')
+    assert run(["prepare", str(source), str(out), "--vocab_size", "301"]) == 0
+    printed = capsys.readouterr().out
+    assert " tokens, 1 document, " in printed
+    assert "left out  1 empty document\n" in printed
+    assert line(show(str(out)), "train").endswith(" tokens in 1 document")
 
 
 def test_a_recipe_whose_data_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
@@ -249,9 +259,9 @@ STRANGE = [None, True, "x", "", -1, 0, 1.5, 2**63, 10**30, 1e308, [], {}, [1], [
 def test_the_file_of_a_bad_step_with_any_content_is_refused_in_one_line_or_shown(
     tiny_tokens: Path, tmp_path: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    plan_hash = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=48).plan_hash
-    of_samples = {"step": 3, "reason": "loss is nan", "samples": [0, 2], "data": str(tiny_tokens), "sequence_length": 48}
-    of_samples |= {"seed": 0, "plan_hash": plan_hash}
+    (tmp_path / "recipe.toml").write_text(f'[data]\nfolder = "{tiny_tokens}"\nsequence_length = 48\n')
+    dataset = TokenSources.open(Run.open(tmp_path).load_config()).training(32)
+    of_samples = {"step": 3, "reason": "loss is nan", "samples": [0, 2], "plan_hash": dataset.plan_hash_at(2)}
     of_rollouts = {"step": 3, "reason": "loss is nan", "answers": "completions/set-000000-rank-*.jsonl", "ranks": 2}
     of_rollouts |= {"part": [0, 1]}
     (tmp_path / "completions").mkdir()

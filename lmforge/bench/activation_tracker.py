@@ -20,11 +20,16 @@ class ActivationTracker(TorchDispatchMode):
     """Tracks the memory that operators allocate inside this context, without keeping it alive.
 
     Parameters, batches and everything else that existed before do not count, nor do gathered parameters. Operators in
-    compiled blocks are not seen.
+    compiled code are not seen: of FlexAttention, which is compiled in any case, the output counts, and the log-sum-exp not.
     """
 
     # FlexAttention is one.
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """FlexAttention is compiled where blocks are not, and under another mode torch refuses to compile it."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,20 +39,25 @@ class ActivationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._track((args, kwargs), self._ignored)
+        for tensor in _tensors((args, kwargs)):
+            # What has a gradient function and was not seen before is an output of compiled code.
+            self._track(tensor, self._created if tensor.grad_fn is not None else self._ignored)
         result = function(*args, **kwargs)
-        self._track(result, self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created)
+        for tensor in _tensors(result):
+            self._track(tensor, self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created)
         return result
 
-    def _track(self, values: Any, into: dict[int, StorageWeakRef]) -> None:
-        for value in tree_leaves(values):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                if storage._cdata not in self._created and storage._cdata not in self._ignored:
-                    into[storage._cdata] = StorageWeakRef(storage)
+    def _track(self, tensor: Tensor, into: dict[int, StorageWeakRef]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._created and storage._cdata not in self._ignored:
+            into[storage._cdata] = StorageWeakRef(storage)
 
     def live_bytes(self) -> int:
         """Bytes of the tracked storages that are still referenced."""
         gc.collect()  # reference cycles do not count
         alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._created.values())
         return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

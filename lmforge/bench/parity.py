@@ -56,6 +56,7 @@ class ParityCase:
     compile_model: bool = False
     model_config: ModelConfig = SMALL_MODEL
     optimizer: OptimizerOptions = OPTIMIZER
+    dtype: torch.dtype = torch.float32
     change_model: Callable[[LanguageModel], None] = lambda model: None
 
 
@@ -64,6 +65,7 @@ class ParityResult:
     """What a case computed.
 
     losses, grad_norms: of each step.
+    hidden_dtypes: of the residual stream, at the input of each block on any rank; not where blocks are compiled.
     weights: full tensors by name after the last step, on rank 0 only.
     memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of activations between forward
         and backward of its first micro-batch; the last not where blocks are compiled.
@@ -72,6 +74,7 @@ class ParityResult:
 
     losses: list[float]
     grad_norms: list[float]
+    hidden_dtypes: set[torch.dtype]
     weights: dict[str, Tensor]
     memory_bytes: dict[str, int]
     tokens_per_second: float
@@ -123,6 +126,7 @@ def run_case(
     micro_size = size // case.accumulation
     tracker = ActivationTracker()
     memory_bytes: dict[str, int] = {}
+    hidden_dtypes = _observe_hidden_dtypes(model) if not case.compile_model else set()
 
     def set_phase(phase: str) -> None:
         if phase == "backward" and observed:
@@ -161,11 +165,20 @@ def run_case(
     return ParityResult(
         losses=values[: data.steps],
         grad_norms=values[data.steps :],
+        hidden_dtypes=set().union(*dist_ctx.all_gather(hidden_dtypes)),
         weights=weights if dist_ctx.is_rank0 else {},
         memory_bytes={**memory_bytes, "optimizer": _local_bytes(states)},
         tokens_per_second=(data.steps - 1) * data.sequences * data.sequence_length / seconds,
         memory_gib=peak_memory_gib(dist_ctx.device),
     )
+
+
+def _observe_hidden_dtypes(model: ParallelModel) -> set[torch.dtype]:
+    """A set that the dtypes of the blocks' inputs are added to as they are computed."""
+    dtypes: set[torch.dtype] = set()
+    for block in model.model.blocks:
+        block.register_forward_pre_hook(lambda block, args: dtypes.add(args[0].dtype))
+    return dtypes
 
 
 def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dist_ctx: DistributedContext) -> ParallelModel:
@@ -175,7 +188,7 @@ def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dis
         model,
         objective.loss,
         dist_ctx=dist_ctx,
-        dtype=torch.float32,
+        dtype=case.dtype,
         options=case.options,
         compile_model=case.compile_model,
         init_weights=lambda model: init_weights(model, seed),
@@ -206,8 +219,8 @@ def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext)
     return run_case(replace(case, options=ParallelOptions(engine="single"), compile_model=False, accumulation=1), data, alone)
 
 
-def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
-    """Every strategy that fits this number of ranks."""
+def strategy_cases(world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32) -> list[ParityCase]:
+    """Every strategy that fits this number of ranks, computing in `dtype`."""
     half = world_size // 2 if world_size % 2 == 0 else 1
     full: dict[str, Any] = {"activation_checkpointing": "full"}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
@@ -229,6 +242,7 @@ def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
     cases += [
         fsdp2("fsdp2, 2 micro-batches", 2),
         fsdp2("fsdp2, 2 micro-batches reduced once", 2, reduce_every_micro_batch=False),
+        fsdp2("fsdp2 grad-shard, 2 micro-batches", 2, sharding="grad-shard"),
         fsdp2("fsdp2, CPU offload", cpu_offload=True),
         fsdp2("fsdp2, prefetch 2, embedding not wrapped", prefetch_blocks=2, wrap_embedding=False),
     ]
@@ -244,7 +258,7 @@ def strategy_cases(world_size: int, compile_model: bool) -> list[ParityCase]:
         compiled = [fsdp2("fsdp2"), fsdp2("fsdp2, checkpointing full", **full)]
         compiled += [each for each in cases if each.name in chosen]
         cases += [replace(case, name=f"{case.name}, compiled", compile_model=True) for case in compiled]
-    return cases
+    return [replace(case, dtype=dtype) for case in cases]
 
 
 def _case(name: str, accumulation: int = 1, **options: Any) -> ParityCase:

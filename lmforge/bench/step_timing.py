@@ -1,9 +1,6 @@
 """`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over its options; `trial.py` measures it."""
 
-import difflib
-import itertools
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -15,12 +12,10 @@ from rich.table import Table
 from lmforge.bench.trial import TIMED_PHASES, measure
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.load import parse_config
-from lmforge.config.options import iter_options
+from lmforge.config.sweep import sweep_combinations
 from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
-from lmforge.untrusted import cut
 
-MAX_COMBINATIONS = 1000
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -47,7 +42,7 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
     Raises UserError where no combination can be timed.
     """
-    combinations, rows = sweep_combinations(config.bench.sweep), list[dict[str, Any]]()
+    combinations, rows = sweep_combinations(config.bench.sweep, type(config)), list[dict[str, Any]]()
     try:
         for number, overrides in enumerate(combinations, start=1):
             print(f"{number} of {len(combinations)}  {_words(overrides)} …", file=sys.stderr, flush=True)
@@ -62,23 +57,6 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
     if all(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows):
         raise UserError(f"--sweep: none of its {len(rows)} combinations can be timed; the first: {rows[0]['failed']}")
     return 0
-
-
-def sweep_combinations(sweep: tuple[str, ...]) -> list[dict[str, str]]:
-    """Every combination of `section.option=value,value…`. Raises UserError where one has another form, or is no option."""
-    known = {".".join(path) for path, _ in iter_options(BenchConfig)} - {"bench.sweep", "bench.output", "bench.trace"}
-    axes = []
-    for axis in sweep:
-        name, equals, values = axis.partition("=")
-        if not equals or not all(values.split(",")):
-            raise UserError(f"--sweep {cut(axis)}: expected section.option=value,value…")
-        if name.replace("-", "_") not in known:
-            close = difflib.get_close_matches(cut(name), known, n=1)
-            raise UserError(f"--sweep {cut(name)}: no such option{f'; did you mean {close[0]}?' if close else ''}")
-        axes.append([(name, value) for value in values.split(",")])
-    if (count := math.prod(map(len, axes))) > MAX_COMBINATIONS:
-        raise UserError(f"--sweep: {count:,} combinations, each of which takes seconds at least; at most {MAX_COMBINATIONS:,}")
-    return [dict(combination) for combination in itertools.product(*axes)]
 
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.verbs import BenchConfig
 from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
-from lmforge.data.shards import SHARDS_MANIFEST, TokenFolder
+from lmforge.data.shard_format import SHARDS_MANIFEST
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
@@ -33,6 +32,7 @@ from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
 from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
+from lmforge.stages.training_data import TokenSources
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
@@ -75,29 +75,41 @@ class _Trial:
     def __init__(self, config: BenchConfig, dist_ctx: DistributedContext) -> None:
         self._config, self._device, self._is_rank0 = config, dist_ctx.device, dist_ctx.is_rank0
         self._plan = plan_batches(config, dist_ctx.world_size)
-        folder, source = config.data.folder, config.model.source
-        tokens = TokenFolder.open(folder) if (folder / SHARDS_MANIFEST).exists() else None
+        # Steps that are compared have one length.
+        config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
+        source, folders = config.model.source, [source.folder for source in config.data.all_sources]
+        is_prepared = all("://" in folder or (Path(folder) / SHARDS_MANIFEST).exists() for folder in folders)
+        tokens = TokenSources.open(config) if is_prepared else None
         pretrained = find_pretrained(source) if source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
         with dist_ctx.raise_on_all():
-            MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx).check(dist_ctx)
+            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
+            estimator.check(dist_ctx)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
         self._compiled, _ = choose_compile(config.train.compile, self._device, config.train.steps)
-        self._objective = NextTokenObjective()
+        self._objective = NextTokenObjective(z_loss=config.train.z_loss)
         load_weights = pretrained.load_weights if pretrained and loads_pretrained_weights(config) else None
         fill = partial(fill_weights, config, dist_ctx, load_weights)
         self._model, self._optimizer = build_model_and_optimizer(
-            config, self._model_config, self._objective, dist_ctx, self._dtype, self._compiled, fill
+            config,
+            self._model_config,
+            self._objective,
+            dist_ctx,
+            self._dtype,
+            self._compiled,
+            estimator.setting(dist_ctx).options,
+            fill,
+            loads_weights=load_weights is not None,
         )
         self._step_number = itertools.count()
         self.data: BatchLoader | RandomBatches
+        self._data_words = tokens.location if tokens else "random tokens"
         if tokens is None:
             rank, _ = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
             self.data = RandomBatches(self._model_config.vocab_size, self._plan, self._device, seed=rank)
         else:
-            dataset = TokenDataset(tokens, sequence_length=config.data.sequence_length, seed=config.train.seed)
-            self.data = build_loader(config, dataset, self._plan, dist_ctx)
+            self.data = build_loader(config, tokens.training(self._plan.global_batch_size), self._plan, dist_ctx)
 
     def run(self) -> dict[str, Any]:
         """Time steps and their phases, then communication."""
@@ -112,7 +124,7 @@ class _Trial:
             "memory_gib": memory_gib,
             "phase_seconds": steps[(len(steps) - 1) // 2],
             "communication_seconds": self._measure_communication(bench.trace if self._is_rank0 else None),
-            "data": "random tokens" if isinstance(self.data, RandomBatches) else str(self._config.data.folder),
+            "data": self._data_words,
         }
 
     def _synchronize(self) -> None:

@@ -19,7 +19,7 @@ train/checkpoint_schedule.py. The names below are for other packages.
 """
 
 # ruff: noqa: F401 - nothing here is used in this file
-from lmforge.checkpoint.async_save import AsyncCheckpointer, RetentionPolicy
+from lmforge.checkpoint.async_save import AsyncCheckpointer, RetentionPolicy, StateDict
 from lmforge.checkpoint.load import StoredModel, load, load_weights, stored_lora_config
 from lmforge.checkpoint.manifest import (
     Manifest,

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -32,8 +33,8 @@ from lmforge.checkpoint.storage import (
 )
 from lmforge.cluster.distributed import DistributedContext, use_device_in_thread
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import RunFailed, UserError
-from lmforge.runs import MANIFEST, STEP_PREFIX, Run, format_bytes, is_local, remove_checkpoint
+from lmforge.errors import RunFailed, UserError, format_bytes
+from lmforge.runs import MANIFEST, STEP_PREFIX, Run, is_local, remove_checkpoint
 
 StateDict = dict[str, dict[str, Any]]
 DRAIN_SECONDS = 60.0
@@ -85,6 +86,7 @@ class AsyncCheckpointer:
         self.consecutive_failures = 0
         self.failed_at: float | None = None
         self.last_error = ""
+        self._saved_steps: deque[int] = deque()
         self._save_ctx = replace(self.dist_ctx, control_group=self.dist_ctx.checkpoint_group)
         self._planners: dict[tuple[str, ...], _SavePlanner] = {}
         self._staging = _HostStaging(self.dist_ctx.device)
@@ -96,20 +98,23 @@ class AsyncCheckpointer:
 
         With a thousand ranks that takes a minute, for which training would wait at the first save.
         """
-        self._start(self._prepare, state)
+        self._start_thread(self._prepare, state)
 
     def _prepare(self, state: StateDict) -> None:
-        try:
-            use_device_in_thread(self.dist_ctx.device)
-            planner = self._plan_save(state)
-            if self.async_save:
-                self._staging.allocate(planner.local_tensors())
-        except BaseException as problem:  # for the training thread to raise
-            self._thread_error = problem
+        planner = self._plan_save(state)
+        if self.async_save:
+            self._staging.allocate(planner.local_tensors())
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _start_thread(self, function: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            try:
+                use_device_in_thread(self.dist_ctx.device)
+                function(*arguments)
+            except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
+                self._thread_error = problem
+
         # A daemon: a process that must end does not wait for a lost peer.
-        self._thread = threading.Thread(target=function, args=arguments, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def save(self, step: int, state: StateDict, **metadata: Any) -> None:
@@ -124,11 +129,10 @@ class AsyncCheckpointer:
         metadata = {**self.metadata, **metadata, "step": step, "contents": sorted(state)}
         if self.async_save:
             planner.staged = self._staging.start_copy(planner.local_tensors())
-            self._start(self._run_save, planner, metadata)
+            self._start_thread(self._run_save, planner, metadata)
         else:
             self._run_save(planner, metadata)
         self.blocking_seconds += time.perf_counter() - began
-        self._raise_thread_error()
 
     def wait_for_staging(self) -> None:
         """Call before tensors change: the device waits until they are copied; the host does not wait."""
@@ -144,10 +148,19 @@ class AsyncCheckpointer:
         self._thread = None
         self._raise_thread_error()
 
-    def drain(self) -> None:
-        """Wait at most DRAIN_SECONDS for the save in flight, and ignore how it ends: its peers may be lost."""
+    def close(self) -> None:
+        """Wait at most DRAIN_SECONDS for the save in flight, and ignore how it ends: its peers may be lost.
+
+        Page-locked memory is given back, unless that save still reads it.
+        """
         if self._thread is not None:
             self._thread.join(DRAIN_SECONDS)
+        if self._thread is None or not self._thread.is_alive():
+            self._staging.close()
+
+    def take_saved_steps(self) -> list[int]:
+        """The steps whose checkpoints have been completed since the last call, on this rank."""
+        return [self._saved_steps.popleft() for _ in range(len(self._saved_steps))]
 
     def describe_failures(self) -> str:
         """How many saves have failed in a row, and why the last one did."""
@@ -180,10 +193,10 @@ class AsyncCheckpointer:
         # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
-            use_device_in_thread(self.dist_ctx.device)
             self._staging.wait()
             self._write_files(folder, final, planner, metadata)
             self.consecutive_failures, self.failed_at = 0, None
+            self._saved_steps.append(metadata["step"])
         except (RunFailed, UserError) as problem:
             self.consecutive_failures += 1
             self.failed_at = time.monotonic()
@@ -192,8 +205,6 @@ class AsyncCheckpointer:
                 self.log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
                 with suppress(Exception):  # the next save deletes it
                     remove_checkpoint(folder)
-        except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
-            self._thread_error = problem
 
     def _write_files(self, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
         save_ctx, where = self._save_ctx, f"{self.run.checkpoints_folder}: the checkpoint {final.name}"
@@ -304,6 +315,14 @@ class _HostStaging:
         if self._copy_done is not None:
             self._copy_done.synchronize()
             self._copy_sources = {}
+
+    def close(self) -> None:
+        """Drop the copies, and give back what was page-locked. A process that trains again would lock it a second time."""
+        self.wait()
+        for copy in self._copies.values():
+            if self._on_gpu and copy.is_pinned():
+                torch.cuda.cudart().cudaHostUnregister(copy.data_ptr())
+        self._copies = {}
 
 
 def _host_tensor(like: Tensor, page_locked: bool) -> Tensor:

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_file, unreadable
+from lmforge.data.dataset import DataPlan
 from lmforge.errors import UserError
 from lmforge.interop.config_json import model_config_from_json
 from lmforge.model.config import ModelConfig
@@ -40,11 +41,14 @@ def _check_section(section: dict[str, Any]) -> dict[str, Any]:
     return section
 
 
-class _Writer(TypedDict, total=False):
-    """`data` is what the model was trained on."""
+class _WrittenBy(TypedDict, total=False):
+    """`data` is what the model was trained on; `sources` has the folder of each source of a mixture by its name; `plugins` has
+    the digest of each plugin file by its name, and the version of each installed one."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     data: str | None
+    sources: dict[str, str]
+    plugins: dict[str, str]
 
 
 class DetectorState(TypedDict):
@@ -60,6 +64,8 @@ class DetectorState(TypedDict):
 class Manifest:
     """What a checkpoint says of itself.
 
+    plan_hash           of what the sequences before that depend on (MixedDataset.plan_at)
+    data_plan           what it is a hash of
     consumed_sequences  the number of the next sequence; more than step × global_batch_size after batches were skipped
     hf_config           the model config, as a config.json
     rng                 torch's CPU random state (`get_rng_state`)
@@ -77,8 +83,9 @@ class Manifest:
     recipe: dict[str, Annotated[dict[str, Any], AfterValidator(_check_section)]]
     tokenizer_hash: str
     rng: str
-    written_by: _Writer
+    written_by: _WrittenBy
     files: dict[str, FileDigests]
+    data_plan: DataPlan = field(default_factory=lambda: DataPlan())
     contents: list[str] = field(default_factory=lambda: ["model", "optimizer"])
     metrics: dict[str, FiniteFloat | None] = field(default_factory=dict)
     kept: bool = False

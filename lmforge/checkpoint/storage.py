@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import TypedDict
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX
-from lmforge.checksums import ChecksummedFile, DamagedFile
+from lmforge.checksums import ChecksummedFile, DamagedFile, parse_checksums
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import CHECKPOINT_FOLDER_HINT, Run, checkpoint_step, describe_storage_error, is_local, storage_errors
 from lmforge.untrusted import describe_os_error
@@ -87,7 +87,7 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
     """A file that is read in any order, with every block verified. Raises CorruptCheckpoint, naming the file."""
 
     def __init__(self, raw: Any, name: str, digests: FileDigests) -> None:
-        super().__init__(digests["bytes"], digests["xxh3"], BLOCK_BYTES, remember=False)
+        super().__init__(digests["bytes"], parse_checksums(digests["xxh3"]), BLOCK_BYTES, remember=False)
         self._raw, self._name, self._position = raw, name, 0
 
     def readable(self) -> bool:

@@ -5,23 +5,27 @@ they never pair with a gradient's collective; checkpoints have a third group.
 """
 
 import ctypes
+import json
 import os
 import platform
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, report_missing_ranks
+from lmforge.cluster.folder_marker import FolderMarker
+from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, find_rank0, report_missing_ranks
 from lmforge.cluster.memory import set_allocator_defaults
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, RankInfo, read_rank_info, threads_per_rank
+from lmforge.cluster.standby import release_standby
+from lmforge.cluster.waiting import start_in_thread
 from lmforge.errors import RunFailed, UserError
 
 CONTROL_TIMEOUT = timedelta(hours=2)
@@ -137,24 +141,42 @@ class DistributedContext:
             error_class, message = failure
             raised_as = error_class if issubclass(error_class, (UserError, RunFailed)) else RunFailed
             where = "" if rank == 0 or not issubclass(error_class, OSError) else f"rank {rank}: "
-            raise raised_as(where + message)
+            copy = raised_as(where + message)
+            copy.raised_on_peer = True
+            raise copy
 
     def run_once_per_host(self, fn: Callable[[], object]) -> None:
         """Call `fn`, which must not communicate, on one rank of each host while the others wait, however long it takes.
 
-        They wait in many short collectives instead of one long one, which would time out. What `fn` raises on any host is
-        raised on every rank.
+        What `fn` raises on any host is raised on every rank.
         """
+        self._run_while_others_wait(fn, self.rank_info.local_rank == 0)
+
+    def run_once_per_folder(self, fn: Callable[[], object], folder: Path) -> None:
+        """As `run_once_per_host`, but of the hosts that share `folder`, which `fn` fills, only the first calls it."""
+        self._run_while_others_wait(fn, self._is_first_with(folder))
+
+    def _is_first_with(self, folder: Path) -> bool:
+        """Whether this rank is the first one of its host, and its host the first of those that share `folder`."""
+        info = self.rank_info
+        first_of_host = info.local_rank == 0
+        if info.local_world_size == info.world_size:
+            return first_of_host
+        marker = FolderMarker(folder) if first_of_host else None
+        try:
+            names = self.all_gather(marker and marker.shared_name)
+            sees_another = marker is not None and any(marker.sees(name) for name in names[: info.rank] if name)
+            self.all_gather(None)  # before the markers are removed, every rank has looked
+        finally:
+            if marker is not None:
+                marker.remove()
+        return first_of_host and not sees_another
+
+    def _run_while_others_wait(self, fn: Callable[[], object], runs_here: bool) -> None:
+        """They wait in many short collectives instead of one long one, which would time out."""
         result: Future[object] = Future()
-
-        def call() -> None:
-            try:
-                result.set_result(fn())
-            except BaseException as problem:
-                result.set_exception(problem)
-
-        if self.rank_info.local_rank == 0:
-            threading.Thread(target=call, daemon=True).start()
+        if runs_here:
+            result = start_in_thread(fn, "while others wait")
         else:
             result.set_result(None)
         while not all(self.all_gather(bool(wait([result], RANK_POLL_SECONDS).done))):
@@ -172,7 +194,7 @@ class DistributedContext:
 
 
 def init_distributed(device: str = "auto", threads: int | None = None, timeout: timedelta | None = None) -> DistributedContext:
-    """Join the other ranks as the launcher's variables say; a process that was not launched is alone.
+    """Join the other ranks as the launcher's variables say (`environment.py`); a process that was not launched is alone.
 
     device: auto, cpu or cuda.
     threads: CPU threads of this rank; by default its part of the cores.
@@ -180,7 +202,7 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
         minutes with NCCL, 30 with gloo).
 
     Raises UserError for a device that is not there or that ranks share, for many more threads than cores, and for variables
-    that are no launcher's.
+    that are no launcher's; RunFailed where rank 0 does not answer.
     """
     info = read_rank_info()
     _terminate_with_launcher()
@@ -204,6 +226,7 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     # A second initialization in the same processes would find the first one's keys in the store, so each has its own prefix.
     _init_count, _reports_errors = _init_count + 1, None
     allow_open_connections(info.world_size)
+    find_rank0(info)
     choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
     with report_missing_ranks(info.rank, info.world_size, f"{_init_count}"):
         try:
@@ -215,23 +238,32 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
                 f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on it; choose a free port"
             ) from None
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
+        if on_gpu:  # before NCCL connects the ranks, which fails in words of its own where two have one GPU
+            identity = platform.node(), str(torch.cuda.get_device_properties(chosen).uuid)
+            check_gpus_differ(exchange_gpus(_store, rank, world_size, identity))
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id, timeout=timeout)
     with report_missing_ranks(info.rank, info.world_size, f"{_init_count}-groups"):
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
         saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
-    dist_ctx = DistributedContext(info, chosen, control, saving)
-    if on_gpu:
-        uuid = str(torch.cuda.get_device_properties(chosen).uuid)
-        check_gpus_differ(dist_ctx.all_gather((platform.node(), uuid)))
-    return dist_ctx
+    return DistributedContext(info, chosen, control, saving)
 
 
 def use_device_in_thread(device: torch.device) -> None:
     """Make a rank's GPU the current one of this thread. A new thread begins with GPU 0, and would open a context on it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def exchange_gpus(store: dist.Store, rank: int, world_size: int, identity: tuple[str, str]) -> list[tuple[str, str]]:
+    """(host, UUID) of the GPU of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does."""
+    store.set(f"gpu-{rank}", json.dumps(identity))
+    values = store.multi_get([f"gpu-{number}" for number in range(world_size)])
+    store.set(f"gpu-read-{rank}", "")
+    if rank == 0:  # whose process serves the store: it must not end before the others have read
+        store.wait([f"gpu-read-{number}" for number in range(world_size)])
+    return [tuple(json.loads(value)) for value in values]
 
 
 def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
@@ -280,8 +312,9 @@ def keep_freed_memory() -> None:
 
 
 def destroy_distributed() -> None:
-    """Destroy the process groups, if there are any."""
+    """Destroy the process groups, if there are any, and let the ranks end that stand by."""
     if dist.is_initialized():
+        release_standby(dist.get_rank())
         dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ import os
 import resource
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +13,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN, RankInfo
 from lmforge.cluster.rank_info import RESTARTS_VARIABLE
+from lmforge.cluster.rendezvous import PortAnswer, ask_rank0, hosts_to_ask, job_identity, listen, own_address
+from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line
 
-REPORT_MISSING_AFTER_SECONDS = 30.0
 # gloo groups of all ranks: for host memory, for decisions, for checkpoints. Each connects every rank with every other.
 GLOO_GROUPS = 3
 # Shards, logs, libraries, sockets of NCCL.
@@ -25,6 +26,45 @@ OTHER_OPEN_FILES = 1024
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
 # An address that nobody has (RFC 5737): the way to it is the default route.
 OUTSIDE = "192.0.2.1"
+
+
+# Kept open between two initializations of one process.
+_server: dist.TCPStore | None = None
+
+
+def find_rank0(info: RankInfo) -> None:
+    """Set the variables of torchrun, MASTER_ADDR and MASTER_PORT among them, where another launcher started this process.
+
+    Rank 0 starts the store on a free port, which the others ask it for. Raises UserError where nothing says where rank 0 is,
+    and RunFailed where it does not answer.
+    """
+    if info.environment == TORCHRUN.name:
+        return
+    if not ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
+        hosts = hosts_to_ask(info)
+        if "MASTER_PORT" in os.environ:
+            address, port = hosts[0], int(os.environ["MASTER_PORT"])
+        elif info.is_rank0:
+            address, port = own_address(hosts), _start_store(job_identity(info), info.world_size)
+        else:
+            address, port = ask_rank0(job_identity(info), info.rank, hosts)
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
+    # From here on torchrun's variables count, and not those that they were read from.
+    os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name
+    os.environ |= {"RANK": f"{info.rank}", "WORLD_SIZE": f"{info.world_size}", "GROUP_RANK": f"{info.node}"}
+    os.environ |= {"LOCAL_RANK": f"{info.local_rank}", "LOCAL_WORLD_SIZE": f"{info.local_world_size}"}
+
+
+def _start_store(identity: str, world_size: int) -> int:
+    """Start the store of all ranks, which torch finds in this process, and tell its port to the ranks that ask. Returns it."""
+    global _server
+    listening = listen(0)
+    port: int = listening.getsockname()[1]
+    _server = dist.TCPStore(
+        "localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening.detach()
+    )
+    PortAnswer(identity, world_size, port)
+    return port
 
 
 def allow_open_connections(world_size: int) -> None:
@@ -56,7 +96,7 @@ def choose_gloo_interface(several_hosts: bool) -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface over which this machine reaches `host`; None for the loopback, or where it cannot be told."""
+    """The network interface over which this machine reaches `host`; None for the loopback, or where nothing says which."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # nothing is sent
@@ -77,7 +117,7 @@ def interface_towards(host: str) -> str | None:
 
 @contextmanager
 def report_missing_ranks(
-    rank: int, world_size: int, what: str, patience_seconds: float = REPORT_MISSING_AFTER_SECONDS
+    rank: int, world_size: int, what: str, patience_seconds: float = REPORT_AFTER_SECONDS
 ) -> Iterator[None]:
     """Around code that waits for all ranks. `what` tells apart what the same processes wait for.
 
@@ -85,7 +125,7 @@ def report_missing_ranks(
     the store over a connection of its own (the other one is busy waiting), and the first that joined prints who has not.
     Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
     """
-    joined = threading.Event()
+    joined, registered = threading.Event(), threading.Event()
 
     def report() -> None:
         began, pause = time.monotonic(), patience_seconds
@@ -95,20 +135,26 @@ def report_missing_ranks(
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
             store.set(f"{prefix}/{rank}", "here")
-            if store.add(f"{prefix}/count", 1) > 1:
+            place = store.add(f"{prefix}/count", 1)
+            registered.set()
+            if place > 1:
                 return  # one rank looks: with thousands, all together would keep the store busy
             while not joined.wait(pause):
                 pause = time.monotonic() - began
                 if store.add(f"{prefix}/count", 0) == world_size:
                     return
                 missing = [each for each in range(world_size) if not store.check([f"{prefix}/{each}"])]
-                print(f"lmforge: {_missing_message(missing, world_size)} after {pause:.0f} s", file=sys.stderr, flush=True)
+                print_line(f"{_missing_message(missing, world_size)} after {pause:.0f} s")
         except (RuntimeError, KeyError, ValueError):
             return  # no store answers: the rank that waits for it reports that
+        finally:
+            registered.set()
 
     threading.Thread(target=report, name="joining", daemon=True).start()
     try:
         yield
+        # A rank that went on while its thread still connects could lose the store with rank 0, and torch would print the error.
+        registered.wait(patience_seconds)
     finally:
         joined.set()
 

@@ -1,11 +1,18 @@
-"""Starts ranks on this machine with torch's elastic launcher, and turns how they ended into one exit status."""
+"""Starts ranks on this machine with torch's elastic launcher, and turns how they ended into one exit status.
+
+How the machines of a run on several do so together is in `node_group.py`.
+"""
 
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, threads_per_rank
 from lmforge.errors import EXIT_PEER_LOST, UserError
@@ -15,8 +22,18 @@ GRACE_SECONDS = 120
 # So many can be tried out even on a small machine; a machine with sixteen GPUs has many cores.
 PROCESSES_PER_CORE, MIN_PROCESSES_LIMIT = 4, 16
 INTERRUPTED_STATUSES = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-# Signals that torch's launcher handles.
-LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+# Signals that end the ranks. SIGUSR1 is what schedulers send when the time is nearly up.
+LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the launchers of `num_nodes` machines meet: `endpoint` is HOST:PORT of the first."""
+
+    num_nodes: int
+    node_rank: int
+    endpoint: str
+    run_id: str
 
 
 def check_num_processes(number: int) -> None:
@@ -25,7 +42,7 @@ def check_num_processes(number: int) -> None:
     most = max(MIN_PROCESSES_LIMIT, PROCESSES_PER_CORE * cores)
     if number > most:
         raise UserError(
-            f"{number:,} processes: this machine has {cores} cores; start at most {most}, or use torchrun on several"
+            f"{number:,} processes: this machine has {cores} cores; start at most {most}, or use more machines (lmforge launch)"
         )
 
 
@@ -45,67 +62,135 @@ def launch_local(
     """
     check_num_processes(num_processes)
     for number in range(max_restarts + 1):
-        status = _launch_once(num_processes, [*arguments, *(restart_arguments if number else ())])
+        with launcher_environment() as interruption:
+            status = start_ranks(num_processes, [*arguments, *(restart_arguments if number else ())], interruption)
         if status != EXIT_PEER_LOST or number == max_restarts or not has_begun():
             break
         print(f"lmforge: all ranks are started again ({number + 1} of {max_restarts})", file=sys.stderr, flush=True)
     return 1 if status == EXIT_PEER_LOST else status
 
 
-def _launch_once(num_processes: int, arguments: list[str]) -> int:
-    """Start the ranks once. Returns the exit status: EXIT_PEER_LOST where a rank was killed or gave up on another."""
+def start_ranks(
+    num_processes: int, arguments: list[str], interruption: "Interruption", rendezvous: Rendezvous | None = None
+) -> int:
+    """Start the ranks of this machine once. Returns the exit status: EXIT_PEER_LOST where a rank was killed or gave up on
+    another. Call it within `launcher_environment`."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=f"lmforge-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        # torch would restart after every failure, bad input included.
-        max_restarts=0,
-        shutdown_timeout=GRACE_SECONDS,
-    )
+    meeting: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "run_id": f"lmforge-{os.getpid()}",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+        "local_addr": "localhost",
+    }
+    if rendezvous is not None:
+        meeting = {
+            "min_nodes": rendezvous.num_nodes,
+            "max_nodes": rendezvous.num_nodes,
+            "run_id": rendezvous.run_id,
+            # The nodes are known, and so is the order of their ranks.
+            "rdzv_backend": "static",
+            "rdzv_endpoint": rendezvous.endpoint,
+            "rdzv_configs": {"rank": rendezvous.node_rank},
+        }
     try:
-        with _launcher_environment():
-            elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
+        config = LaunchConfig(
+            nproc_per_node=num_processes,
+            # torch would restart after every failure, bad input included.
+            max_restarts=0,
+            shutdown_timeout=GRACE_SECONDS,
+            # Its own handlers would raise again at a second signal, while ranks still save; `launcher_environment` has ours.
+            signals_to_handle="",
+            **meeting,
+        )
+        elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:
         statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if 2 in statuses.values():
             return 2
         for status in statuses.values():
             if status in INTERRUPTED_STATUSES:
-                return status
+                return interruption.status or status
         # The launcher ends ranks with SIGTERM when another has failed.
         by_launcher = -signal.SIGTERM
         for rank, status in statuses.items():
             if status < 0 and status != by_launcher:  # the ranks that are left only know that a peer is gone
-                print(f"lmforge: rank {rank} was killed by {signal.Signals(-status).name}", file=sys.stderr, flush=True)
+                name = signal.Signals(-status).name
+                print(f"lmforge: rank {rank}{_on_host(rendezvous)} was killed by {name}", file=sys.stderr, flush=True)
                 return EXIT_PEER_LOST
         return EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)
+        return interruption.status or 128 + int(stopped.sigval)
     return 0
 
 
+def launch_plainly(num_processes: int, arguments: list[str], node: int, num_nodes: int, address: str, port: int) -> int:
+    """Run `python -m lmforge ARGUMENTS` as the ranks of one node of several, and wait for them. Returns one status for all.
+
+    Nobody waits for another node, nor ends ranks because one has failed: the ranks find out by themselves who is missing.
+    """
+    common: dict[str, object] = {"WORLD_SIZE": num_nodes * num_processes, "LOCAL_WORLD_SIZE": num_processes, "GROUP_RANK": node}
+    common |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lmforge"}
+    processes = []
+    for local_rank in range(num_processes):
+        variables = common | {"RANK": node * num_processes + local_rank, "LOCAL_RANK": local_rank}
+        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+        environment.pop("LMFORGE_NODE_RANK", None)
+        processes.append(subprocess.Popen([sys.executable, "-m", "lmforge", *arguments], env=environment))
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            process.kill()
+
+    for number in LAUNCHER_SIGNALS:
+        signal.signal(number, end)
+    statuses = [process.wait() for process in processes]
+    return 2 if 2 in statuses else max((abs(status) for status in statuses), default=0)
+
+
+def _on_host(rendezvous: Rendezvous | None) -> str:
+    return f" on {os.uname().nodename}" if rendezvous else ""
+
+
+class Interruption:
+    """The first signal that a launcher got; `status` is 128 + its number, or 0."""
+
+    def __init__(self) -> None:
+        self.status = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Have the ranks end, with SIGTERM where the signal is SIGUSR1, of which processes that a rank has started would die.
+
+        A scheduler may send a signal to all processes of a job and a script to some of them again: the ranks are saving then.
+        """
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        if self.status and number != signal.SIGINT:
+            return
+        self.status = 128 + number
+        sent = signal.Signals(signal.SIGTERM if number == signal.SIGUSR1 else number)
+        raise SignalException(f"signal {number}", sigval=sent)
+
+
 @contextmanager
-def _launcher_environment() -> Iterator[None]:
+def launcher_environment() -> Iterator[Interruption]:
     """Signal handlers, environment variables and logging of this process while it launches; restored afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (*LAUNCHER_SIGNALS, signal.SIGUSR1)}
+    import torch.distributed.elastic.multiprocessing.api  # noqa: F401 - seconds, in which a signal ends this process as usual
+
+    interruption = Interruption()
+    handlers = {number: signal.signal(number, interruption.handle) for number in LAUNCHER_SIGNALS}
     environment = dict(os.environ)
-    # Schedulers send SIGUSR1 when the time is nearly up; torch's launcher handles only signals that end the job at once.
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
     logging.disable(logging.CRITICAL)
     # Without it torch prints a warning. Each rank sets its threads in `init_distributed`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     try:
-        yield
+        yield interruption
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():

@@ -186,6 +186,8 @@ class AlignConfig(TunedConfig):
             yield f"data.packing = {self.data.packing}: grpo has a sequence for each completion; leave it out"
         if method != "grpo" and (given := self.rollout.changed()):
             yield f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out"
+        if self.train.z_loss:
+            yield "train.z_loss: alignment does not read it; it is for pretrain and sft: leave it out"
         if self.parallel.model_parallel_size > 1:
             yield (
                 "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: alignment needs whole"

@@ -1,14 +1,20 @@
 """From `[RECIPE.toml] --section.option value …` to the config of a stage."""
 
+import itertools
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.options import parse_options, read_recipe
+from lmforge.config.extend import extended
+from lmforge.config.options import Options, OptionsT, merge_options, parse_options, read_recipe, validate_options
+from lmforge.config.planning import PLAN_OPTIONS
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
+from lmforge.plugins import load_plugins, resolve_plugins
+from lmforge.registry import KINDS, did_you_mean, names_unchecked
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
@@ -19,7 +25,9 @@ RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 SHORT_OPTIONS = {
     "method": "align.method",
     "deterministic": "train.deterministic",
+    "environment": "launch.environment",
     "resume": "run.resume",
+    "stage_to": "data.stage_to",
     "sweep": "bench.sweep",
     "trace": "bench.trace",
 }
@@ -27,13 +35,71 @@ SHORT_OPTIONS = {
 
 def config_class(recipe: dict[str, object], source: str) -> type[StageConfig]:
     """The config class of a recipe, by its run.stage; PretrainConfig where it has none. Raises UserError."""
+    return STAGES[_stage_of(recipe, source) or "pretrain"]
+
+
+def _stage_of(recipe: dict[str, object], source: str) -> str | None:
     run = recipe.get("run")
     stage = run.get("stage") if isinstance(run, dict) else None
-    if stage is None:
-        return PretrainConfig
-    if not isinstance(stage, str) or stage not in STAGES:
+    if stage is not None and (not isinstance(stage, str) or stage not in STAGES):
         raise UserError(f"{source}: run.stage: expected one of {', '.join(STAGES)}, got {stage!r}")
-    return STAGES[stage]
+    return stage
+
+
+def read_config(recipe: Path) -> StageConfig:
+    """The config of a recipe alone, of the stage that it names. Raises UserError."""
+    table = read_recipe(recipe)
+    options_class = load_extended(config_class(table, str(recipe)), table, recipe)
+    return validate_options(options_class, table, str(recipe)).with_name(recipe.stem)
+
+
+def read_record(recipe: Path) -> StageConfig:
+    """The config of a recipe that a run has recorded, without loading its plugins: their names stand, their options are left
+    out. Raises UserError."""
+    table = read_recipe(recipe)
+    options_class = config_class(table, str(recipe))
+    for kind in KINDS.values():
+        field = options_class.model_fields.get(kind.section)
+        section = table.get(kind.section)
+        if field is not None and isinstance(section, dict):
+            known = getattr(field.annotation, "model_fields", {})
+            table[kind.section] = {
+                name: value for name, value in section.items() if name in known or not isinstance(value, dict)
+            }
+    with names_unchecked():
+        return validate_options(options_class, table, str(recipe))
+
+
+def load_extended(
+    options_class: type[OptionsT], table: dict[str, Any], recipe: Path | None = None, arguments: Sequence[str] = ()
+) -> type[OptionsT]:
+    """Load installed plugins and those that a recipe and a command line name. Returns the class with their options.
+
+    Paths in `table`, the content of `recipe`, become absolute. Raises UserError for a plugin that cannot be used.
+    """
+    if "plugins" not in options_class.model_fields:
+        return options_class
+    resolve_plugins(table, recipe)
+    typed = _typed_plugins(arguments)
+    given = table.get("plugins", ()) if typed is None else typed
+    load_plugins([path for path in given if isinstance(path, str)] if isinstance(given, list | tuple) else ())
+    return extended(options_class)
+
+
+def _typed_plugins(arguments: Sequence[str]) -> list[str] | None:
+    """The values of the last --plugins; None where there is none."""
+    found: list[str] | None = None
+    for at, word in enumerate(arguments):
+        if word == "--plugins":
+            found = list(itertools.takewhile(lambda value: not value.startswith("--"), arguments[at + 1 :]))
+        elif word.startswith("--plugins="):
+            found = [word.partition("=")[2]]
+    return found
+
+
+def parse_verb(options_class: type[OptionsT], arguments: list[str]) -> OptionsT:
+    """The options of a verb without a recipe, with those of plugins. Raises UserError."""
+    return parse_options(load_extended(options_class, {}, None, arguments), arguments)
 
 
 def load_config(arguments: list[str], stage: str = "pretrain") -> Any:
@@ -45,16 +111,35 @@ def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> Sta
     """A recipe, if the first argument is one, overridden by the options after it. Raises UserError."""
     recipe, rest = (Path(arguments[0]), arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
     table = read_recipe(recipe) if recipe else {}
+    # Before options that only the other stage has are refused.
+    if _stage_of(table, str(recipe)) not in (None, of_stage := options_class.of_stage):
+        raise UserError(f"{recipe}: this recipe is for `lmforge {table['run']['stage']}`, not for `lmforge {of_stage}`")
+    options_class = load_extended(options_class, table, recipe, rest)
     config = parse_options(options_class, _expand_short_options(options_class, rest), table, str(recipe or ""))
-    return config.with_name(recipe.stem if recipe else "run")
+    absolute = tuple(str(Path(path).expanduser().absolute()) for path in config.plugins)
+    return config.model_copy(update={"plugins": absolute}).with_name(recipe.stem if recipe else "run")
+
+
+def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = None) -> StageConfig:
+    """The config of a stage for a program: a recipe, if there is one, overridden by options such as "train.steps". Raises
+    UserError."""
+    if stage not in STAGES:
+        raise UserError(f"{stage}: no stage of training{did_you_mean(stage, STAGES)}; there are {', '.join(STAGES)}")
+    table = read_recipe(recipe) if recipe else {}
+    given = {tuple(name.split(".")): value for name, value in options.items()}
+    words = ["--plugins", *map(str, options["plugins"])] if "plugins" in options else []
+    options_class = load_extended(STAGES[stage], table, recipe, words)
+    config = merge_options(options_class, given, table, str(recipe or ""))
+    absolute = tuple(str(Path(path).expanduser().absolute()) for path in config.plugins)
+    return config.model_copy(update={"plugins": absolute}).with_name(recipe.stem if recipe else "run")
 
 
 def _expand_short_options(options_class: type[StageConfig], arguments: list[str]) -> list[str]:
-    """Spell out SHORT_OPTIONS. `--resume` without a value means required."""
-    expanded = []
+    """Spell out SHORT_OPTIONS, and those of a plan. `--resume` without a value means required."""
+    short_options, expanded = SHORT_OPTIONS | {name: f"plan.{name}" for name in PLAN_OPTIONS}, []
     for at, word in enumerate(arguments):
         name = re.match(r"--(\w+)(?==|$)", word)
-        full = SHORT_OPTIONS.get(name[1]) if name else None
+        full = short_options.get(name[1]) if name else None
         if name is None or full is None or full.partition(".")[0] not in options_class.model_fields:
             expanded.append(word)
             continue
@@ -62,3 +147,13 @@ def _expand_short_options(options_class: type[StageConfig], arguments: list[str]
         if word == "--resume" and (at + 1 == len(arguments) or arguments[at + 1].startswith("--")):
             expanded.append("required")
     return expanded
+
+
+def flat_options(options: Options, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(section.name, value as JSON has it) of each option."""
+    for name, value in options.model_dump(mode="json").items():
+        child = getattr(options, name)
+        if isinstance(child, Options):
+            yield from flat_options(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

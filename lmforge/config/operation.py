@@ -2,17 +2,28 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
-from lmforge.config.options import Options, option
-from lmforge.config.ranges import COUNT, COUNT_OR_0, DURATION, RANKS
+from lmforge.config.options import Options, choice, option
+from lmforge.config.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
 from lmforge.untrusted import quoted
+
+# The launchers whose variables say which rank a process is; `cluster/environment.py` reads them.
+EnvironmentName = Literal["auto", "single", "torchrun", "slurm", "openmpi", "mpich", "pals", "lsf"]
+WHO_STARTED_RANKS = "who started the ranks, where it is not found out; single: nobody, each process is alone"
+MAX_PORT = 65_535
+# Of libraries and trackers that a run may need; schedulers pass on the whole environment by themselves.
+FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 class LogOptions(Options):
     """What is logged."""
 
     every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", **COUNT)
-    tensorboard: bool = option(False, "write TensorBoard events too (extra: tensorboard)")
+    trackers: tuple[str, ...] = choice((), "where metrics go besides metrics.jsonl", "tracker")
+    project: str = option("lmforge", "project of the trackers (mlflow: experiment) that the run is in")
+    panel: bool = option(True, "in a terminal: a panel that is drawn again and again, in place of a line per log step")
     profile_steps: str | None = option(
         None, "trace these steps with torch's profiler, a file a rank: FIRST:LAST, such as 10:13"
     )
@@ -48,8 +59,90 @@ class WatchOptions(Options):
             )
 
 
-class LaunchOptions(Options):
-    """How processes are started."""
+class JobOptions(Options):
+    """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
 
-    processes: int = option(1, "ranks to start on this machine (torchrun: --nproc-per-node); not under torchrun", **RANKS)
+    processes: int = option(1, "ranks to start on each machine (torchrun: --nproc-per-node); not under torchrun", **RANKS)
+    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
+    on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
+        "local", "who starts them: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
+    )
+    nodes: int | None = option(None, "machines (default: 1; with ssh those of launch.hosts)", **RANKS)
+    time: str | None = option(None, "time limit of the job: MINUTES, HH:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)")
+    account: str | None = option(None, "account that is charged (slurm, pbs)")
+    partition: str | None = option(None, "partition of slurm, or queue of pbs")
+    gpus: int | None = option(
+        None, "GPUs of a node to ask the scheduler for (default: launch.processes, none with train.device = cpu)", ge=0, le=1024
+    )
+    cpus: int | None = option(None, "CPU cores of a node to ask the scheduler for (default: the scheduler's)", **THREADS)
+    directives: tuple[str, ...] = option(
+        (),
+        "more for the scheduler, such as constraint=a100 (slurm) or 'l filesystems=home' (pbs), dashes before it or not;"
+        " with ssh and mpi options of ssh and mpiexec",
+    )
+    setup: tuple[str, ...] = option((), "shell lines before the run on each node, such as module load cuda")
+    container: str | None = option(None, "command in front of Python, such as apptainer exec --nv image.sif")
+    python: str | None = option(None, "Python of the nodes (default: the one that runs this command)")
+    hosts: Path | None = option(None, "file with a host a line (ssh, mpi)")
+    address: str | None = option(None, "name or address by which the others reach the first node (default: found)")
+    port: int | None = option(None, "port of the first node at which the nodes meet (default: chosen)", ge=1024, le=MAX_PORT)
+    forward: tuple[str, ...] = option(
+        FORWARDED_VARIABLES, "environment variables that hosts get by ssh; * stands for any characters"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.time is not None and self.time_seconds is None:
+            yield f"launch.time = {quoted(self.time)}: expected minutes, HH:MM:SS or DAYS-HH:MM:SS"
+        for name in ("account", "partition", "address", "python"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(r"[^\s\-#'\"$`\\][^\s'\"$`\\]*", value):
+                yield f"launch.{name} = {quoted(value)}: expected one word, without quotes"
+        for name in ("directives", "setup"):
+            if lines := [line for line in getattr(self, name) if "\n" in line or not line.strip()]:
+                yield f"launch.{name}: {quoted(lines[0])}: expected one line each"
+        if self.container is not None and ("\n" in self.container or not self.container.strip()):
+            yield f"launch.container = {quoted(self.container)}: expected a command in one line"
+
+    @property
+    def directive_options(self) -> list[str]:
+        """`directives` with their dashes: two before a word of several letters, or one."""
+        return [line if line.startswith("-") else f"-{'-' * (len(line.split()[0]) > 1)}{line}" for line in self.directives]
+
+    @property
+    def time_seconds(self) -> int | None:
+        """The time limit in seconds; None where there is none."""
+        return parse_time_limit(self.time or "")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines; with ssh and no number of nodes, on one."""
+        return (self.nodes or 1) * self.processes
+
+
+class LaunchOptions(JobOptions):
+    """How processes are started. `lmforge launch` reads all of them, the verbs that train `processes`, `environment` and
+    `max_restarts`."""
+
     max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", **COUNT_OR_0)
+    signal_seconds: int = option(
+        120, "seconds before the end of launch.time at which the run saves, and the job is queued again", ge=1, le=86_400
+    )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.time_seconds is not None and self.time_seconds <= self.signal_seconds:
+            yield (
+                f"launch.time = {self.time}: not longer than the {self.signal_seconds} s of launch.signal_seconds,"
+                " which are left for saving"
+            )
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Seconds of a time limit as Slurm and PBS write it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS; None for anything else."""
+    if re.fullmatch(r"[0-9]{1,6}", text):
+        return 60 * int(text) or None
+    found = re.fullmatch(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5]?[0-9]):([0-5]?[0-9])", text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(each or 0) for each in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None

@@ -12,20 +12,23 @@ import re
 import types
 import typing
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from lmforge import registry
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted, read_toml
 
 OptionPath = tuple[str, ...]
+Alternatives = tuple[tuple[tuple[str, str], tuple[str, str]], ...]
 MAX_NAME_WIDTH = 46
+PLUGINS_MEANING = "Python files that register more names; in a recipe at its top, relative to it"
 MAX_NAME_BYTES = 255  # what file systems take
 
 
@@ -35,7 +38,7 @@ class Options(BaseModel):
     # Validators are built when first used: help needs none, and answers the sooner.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
-    ALTERNATIVES: ClassVar[tuple[tuple[tuple[str, str], tuple[str, str]], ...]] = ()
+    ALTERNATIVES: ClassVar[Alternatives] = ()
     # Of a verb with many options those that most people need, in the order in which help lists them.
     ESSENTIAL: ClassVar[tuple[str, ...]] = ()
 
@@ -54,6 +57,16 @@ class Options(BaseModel):
                 raise PydanticCustomError("path", f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _check_names(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a name that nothing is registered under."""
+        kind = _registered_kind(cls.model_fields[info.field_name or ""])
+        for name in value if isinstance(value, tuple) else (value,):
+            if kind is not None and name is not None and not registry.is_known(kind, name):
+                raise PydanticCustomError("registered", "{words}", {"words": registry.unknown_name(kind, name)})
+        return value
+
     @model_validator(mode="after")
     def _check_problems(self) -> Self:
         for problem in self.problems():
@@ -62,7 +75,8 @@ class Options(BaseModel):
 
     def changed(self) -> list[str]:
         """The options that do not have their default value."""
-        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        fields = type(self).model_fields.items()
+        return [name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)]
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -71,6 +85,11 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def option(default: Any, description: str, **bounds: Any) -> Any:
     """Declare one option: its default, its meaning in one line, and pydantic bounds such as `gt=0`."""
     return Field(default, description=description, **bounds)
+
+
+def choice(default: Any, description: str, kind: str) -> Any:
+    """Declare an option whose values are the names that are registered of a kind (`registry.KINDS`), or a list of them."""
+    return Field(default, description=description, json_schema_extra={"registered": kind})
 
 
 def argument(default: Any, description: str) -> Any:
@@ -101,6 +120,13 @@ def parse_options(
     Raises UserError with one line that names the option, where it was given and what was expected.
     """
     given = _parse_command_line(options_class, arguments)
+    return merge_options(options_class, given, recipe, recipe_name)
+
+
+def merge_options(
+    options_class: type[OptionsT], given: Mapping[OptionPath, Any], recipe: dict[str, Any] | None = None, recipe_name: str = ""
+) -> OptionsT:
+    """`recipe` overridden by what is `given`, validated as `options_class`. Raises UserError as `parse_options` does."""
     merged = copy.deepcopy(recipe or {})
     for one, other in options_class.ALTERNATIVES:
         for typed, written in ((one, other), (other, one)):
@@ -149,7 +175,9 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
         value = table.get(name)
         if (inner := _section_class(field)) and isinstance(value, dict):
             result[name] = _with_none_values(inner, value)
-        elif value == "none" and _accepts_none(field) and not {str, Path} & set(_value_types(field)):
+        elif (
+            value == "none" and _accepts_none(field) and (_registered_kind(field) or not {str, Path} & set(_value_types(field)))
+        ):
             result[name] = None
     return result
 
@@ -167,7 +195,7 @@ def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: boo
     beside = {name.rpartition(".")[2]: name for name in full if name.rpartition(".")[0] == section}
     # Where the section is misspelt, or stands for an option: sections are names as well.
     every = {name: name for name in (*full, *(name.partition(".")[0] for name in full))}
-    for names, word, likeness in ((beside, last, 0.6) if beside else (every, typed, 0.6), (anywhere, last, 0.75)):
+    for names, word, likeness in ((beside, last, 0.6) if section and beside else (every, typed, 0.6), (anywhere, last, 0.75)):
         close = difflib.get_close_matches(word, names, n=1, cutoff=likeness)
         if close:
             return f"; did you mean {names[close[0]]}?"
@@ -207,6 +235,12 @@ def _accepts_none(field: FieldInfo) -> bool:
     members = _value_types(field)
     words = [word for member in members if typing.get_origin(member) is typing.Literal for word in typing.get_args(member)]
     return type(None) in members and "none" not in words
+
+
+def _registered_kind(field: FieldInfo) -> str | None:
+    """The kind whose names are the values of an option; None for any other option."""
+    extra = field.json_schema_extra
+    return str(extra["registered"]) if isinstance(extra, dict) and "registered" in extra else None
 
 
 def _is_list(field: FieldInfo) -> bool:
@@ -253,7 +287,7 @@ def _parse_command_line(options_class: type[Options], arguments: list[str]) -> d
         field = known[path]
         values = [attached] if equals else _take_values(words, field)
         if _table_class(field):
-            given[path] = [_parse_inline_table(name, value) for value in values]
+            given[path] = [table for value in values for table in _parse_inline_tables(name, value)]
         elif _is_list(field):
             given[path] = [_parse_value(field, value) for value in values]
         elif values:
@@ -305,13 +339,13 @@ def _parse_value(field: FieldInfo, text: str) -> Any:
     return text
 
 
-def _parse_inline_table(name: str, text: str) -> Any:
-    """`text`, an inline table of TOML, as in a recipe."""
+def _parse_inline_tables(name: str, text: str) -> list[Any]:
+    """The tables of `text`: an inline table of TOML, as in a recipe, or an array of them."""
     try:
-        (table,) = parse_toml(f"table = {text}".encode(), name).values()
-        return table
+        (value,) = parse_toml(f"tables = {text}".encode(), name).values()
+        return value if isinstance(value, list) else [value]
     except (UserError, ValueError):
-        raise UserError(f'--{name}: expected a table such as {{key = "value"}}, got {quoted(text)}') from None
+        raise UserError(f'--{name}: expected a table of TOML such as {{key = "value"}}, got {quoted(text)}') from None
 
 
 def _parse_int(text: str) -> int:
@@ -322,54 +356,6 @@ def _parse_int(text: str) -> int:
         if not number.is_integer():
             raise
         return int(number)
-
-
-def format_help(options_class: type[Options], everything: bool = True) -> str:
-    """Help for options: name, type, meaning and default, one line each. Where a class names its essential ones, they are all
-    that is listed unless `everything` is asked for, and their sections come first."""
-    known = dict(iter_options(options_class))
-    essential = {tuple(name.split(".")): known[tuple(name.split("."))] for name in options_class.ESSENTIAL}
-    order = {section: at for at, section in enumerate(dict.fromkeys(path[0] for path in essential))}
-    if short := bool(essential) and not everything:
-        listed = list(essential.items())
-    else:
-        listed = sorted(known.items(), key=lambda item: (not _is_positional(item[1]), order.get(item[0][0], len(order))))
-    rows = []
-    for path, field in listed:
-        usage = f"{'[--]' if _is_positional(field) else '--'}{'.'.join(path)} {_type_name(field)}"
-        rows.append((path, usage, f"{field.description}{_default_text(field)}"))
-        if table := _table_class(field):
-            rows += [
-                (path, f"    {'.'.join(key)} {_type_name(inner)}", f"{inner.description}{_default_text(inner)}")
-                for key, inner in iter_options(table)
-            ]
-    width = min(max(len(usage) for _, usage, _ in rows), MAX_NAME_WIDTH)
-    lines: list[str] = []
-    heading: OptionPath = ()
-    for path, usage, meaning in rows:
-        if path[:-1] != heading and not short:
-            heading = path[:-1]
-            lines.append(f"\n[{path[0]}]  {options_class.model_fields[path[0]].description}")
-        lines.append(f"  {usage:<{width}}  {meaning}")
-    return "\n".join(lines)
-
-
-def _type_name(field: FieldInfo) -> str:
-    if _is_list(field):
-        return "TABLE …" if _table_class(field) else "TEXT …"
-    member = next(member for member in _value_types(field) if member is not type(None))
-    if typing.get_origin(member) is typing.Literal:
-        return "|".join(typing.get_args(member))
-    return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[member]
-
-
-def _default_text(field: FieldInfo) -> str:
-    if field.is_required():
-        return " (required)"
-    if "(default: " in (field.description or ""):
-        return ""
-    value = "none" if field.default in (None, ()) else field.default
-    return f" (default: {value if isinstance(value, str | Path) else _as_json(value)})"
 
 
 def to_toml(options: Options, changed_only: bool = False) -> str:

@@ -17,6 +17,7 @@ TOKENS: Range = {"gt": 0, "le": 2**36}  # of a batch, or of a file
 BYTES: Range = {"gt": 0, "le": 2**40}
 RANKS: Range = {"gt": 0, "le": 2**20}
 THREADS: Range = {"gt": 0, "le": 2**12}  # of a process; worker processes of a machine
+TOKEN_ID: Range = {"ge": 0, "lt": 2**24}
 # Seeds of sequences, samples and steps are added to it, and torch takes 64 bits.
 SEED: Range = {"ge": 0, "le": 2**62}
 
@@ -42,6 +43,7 @@ MODEL_RANGES: dict[str, Range] = {
     "rms_norm_eps": {"gt": 0, "le": 1.0},
     "layer_norm_epsilon": {"gt": 0, "le": 1.0},
     "initializer_range": {"gt": 0, "le": 1e3},
+    "final_logit_softcapping": {"gt": 0, "le": 1e6},
 }
 # Fields of rope_scaling.
 ROPE_SCALING_RANGES: dict[str, Range] = {

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from lmforge.config.options import Options, option
+from lmforge.config.options import Options, choice, option
 from lmforge.config.ranges import (
     COUNT,
     COUNT_OR_0,
@@ -36,7 +36,6 @@ Stage = Literal["pretrain", "sft", "align"]
 Device = Literal["auto", "cpu", "cuda"]
 Sharding = Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
 DType = Literal["auto", "fp32", "bf16"]
-ScheduleName = Literal["cosine", "linear", "warmup-stable-decay", "constant"]
 ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"]
 ExampleFormat = Literal[ConversationFormat, "prompts"]
 
@@ -76,6 +75,11 @@ class SequenceOptions(Options):
     """What every stage's data has in common."""
 
     sequence_length: int = option(1024, "tokens in a sequence", **LENGTH)
+    stage_to: Path | None = option(
+        None,
+        "folder on each host's own disk to which token folders and the model of model.source are copied first, where the ones"
+        " of the recipe are on a slower shared disk",
+    )
 
 
 class ModelOptions(Options):
@@ -90,8 +94,8 @@ class ModelOptions(Options):
         "lmforge", "with model.source: whose code runs it; transformers (an extra) knows every family, lmforge is faster"
     )
     load_weights: bool = option(True, "with model.source: load its weights; false takes its config only")
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] | None = _model_option(
-        "model family; it decides which of the options below exist"
+    model_type: str | None = choice(
+        None, "model family; it decides which of the options below exist (default: unchanged)", "model_family"
     )
     hidden_size: int | None = _model_option("width of the residual stream", "hidden_size")
     intermediate_size: int | None = _model_option("width of the feed-forward layer", "intermediate_size")
@@ -106,6 +110,9 @@ class ModelOptions(Options):
     attention_bias: bool | None = _model_option("biases in the attention projections")
     mlp_bias: bool | None = _model_option("biases in the feed-forward layer")
     sliding_window: int | None = _model_option("attend to this many last tokens only", "sliding_window")
+    final_logit_softcapping: float | None = _model_option(
+        "logits become c * tanh(logits / c), between -c and c", "final_logit_softcapping"
+    )
     initializer_range: float | None = _model_option("standard deviation of random weights", "initializer_range")
     embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", **SCALE)
     dropout: float = option(
@@ -127,7 +134,8 @@ class ModelOptions(Options):
     def overrides(self) -> dict[str, object]:
         """The fields of the model config that were given, by their Hugging Face names."""
         own = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
-        return self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
+        fields = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
+        return {name: value for name, value in fields.items() if not isinstance(getattr(self, name), Options)}
 
 
 class ParallelOptions(Options):
@@ -155,10 +163,10 @@ class ParallelOptions(Options):
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
     wrap_embedding: bool = option(True, "shard an untied input embedding as its own FSDP unit (fsdp1, fsdp2)")
     prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", **COUNT_OR_0)
-    reduce_every_micro_batch: bool = option(
-        True,
+    reduce_every_micro_batch: bool | None = option(
+        None,
         "reduce-scatter gradients after every micro-batch, which keeps them sharded; false waits for the last micro-batch"
-        " (no_sync: faster, more memory)",
+        " (no_sync: faster, more memory; default: false on GPUs whose memory suffices by estimate)",
     )
     limit_all_gathers: bool = option(True, "fsdp1: torch's limit_all_gathers, which bounds the memory of gathered weights")
     tensor_parallel_degree: int = option(
@@ -222,6 +230,11 @@ class TrainOptions(Options):
         False,
         "float8 matrix multiplications in the blocks' linear layers (GPUs of compute capability 8.9 and up; extra: fp8)",
     )
+    z_loss: float = option(
+        0.0,
+        "weight of the z-loss, log(sum(exp(logits)))^2 of each token, in the loss of pretrain and sft (try 1e-4)",
+        **SCALE_OR_0,
+    )
     device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option("auto", "torch.compile each block; auto is on where a compiler is found")
     deterministic: bool = option(
@@ -229,12 +242,27 @@ class TrainOptions(Options):
         "bit-identical results on the same ranks, on GPUs too; slower, and operators without a deterministic form are refused",
     )
     threads: int | None = option(None, "CPU threads of a rank (default: the cores divided by the local ranks)", **THREADS)
+    callbacks: tuple[str, ...] = choice(
+        (), "callbacks of plugins, called at named points of the run, in this order", "callback"
+    )
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _take_list(cls, given: Any) -> Any:
+        """A list, also where a validator of the whole section has made Python of JSON, of which a tuple is expected."""
+        return tuple(given) if isinstance(given, list) else given
 
     def problems(self) -> Iterator[str]:
         if "steps" in self.model_fields_set and self.epochs is not None:
             yield "train.steps and train.epochs: give one of them, not both"
         if self.global_batch_size and self.global_batch_tokens:
             yield "train.global_batch_size and train.global_batch_tokens: give one of them, not both"
+
+
+class ObjectiveOptions(Options):
+    """What the model is trained for."""
+
+    name: str | None = choice(None, "the loss (default: next-token; of align that of align.method)", "objective")
 
 
 class GroupOptions(Options):
@@ -254,8 +282,8 @@ class GroupOptions(Options):
 class OptimizerOptions(Options):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), Muon (Jordan; Liu et al., arXiv 2502.16982), or SGD."""
 
-    name: Literal["adamw", "muon", "sgd"] = option(
-        "adamw", "muon updates the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw"
+    name: str = choice(
+        "adamw", "muon updates the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw", "optimizer"
     )
     lr: float = option(3e-4, "peak learning rate", **SCALE)
     beta1: float = option(0.9, "adamw: decay rate of the first moment", **PROBABILITY)
@@ -272,7 +300,7 @@ class OptimizerOptions(Options):
     )
     state_dtype: Literal["fp32", "bf16"] = option("fp32", "adamw and muon: dtype of moments and momentum")
     implementation: Literal["fused", "foreach"] = option(
-        "fused", "adamw with fp32 states: torch.optim.AdamW's fused (one kernel) or foreach"
+        "fused", "adamw with fp32 states: torch's fused kernel, or one operator after another on lists of tensors (foreach)"
     )
 
     def problems(self) -> Iterator[str]:
@@ -283,7 +311,7 @@ class OptimizerOptions(Options):
 class ScheduleOptions(Options):
     """The learning rate over the run."""
 
-    name: ScheduleName = option("cosine", "schedule after warm-up (transformers: lr_scheduler_type)")
+    name: str = choice("cosine", "schedule after warm-up (transformers: lr_scheduler_type)", "schedule")
     warmup_steps: int = option(100, "steps of linear warm-up", **COUNT_OR_0)
     warmup_ratio: float | None = option(None, "warm-up as a fraction of the run, instead of schedule.warmup_steps", **FRACTION)
     decay_steps: int | None = option(None, "warmup-stable-decay: steps of decay (default: a fifth of the run)", **COUNT)

@@ -3,16 +3,26 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
+from lmforge import registry
+from lmforge.config.mixture import (
+    FOLDER_MEANING,
+    QUARANTINE_MEANING,
+    PhaseOptions,
+    TokenSourceOptions,
+    folder_problems,
+    mixture_problems,
+)
 from lmforge.config.operation import LaunchOptions, LogOptions, WatchOptions
-from lmforge.config.options import Options, option, section, validate_options
-from lmforge.config.ranges import TOKENS
+from lmforge.config.options import PLUGINS_MEANING, Alternatives, Options, option, section, validate_options
+from lmforge.config.ranges import COUNT, RANKS, TOKENS
 from lmforge.config.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     CheckpointOptions,
     FaultOptions,
     ModelOptions,
+    ObjectiveOptions,
     OptimizerOptions,
     ParallelOptions,
     RunOptions,
@@ -53,18 +63,20 @@ class StageConfig(Options):
 
     of_stage: ClassVar[Stage] = "pretrain"
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("model.preset", "model.source", *ESSENTIAL_TO_TRAINING)
-    ALTERNATIVES = (
+    ALTERNATIVES: ClassVar[Alternatives] = (
         (("model", "preset"), ("model", "source")),
         (("train", "steps"), ("train", "epochs")),
         (("train", "global_batch_size"), ("train", "global_batch_tokens")),
         (("schedule", "warmup_steps"), ("schedule", "warmup_ratio")),
     )
 
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
     run: RunOptions = section(RunOptions, "where the run is kept")
     data: SequenceOptions = section(SequenceOptions, "training data")
     model: ModelOptions = section(ModelOptions, "the model config: a preset or a Hugging Face folder, and changes to it")
     parallel: ParallelOptions = section(ParallelOptions, "how the model is distributed over ranks")
     train: TrainOptions = section(TrainOptions, "the training loop")
+    objective: ObjectiveOptions = section(ObjectiveOptions, "what the model is trained for")
     optimizer: OptimizerOptions = section(OptimizerOptions, "the optimizer")
     schedule: ScheduleOptions = section(ScheduleOptions, "the learning rate over the run")
     validation: ValidationOptions = section(ValidationOptions, "loss on validation data while training, and scores of tasks")
@@ -99,8 +111,10 @@ class StageConfig(Options):
                 yield f"validation.tasks: {reason} evaluate the checkpoints"
         if self.parallel.tensor_parallel_degree > 1 and self.train.float8:
             yield "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
-        if self.parallel.tensor_parallel_degree > 1 and self.optimizer.name == "muon":
-            yield "optimizer.name = muon: not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
+        optimizer = registry.find("optimizer", self.optimizer.name)
+        if self.parallel.tensor_parallel_degree > 1 and optimizer and optimizer.facts.get("needs_matrices"):
+            reason = "not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
+            yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
         """The same options with their stage recorded, for a run called `name` unless they name it. Raises UserError."""
@@ -129,13 +143,68 @@ class StageConfig(Options):
 
 
 class PretrainDataOptions(SequenceOptions):
-    """What the model is trained on."""
+    """What the model is trained on: one folder of token shards, or a mixture of several."""
 
-    folder: Path = option(Path("data/stdlib"), "folder of token shards, as `lmforge prepare` writes them")
+    folder: str = option("data/stdlib", FOLDER_MEANING)
+    quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)
+    packing: Literal["concat", "best-fit"] = option(
+        "concat",
+        "concat cuts the documents, one after another, every data.sequence_length tokens; best-fit cuts only longer ones, and"
+        " needs a folder that `lmforge prepare --best_fit_length` packed for that length",
+    )
+    sources: tuple[TokenSourceOptions, ...] = option((), "several folders with weights, instead of data.folder")
+    phases: tuple[PhaseOptions, ...] = option((), "parts of the run with other weights or another sequence length, in order")
+    cache_folder: Path | None = option(
+        None, "with an address: where this host keeps what it has read of it (default: ~/.cache/lmforge/shards)"
+    )
+    cache_gib: float = option(20.0, "with an address: most that cache_folder may hold, in GiB", ge=0.1, le=2**20)
+    shuffle_window: int | None = option(
+        None,
+        "shuffle within windows of so many random stretches of 2M tokens, so that a step reads few places of a slow storage"
+        " (default: all, a global shuffle)",
+        **COUNT,
+    )
+    num_canonical_nodes: int = option(
+        1,
+        "with shuffle_window: give each of so many equal parts of the global batch windows of its own, so that a host, whose"
+        " ranks take neighbouring samples, reads about its own part of the shards (name and meaning of MosaicML Streaming)",
+        **RANKS,
+    )
+
+    @property
+    def all_sources(self) -> tuple[TokenSourceOptions, ...]:
+        """The sources; the one of data.folder where no others are given."""
+        return self.sources or (TokenSourceOptions(folder=self.folder, quarantine=self.quarantine),)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Those of the phases."""
+        return tuple(phase.sequence_length or self.sequence_length for phase in self.phases) or (self.sequence_length,)
+
+    def problems(self) -> Iterator[str]:
+        if self.sources and self.folder != type(self).model_fields["folder"].default:
+            yield "data.folder and data.sources: give one of them"
+        if self.sources and self.quarantine:
+            yield "data.quarantine: with data.sources each source has a quarantine of its own"
+        yield from folder_problems(self.folder, "data.folder")
+        if self.num_canonical_nodes > 1 and self.shuffle_window is None:
+            yield "data.num_canonical_nodes: divides the windows of data.shuffle_window; give that too, or leave it out"
+        for number, length in enumerate(self.sequence_lengths, start=1):
+            if self.packing == "best-fit" and length != self.sequence_length:
+                yield (
+                    f"data.phases: phase {number}: its sequence_length = {length} is not data.sequence_length ="
+                    f" {self.sequence_length}, the only one under data.packing = best-fit; leave it out, or use concat"
+                )
+        yield from mixture_problems(self.all_sources if self.sources or self.phases else (), self.phases, self.sequence_length)
 
 
 class PretrainConfig(StageConfig):
     """lmforge pretrain [RECIPE.toml]: train a model on token shards, or continue a run."""
 
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.folder", "data.sequence_length", *StageConfig.ESSENTIAL)
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.folder", "data.sources", "data.sequence_length", *StageConfig.ESSENTIAL)
+    ALTERNATIVES: ClassVar[Alternatives] = (
+        *StageConfig.ALTERNATIVES,
+        (("data", "folder"), ("data", "sources")),
+        (("data", "quarantine"), ("data", "sources")),
+    )
     data: PretrainDataOptions = section(PretrainDataOptions, "training data")

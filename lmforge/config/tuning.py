@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from lmforge.config.options import Options, option, section
+from lmforge.config.mixture import FileSourceOptions, WeightUnit, mixture_problems
+from lmforge.config.options import Alternatives, Options, choice, option, section
 from lmforge.config.ranges import COUNT_OR_0, DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.config.sections import (
     ConversationFormat,
     ModelOptions,
     OptimizerOptions,
-    ScheduleName,
     ScheduleOptions,
     SequenceOptions,
     Stage,
@@ -60,6 +60,11 @@ class ExampleOptions(SequenceOptions):
             yield str(problem)
 
     @property
+    def file_sources(self) -> tuple[FileSourceOptions, ...]:
+        """The sources; the one of data.files where no others are given."""
+        return (FileSourceOptions(files=self.files, validation_files=self.validation_files),) if self.files else ()
+
+    @property
     def renamed(self) -> dict[str, str]:
         """{our name of a field: its name in the files}."""
         return renamed_fields(self.fields, "data.fields")
@@ -101,7 +106,7 @@ class TunedTrainOptions(TrainOptions):
 class TuningSchedule(ScheduleOptions):
     """The learning rate over the run: linear, after a warm-up of a tenth of the run."""
 
-    name: ScheduleName = option("linear", "schedule after warm-up (transformers: lr_scheduler_type)")
+    name: str = choice("linear", "schedule after warm-up (transformers: lr_scheduler_type)", "schedule")
     warmup_steps: int = option(100, "steps of linear warm-up (default: schedule.warmup_ratio of the run)", **COUNT_OR_0)
     warmup_ratio: float | None = option(0.1, "warm-up as a fraction of the run; none uses schedule.warmup_steps", **FRACTION)
     min_lr_ratio: float = option(0.0, "final learning rate, as a fraction of the peak", **FRACTION)
@@ -153,7 +158,7 @@ class TunedConfig(StageConfig):
             raise UserError(
                 "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
             )
-        if not self.data.files:
+        if not self.data.file_sources:
             raise UserError("data.files: name the files to learn from, such as --data.files chats.jsonl")
 
     def problems(self) -> Iterator[str]:
@@ -166,18 +171,37 @@ class TunedConfig(StageConfig):
             yield "lora.rank: not with parallel.tensor_parallel_degree or pipeline_parallel_degree; shard with fsdp2 instead"
 
 
-class ConversationOptions(ExampleOptions):
-    """Conversations, or prompts with completions."""
+SOURCES_INSTEAD: Alternatives = (
+    (("data", "files"), ("data", "sources")),
+    (("data", "validation_files"), ("data", "sources")),
+)
 
+
+class ConversationOptions(ExampleOptions):
+    """Conversations, or prompts with completions: one set of files, or a mixture of several."""
+
+    sources: tuple[FileSourceOptions, ...] = option((), "several sets of files with weights, instead of data.files")
+    weights_by: WeightUnit = option("tokens", "what weights are fractions of: tokens, or samples (sequences)")
     format: ConversationFormat = option("auto", "format of the records; auto goes by the fields of the first record")
     mask: Literal["assistant", "last", "all"] = option(
         "assistant", "tokens that the loss counts: every assistant turn, the last one only, or all tokens"
     )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.sources and (self.files or self.validation_files):
+            yield "data.files and data.sources: give one of them; a source has validation_files of its own"
+        yield from mixture_problems(self.sources, (), self.sequence_length)
+
+    @property
+    def file_sources(self) -> tuple[FileSourceOptions, ...]:
+        return self.sources or super().file_sources
 
 
 class SftConfig(TunedConfig):
     """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or adapters."""
 
     of_stage: ClassVar[Stage] = "sft"
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.format", "data.mask", "data.packing", *TunedConfig.ESSENTIAL)
+    ALTERNATIVES: ClassVar[Alternatives] = (*StageConfig.ALTERNATIVES, *SOURCES_INSTEAD)
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.sources", "data.format", "data.mask", "data.packing", *TunedConfig.ESSENTIAL)
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lmforge.config.options import Options, argument, option, section
+from lmforge.config.operation import WHO_STARTED_RANKS, EnvironmentName, JobOptions, LaunchOptions
+from lmforge.config.options import PLUGINS_MEANING, Options, argument, option, section
 from lmforge.config.ranges import (
     BYTES,
     COUNT,
     COUNT_OR_0,
+    DURATION,
     LENGTH,
     MODEL_RANGES,
     NONZERO_FRACTION,
@@ -18,6 +20,7 @@ from lmforge.config.ranges import (
     SEED,
     SEQUENCES,
     THREADS,
+    TOKEN_ID,
     TOKENS,
 )
 from lmforge.config.sections import Device, DType, ExampleFormat
@@ -25,6 +28,7 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.untrusted import cut, name_problem
 
 ExportDType = Literal["fp32", "bf16", "fp16"]
+PACK_OPTIONS = ("pack", "best_fit_length", "workers")
 MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
 
 
@@ -33,22 +37,57 @@ class PrepareOptions(Options):
 
     source: str = argument(
         "stdlib",
-        "stdlib (the Python standard library's source), functions (requests for its functions), or a file or folder of text",
+        "stdlib (the Python standard library's source), functions (requests for its functions), a file or folder of text or of"
+        " tokens, or a Hugging Face dataset: a name or a folder",
     )
     out: Path = argument(Path("data/stdlib"), "folder to write (default: data/stdlib, of stdlib alone)")
-    tokenizer: Path | None = option(None, "a tokenizer.json, a folder with one, or a name on the hub (default: train one)")
+    tokenizer: Path | None = option(
+        None,
+        "tokenizer.json, folder with one, SentencePiece .model, name on the hub, bytes, or characters (default: train one)",
+    )
     vocab_size: int = option(4096, "vocabulary size of a tokenizer that is trained here", gt=300, le=1_000_000)
-    text_field: str = option("text", "field of the text in jsonl and parquet")
+    text_field: str = option("text", "field of the text in jsonl, parquet, csv, tsv and tar")
+    text_suffixes: tuple[str, ...] = option((), "suffixes of further files that are plain text, such as .log")
+    split: str | None = option(None, "split of a Hugging Face dataset (default: train)")
+    subset: str | None = option(None, "subset of a Hugging Face dataset, where it has several")
+    separator_id: int | None = option(
+        None, "id between documents of imported tokens (default: the tokenizer's end- and beginning-of-text ids)", **TOKEN_ID
+    )
+    hook: str | None = option(
+        None, "FILE.py:FUNCTION that is given each document, as a dict, and returns it, or None to leave it out"
+    )
+    deduplicate: Literal["exact", "near"] | None = option(
+        None, "keep the first of equal documents; near: of nearly equal ones too"
+    )
+    decontaminate: tuple[Path, ...] = option(
+        (), "files of questions as --tasks of evaluate takes them; documents that contain one are left out"
+    )
     validation_ratio: float = option(0.02, "fraction of the documents kept for validation", gt=0, lt=1)
     shard_tokens: int = option(100_000_000, "tokens in one shard file", **TOKENS)
+    best_fit_length: int | None = option(
+        None, "pack the training documents for pretrain's data.packing = best-fit, with sequences of so many tokens", **LENGTH
+    )
     seed: int = option(0, "seed of the order of documents", **SEED)
     workers: int | None = option(None, "worker processes (default: the number of cores)", **THREADS)
     overwrite: bool = option(False, "delete what another preparation left in OUT")
+    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    verify: str | None = option(None, "instead: read every block of this folder of shards, and name the damaged ones")
+    pack: str | None = option(None, "instead: pack this folder of shards, prepared before, for --best_fit_length")
 
     def problems(self) -> Iterator[str]:
+        if self.verify is not None and (given := [name for name in self.changed() if name != "verify"]):
+            yield f"--verify: reads a folder and writes none; leave out {given[0]}"
+        elif self.pack is not None and (given := [name for name in self.changed() if name not in PACK_OPTIONS]):
+            yield f"--pack: reads no source, and writes to the folder that it names; leave out {given[0]}"
+        elif self.pack is not None and self.best_fit_length is None:
+            yield "--pack: say for how long sequences, such as --best_fit_length 2048"
         if self.source != "stdlib" and "out" not in self.model_fields_set:
             example = f"data/{Path(self.source).name.partition('.')[0] or 'mine'}"
             yield f"prepare: name the folder to write after the source, such as {cut(example)}"
+        for suffix in self.text_suffixes:
+            if not re.fullmatch(r"\.[^./\0]{1,20}", suffix):
+                yield f"--text_suffixes: {cut(suffix)!r} is no suffix; write it with its dot, such as .log"
 
 
 class EvaluateOptions(Options):
@@ -76,7 +115,9 @@ class EvaluateOptions(Options):
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("fp32", "compute dtype")
     processes: int = option(1, "ranks to start on this machine, which share the work; leave it out under torchrun", **RANKS)
+    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
     output: Literal["text", "json"] = option("text", "output format")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
 
     def problems(self) -> Iterator[str]:
         scores = bool(self.tasks or self.lm_eval)
@@ -106,6 +147,7 @@ class SamplingOptions(Options):
     seed: int | None = option(None, "seed of the sampling (default: random)", **SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
 
 
 class GenerateOptions(SamplingOptions):
@@ -145,6 +187,7 @@ class ServeOptions(Options):
     max_models: int = option(2, "models in memory at once; beyond, the least recently used one is closed", **COUNT)
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
 
     def problems(self) -> Iterator[str]:
         if not self.models:
@@ -159,6 +202,7 @@ class ExportOptions(Options):
     adapters: bool = option(False, "write the adapters alone, in PEFT's layout, instead of the model with them merged")
     dtype: ExportDType = option("fp32", "dtype of the weights; bf16 and fp16 halve them, and round")
     overwrite: bool = option(False, "replace OUT if it is a folder of a model or of adapters")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
 
 
 class ImportOptions(Options):
@@ -189,20 +233,32 @@ class ImportOptions(Options):
 
 
 class DownloadOptions(Options):
-    """lmforge download NAME [FOLDER]: a model of the Hugging Face hub, for hosts without a network."""
+    """lmforge download NAME [FOLDER]: a model or data set of the Hugging Face hub, or all that a recipe names, for later."""
 
-    name: str = argument(..., "a model on the hub: organisation/model, or organisation/model@revision")
+    name: str = argument(
+        ..., "a model or data set on the hub: organisation/name, or organisation/name@revision; or a recipe or pipeline, .toml"
+    )
     folder: Path | None = argument(None, "folder to download to (default: the hub's cache, where its name finds it)")
     revision: str | None = option(None, "branch, tag or commit (default: main)")
+    dataset: bool = option(False, "NAME is a data set, for lmforge prepare")
+    weights: bool = option(True, "of a model the weights too; false: its configuration and tokenizer alone")
+
+    def problems(self) -> Iterator[str]:
+        if self.dataset and not self.weights:
+            yield "--weights: of a model, and --dataset says that NAME is a data set; leave one of them out"
+        if Path(self.name).suffix == ".toml" and (given := [name for name in self.changed() if name != "name"]):
+            yield f"--{given[0]}: not with a recipe, which says what to download to the hub's cache; leave it out"
 
 
 class ShowOptions(Options):
-    """lmforge show THING [OF]: what a recipe, model, shard folder, run or checkpoint is; `show data OF`: samples of it."""
+    """lmforge show THING [OF]: what a recipe, model, shard folder, run or checkpoint is; `show data OF`: its data."""
 
     thing: str = argument(
         ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
     )
-    of: Path | None = argument(None, "with `data`: a run, the file of a bad step, or a file of conversations, pairs or prompts")
+    of: Path | None = argument(
+        None, "with `data`: a run, recipe or shard folder, the file of a bad step, or of conversations, pairs or prompts"
+    )
     tokenizer: Path | None = option(None, "with `data` and a file of examples: model whose tokenizer and template to use")
     mask: Literal["assistant", "last", "all"] = option("assistant", "with such a file: tokens in the loss, as data.mask")
     format: ExampleFormat = option("auto", "with such a file: format of the records, as data.format; or prompts")
@@ -211,6 +267,19 @@ class ShowOptions(Options):
     samples: str | None = option(
         None, "with `data`: numbers of samples or records, FIRST:AFTER_LAST (default: the first 3, or those of a bad step)"
     )
+    sample: int | None = option(
+        None, "with `data` and a run, recipe or shard folder: print so many samples, evenly spaced over it", gt=0, le=10_000
+    )
+    picture: Path | None = option(
+        None, "with `data` and a recipe or shard folder: draw the report of its sources and documents too, as FILE.png"
+    )
+
+    def problems(self) -> Iterator[str]:
+        chosen = [name for name in ("tokenizer", "samples", "sample", "picture") if name in self.changed()]
+        if len(chosen) > 1 and chosen != ["tokenizer", "samples"]:
+            yield f"--{chosen[1]}: does not go with --{chosen[0]}; leave one of them out"
+        if self.picture is not None and self.picture.suffix != ".png":
+            yield f"--picture: {cut(str(self.picture))}: expected a name that ends with .png"
 
 
 class QuickstartOptions(Options):
@@ -225,21 +294,42 @@ class QuickstartOptions(Options):
     overwrite: bool = option(False, "begin again instead of continuing")
 
 
-class DoctorOptions(Options):
-    """lmforge doctor [--parity [--processes N]]: check this machine; with --parity, compare every strategy with one process."""
+class DoctorOptions(JobOptions):
+    """lmforge doctor [RECIPE.toml] [--on slurm]: check machine, data and network before a run; --parity compares strategies."""
 
+    recipe: Path | None = argument(None, "recipe whose data, model and checkpoint folder are checked too, on every host")
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
-    processes: int = option(1, "ranks to start on this machine; leave it out under torchrun", **RANKS)
-    steps: int = option(10, "steps with each strategy", gt=1, le=10_000)
-    compile: bool = option(False, "compiled blocks too")
-    seed: int = option(0, "seed of weights and data", **SEED)
+    on: Literal["local", "ssh", "slurm", "pbs", "mpi"] | None = option(  # type: ignore[assignment]
+        None, "check the hosts of a job that this starts, as lmforge launch does; what follows is then as with launch"
+    )
+    timeout_seconds: float = option(60.0, "seconds after which a rank that has not answered is named", **DURATION)
+    steps: int = option(10, "with --parity: steps with each strategy", gt=1, le=10_000)
+    compile: bool = option(False, "with --parity: compiled blocks too")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of the strategies and of the one process")
+    seed: int = option(0, "with --parity: seed of weights and data", **SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     output: Literal["text", "json"] = option("text", "output format")
 
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("recipe", "on", "nodes", "processes", "hosts", "parity", "timeout_seconds", "device", "output"),
+    )
+
     def problems(self) -> Iterator[str]:
-        ignored = [name for name in ("processes", "steps", "compile", "seed") if name in self.changed()]
+        ignored = [name for name in ("steps", "compile", "dtype", "seed") if name in self.changed()]
         if ignored and not self.parity:
             yield f"--{ignored[0]}: applies to --parity only; add --parity, or leave it out"
+        of_checks = [name for name in ("recipe", "timeout_seconds") if name in self.changed()]
+        if of_checks and self.parity:
+            yield f"--{of_checks[0]}: not with --parity, which checks nothing but the strategies; leave one of them out"
+        of_jobs = [name for name in JobOptions.model_fields if name not in ("on", "processes", "environment")]
+        if not self.is_elsewhere and (given := [name for name in of_jobs if name in self.changed()]):
+            yield f"--{given[0]}: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"
+        yield from super().problems()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other hosts are to be checked than this one."""
+        return self.on not in (None, "local")
 
 
 class BenchOptions(Options):
@@ -297,6 +387,7 @@ class PipelineOptions(Options):
     name: str | None = option(None, "name of the pipeline; runs are FOLDER/NAME-STAGE (default: the file's name)")
     folder: Path = option(Path("runs"), "folder that holds the runs")
     stages: tuple[PipelineStageOptions, ...] = option(..., "[[stages]], in order")
+    launch: LaunchOptions = section(LaunchOptions, "how `lmforge launch` starts it")
 
     def problems(self) -> Iterator[str]:
         if self.name and (problem := name_problem(self.name)):

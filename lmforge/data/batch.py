@@ -1,14 +1,15 @@
 """A batch: the tokens that a model is given, with their labels, positions and documents."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-import numpy as np
 import torch
 
-from lmforge.data.packing import PackedSequence
+from lmforge.data.packing import PackedSequences
 
+# Fewest document starts of a sequence, so that most batches have as many.
+MIN_DOCUMENT_STARTS = 8
 # What an objective reports of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -44,6 +45,9 @@ class Batch:
     positions     int64, from 0 at the start of each document, and at the start of a sequence that continues one
     document_ids  int32, equal within a document, numbered from 0 in each sequence, −1 on padding
     rng_keys      int64, keys for randomness per token (`order.py`); None if nothing is random, as in evaluation
+    document_starts  int32 [sequences, documents]: where each document of a sequence begins, padding included as one, then the
+        sequence's length as often as it takes; None on a CPU, where no kernel takes them
+    source_ids    int32, the number of the source in a mixture of several; None where there is one
     extras        what else an objective needs, or None
     """
 
@@ -52,21 +56,25 @@ class Batch:
     positions: torch.Tensor
     document_ids: torch.Tensor
     rng_keys: torch.Tensor | None = None
+    document_starts: torch.Tensor | None = None
+    source_ids: torch.Tensor | None = None
     extras: Extras | None = None
 
     @classmethod
-    def from_sequences(cls, sequences: Sequence[PackedSequence]) -> Self:
-        """Stack packed sequences of one length."""
-        names = [field.name for field in fields(PackedSequence) if field.name != "extras"]
-        tensors = {name: _stack([getattr(each, name) for each in sequences]) for name in names}
-        extras = {name: _stack([each.extras[name] for each in sequences]) for name in sequences[0].extras}
+    def from_sequences(cls, sequences: PackedSequences) -> Self:
+        """Packed sequences as tensors, without a copy."""
+        arrays = {field.name: getattr(sequences, field.name) for field in fields(PackedSequences) if field.name != "extras"}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+        extras = {name: torch.from_numpy(array) for name, array in sequences.extras.items()}
         return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     @classmethod
     def from_token_lists(cls, token_lists: Sequence[Sequence[int]]) -> Self:
         """One document a sequence, padded at its end to the longest; nothing is scored."""
-        length = max(map(len, token_lists))
-        return cls.from_sequences([PackedSequence.of_one_document(tokens, length) for tokens in token_lists])
+        sequences = PackedSequences.empty(len(token_lists), max(map(len, token_lists)))
+        for sequence, tokens in zip(sequences, token_lists, strict=True):
+            sequence.put_document(tokens)
+        return cls.from_sequences(sequences)
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:
@@ -105,13 +113,22 @@ class Batch:
         """Some of the sequences, as views."""
         return self.map(lambda tensor: tensor[index])
 
+    def with_document_starts(self) -> "Batch":
+        """The batch with `document_starts`, as many of each sequence, a power of two: shapes of batches should be few."""
+        begins = torch.ones_like(self.document_ids, dtype=torch.bool)
+        begins[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
+        most = max(MIN_DOCUMENT_STARTS, int(begins.sum(1).max()))
+        starts = torch.full((self.batch_size, 1 << (most - 1).bit_length()), self.sequence_length, dtype=torch.int32)
+        sequences, slots = begins.nonzero(as_tuple=True)
+        starts[sequences, begins.cumsum(1)[sequences, slots] - 1] = slots.int()
+        return replace(self, document_starts=starts)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """The batch on a device; on a GPU with `document_starts`, which are computed before, on the host."""
+        if self.document_starts is None and self.tokens.device.type == "cpu" and torch.device(device).type == "cuda":
+            return self.with_document_starts().to(device, non_blocking)
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self.map(torch.Tensor.pin_memory)
-
-
-def _stack(arrays: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(arrays))

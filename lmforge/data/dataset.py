@@ -1,35 +1,60 @@
 """Sample number → packed sequence: all that a trainer needs of its data.
 
 There is no state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation of that epoch gives the index of
-its sequence. Ranks, batches and threads are not known here: which samples are in a batch is decided in loader.py.
+its sequence. Ranks, batches and threads are not known here: which samples are in a batch is decided in loader.py. A mixture of
+several such datasets is in mixture.py.
 """
 
 import json
-import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from lmforge.data.order import Permutation, derive_key, permutation
-from lmforge.data.packing import ConcatPacking, PackedSequence
+from lmforge.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
+from lmforge.data.order import Lanes, Permutation, derive_key, permutation, windowed_permutation
+from lmforge.data.packing import BestFitPacking, ConcatPacking, MapRows, PackedSequence, PackedSequences, Packing
+from lmforge.data.shard_format import TRAIN_SPLIT
 from lmforge.data.shards import TokenFolder
-from lmforge.errors import UserError, prefix_errors
+from lmforge.errors import UserError
 
 # Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.
-PACKING_VERSION = 1
+PACKING_VERSION = 2
+# A piece of a remote shard (remote_storage.py) at two bytes a token.
+CHUNK_TOKENS = 2**21
 
 
-class Packing(Protocol):
-    """How stored tokens become packed sequences: how many there are, and each of them by its index."""
+TokenPacking = Literal["concat", "best-fit"]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Ratio = Annotated[str, Field(pattern=r"^[0-9]{1,4000}(/[1-9][0-9]{0,4000})?$")]
 
-    @property
-    def num_sequences(self) -> int: ...
 
-    def sequence(self, index: int) -> PackedSequence:
-        """Sequence `index`; all padding at or beyond `num_sequences`."""
+class PhasePlan(TypedDict):
+    """What a checkpoint keeps of a phase: proportions are fractions by the digest of their source."""
+
+    samples: Count
+    sequence_length: Count
+    proportions: dict[str, Ratio]
+    packing: list[Any]
+
+
+class DataPlan(TypedDict, total=False):
+    """What a checkpoint keeps of the data that it was trained on; `names` are those of the sources by their digests.
+
+    `dataset` is the plan of one that is no mixture.
+    """
+
+    version: Count
+    seed: Count
+    unit: Annotated[int, Field(ge=1)]
+    phases: list[PhasePlan]
+    names: dict[str, str]
+    dataset: list[Any]
 
 
 @dataclass(eq=False)
@@ -37,7 +62,9 @@ class PackedDataset:
     """The sequences of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
 
     Without shuffling, sequences beyond the last are all padding, so an evaluation can read full batches and still count every
-    sequence once. `plan` lists all that sequences depend on, except the seed; `name` keys the order.
+    sequence once. `plan` lists all that sequences depend on, except the seed; `name` keys the order: of stored tokens it is
+    their digest, so that the order does not depend on where they lie. What is in quarantine is no part of the plan: a run may
+    be resumed with another one.
     """
 
     packing: Packing
@@ -48,67 +75,166 @@ class PackedDataset:
     sequence_length: int
     seed: int = 0
     shuffle: bool = True
+    window: tuple[int, int] | None = None  # (sequences of a chunk, chunks that are shuffled together); None: all
+    lanes: Lanes | None = None  # with a window: each has windows of its own
+    read_threads: int = 1  # how many sequences are worth reading at once: of remote shards several
+    source_names: tuple[str, ...] = ()  # where it is joined of several sources
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise ValueError(f"sequences of {self.sequence_length} tokens")
         self._permutation = lru_cache(maxsize=2)(self._permutation_of_epoch)
-        plan = [*self.plan, self.seed if self.shuffle else None]
+        plan = self.plan_at(0)["dataset"]
         self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())
 
     @property
     def sequences_per_epoch(self) -> int:
         return self.packing.num_sequences
 
+    def plan_at(self, n: int) -> DataPlan:
+        """What samples before n depend on, as JSON; here the same for every n. See MixedDataset."""
+        lanes = (self.lanes.count, str(self.lanes.period)) if self.lanes else ()
+        return {"dataset": [*self.plan, self.seed if self.shuffle else None, *(self.window or ()), *lanes]}
+
+    def plan_hash_at(self, n: int) -> str:
+        """A hash of `plan_at(n)`."""
+        return self.plan_hash
+
+    def describe_sample(self, n: int) -> str:
+        """Where sample n is from, for people."""
+        return f"sequence {self.indices(n, n + 1)[0]}"
+
+    def tokens_until(self, n: int) -> int:
+        """The tokens in the samples before n, padding included."""
+        return n * self.sequence_length
+
     def sequence(self, n: int) -> PackedSequence:
         """Sample `n`: a pure function of (data, sequence_length, seed, n)."""
-        return self.sequences(n, n + 1)[0]
+        return self.read([n])[0]
 
-    def sequences(self, start: int, stop: int) -> list[PackedSequence]:
-        """Samples start … stop − 1. Raises UserError naming shard, offset and sample if one cannot be read."""
-        sequences = []
-        for n, index in zip(range(start, stop), self.indices(start, stop), strict=True):
-            with prefix_errors(f"sample {n}"):
-                sequences.append(self.packing.sequence(int(index)))
-        return sequences
+    def sequences(self, start: int, stop: int, *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
+        """Samples start … stop − 1. See `read`."""
+        return self.read(range(start, stop), padding=padding, map_rows=map_rows)
+
+    def read(self, samples: Sequence[int], *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
+        """These samples, and so many rows of padding. Raises UserError naming shard, offset and sample that cannot be read.
+
+        `map_rows` may read rows in several threads.
+        """
+        count, with_sources = len(samples) + padding, bool(self.source_names)
+        out = PackedSequences.empty(count, self.sequence_length, self.packing.extras, with_sources=with_sources)
+        out.fill(samples, [(self.packing, n) for n in self.indices_of(np.asarray(samples, np.int64)).tolist()], map_rows)
+        return out
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """The index in the packing of each of the samples start … stop − 1, int64."""
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
-        samples = np.arange(start, stop)
+        return self.indices_of(np.arange(start, stop))
+
+    def indices_of(self, samples: np.ndarray) -> np.ndarray:
+        """The index in the packing of each of these samples, int64 in and out, in any order."""
         if not self.shuffle:
             return samples
+        indices = np.empty_like(samples)
         epochs, offsets = np.divmod(samples, self.sequences_per_epoch)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
-            samples[of_epoch] = self._permutation(int(epoch))(offsets[of_epoch])
-        return samples
+            indices[of_epoch] = self._permutation(int(epoch))(offsets[of_epoch])
+        return indices
 
     def _permutation_of_epoch(self, epoch: int) -> Permutation:
-        return permutation(self.sequences_per_epoch, derive_key(self.seed, "source", self.name, epoch))
+        count, key = self.sequences_per_epoch, derive_key(self.seed, "source", self.name, epoch)
+        if self.window is None:
+            return permutation(count, key)
+        chunk, window = self.window
+        return windowed_permutation(count, key, chunk=chunk, window=window, lanes=self.lanes, start=epoch * count)
+
+    @property
+    def order_plan(self) -> list[int]:
+        """What the order depends on beside seed and name, for the plan of a mixture, which knows the period of lanes."""
+        return [*(self.window or ()), *([self.lanes.count] if self.lanes else [])]
 
 
 class TokenDataset(PackedDataset):
     """The packed sequences of one split of a folder of token shards."""
 
-    def __init__(self, folder: TokenFolder, *, split: str = "train", sequence_length: int, seed: int = 0, shuffle: bool = True):
-        """Raises UserError if the folder has no such split, or it has too few tokens to train on."""
-        tokens = folder.split(split)
-        if shuffle and tokens.num_tokens < 2:
-            raise UserError(f"{folder.path}: {split}: one token, and none to predict from it; prepare more text")
+    def __init__(
+        self,
+        folder: TokenFolder,
+        *,
+        split: str = "train",
+        sequence_length: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        window: int | None = None,
+        lanes: Lanes | None = None,
+        packing: TokenPacking = "concat",
+    ):
+        """Shuffled within each `window` chunks of CHUNK_TOKENS tokens (of best fit: of about a group), by default over all.
+
+        With `lanes` each of these has windows of its own.
+
+        Raises UserError if the folder has no such split, or it has too few tokens to train on, or (best fit) no index for this
+        length; only the training split has one.
+        """
+        tokens, chunk = folder.split(split), max(1, CHUNK_TOKENS // sequence_length)
+        packed: Packing = ConcatPacking(tokens, sequence_length, tokens.quarantined.overlap)
+        version = PACKING_VERSION
+        if packing == "best-fit":
+            assert split == TRAIN_SPLIT
+            packed = BestFitPacking(tokens, BestFitIndex.open(folder, sequence_length), sequence_length)
+            version, chunk = BEST_FIT_VERSION, GROUP_SEQUENCES
+        if shuffle and not packed.num_sequences:
+            raise UserError(f"{folder.path}: {split}: no token to predict from another; prepare more text")
         super().__init__(
-            ConcatPacking(tokens, sequence_length),
-            name=split,
+            packed,
+            name=tokens.digest,
             location=f"{folder.path}: {split}",
-            plan=["concat", PACKING_VERSION, split, tokens.digest, sequence_length],
+            plan=[packing, version, split, tokens.digest, sequence_length],
             sequence_length=sequence_length,
             seed=seed,
             shuffle=shuffle,
+            window=None if window is None else (chunk, window),
+            lanes=lanes,
+            read_threads=folder.storage.read_threads,
         )
-        if shuffle and tokens.num_tokens <= sequence_length:
-            warnings.warn(
-                f"{self.location} holds {tokens.num_tokens} tokens, less than one sequence of {sequence_length}: "
-                "every sequence is the same text and padding",
-                stacklevel=2,
-            )
+
+
+@dataclass(frozen=True)
+class JoinedPacking(Packing):
+    """The sequences of several packings, one packing after another."""
+
+    packings: Sequence[Packing]
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        return np.cumsum([0, *(packing.num_sequences for packing in self.packings)])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self._bounds[-1])
+
+    @property
+    def extras(self) -> Sequence[str]:
+        return sorted({name for packing in self.packings for name in packing.extras})
+
+    def read(self, index: int, out: PackedSequence) -> None:
+        assert out.source_ids is not None
+        at = min(int(np.searchsorted(self._bounds, index, "right")), len(self.packings)) - 1
+        out.source_ids[:] = at
+        self.packings[at].read(index - int(self._bounds[at]), out)
+
+
+def join_datasets(datasets: Mapping[str, PackedDataset]) -> PackedDataset:
+    """One unshuffled dataset of several of one sequence length, by the names of their sources."""
+    return PackedDataset(
+        JoinedPacking([dataset.packing for dataset in datasets.values()]),
+        name="joined",
+        location=", ".join(dataset.location for dataset in datasets.values()),
+        plan=[dataset.plan for dataset in datasets.values()],
+        sequence_length=next(iter(datasets.values())).sequence_length,
+        shuffle=False,
+        read_threads=max(dataset.read_threads for dataset in datasets.values()),
+        source_names=tuple(datasets),
+    )

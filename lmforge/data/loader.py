@@ -4,6 +4,7 @@ Which samples a step takes follows from its number. The loader has no state to c
 """
 
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -13,8 +14,9 @@ import torch
 
 from lmforge.cluster.distributed import use_device_in_thread
 from lmforge.data.batch import Batch
-from lmforge.data.dataset import PackedDataset
+from lmforge.data.mixture import TrainingDataset
 from lmforge.data.order import token_rng_keys
+from lmforge.data.shard_storage import slow_read
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +31,15 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     """This data-parallel rank's part of every global batch.
 
     The global batch of step k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r
-    of W (`data_parallel_rank_and_size` in parallel/dims.py) takes the r-th of W equal contiguous parts of it, in micro-batches
-    of `micro_batch_size`. So the global batch is the same for any number of ranks. With `rng_seed` batches have keys to draw
-    randomness from. Raises ValueError if a size does not divide.
+    of W (`data_parallel_rank_and_size` in parallel/dims.py) takes the r-th of W contiguous parts of it, in micro-batches of
+    `micro_batch_size`. So the global batch is the same for any number of ranks. Where it does not divide, the first parts have
+    one sequence more, and all ranks as many micro-batches of one size: the rest is padding, of which nothing is scored. With
+    `rng_seed` batches have keys to draw randomness from. Raises ValueError for a rank without a sequence.
 
     `data_wait_seconds` is the total time for which callers of `batches` waited. Close it, or use it in a `with`.
     """
 
-    dataset: PackedDataset
+    dataset: TrainingDataset
     _: KW_ONLY
     global_batch_size: int
     micro_batch_size: int
@@ -49,14 +52,18 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         size, rank, ranks = self.global_batch_size, self.data_parallel_rank, self.data_parallel_size
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
-        if size < 1 or size % ranks:
-            raise ValueError(f"a global batch of {size} sequences does not divide by {ranks} ranks")
-        self._local_batch_size = size // ranks
-        if self.micro_batch_size < 1 or self._local_batch_size % self.micro_batch_size:
-            sizes = f"{self._local_batch_size} sequences a rank do not divide into micro-batches of {self.micro_batch_size}"
-            raise ValueError(sizes)
+        if size < ranks:
+            raise ValueError(f"a global batch of {size} sequences for {ranks} ranks")
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro-batches of {self.micro_batch_size} sequences")
+        share, larger_shares = divmod(size, ranks)
+        self._first = rank * share + min(rank, larger_shares)
+        self._num_sequences = share + (rank < larger_shares)
+        self._local_batch_size = math.ceil(math.ceil(size / ranks) / self.micro_batch_size) * self.micro_batch_size
         self.data_wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1, "loader", use_device_in_thread, (torch.device(self.device),))
+        threads = self.dataset.read_threads
+        self._readers = ThreadPoolExecutor(threads, "loader-read") if threads > 1 else None
         # The steps that are being read, in order.
         self._read_ahead: dict[int, Future[Batch]] = {}
 
@@ -73,8 +80,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._read_ahead = {step: self._thread.submit(self._read, step)}
         future = self._read_ahead.pop(step)
         while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
-            waited = time.perf_counter() - began
-            log.warning("step %d: no data for %.0f s from %s", step, waited, self.dataset.location)
+            waited, file = time.perf_counter() - began, slow_read(SLOW_BATCH_WARNING_SECONDS / 2)
+            log.warning("step %d: no data for %.0f s from %s", step, waited, file or self.dataset.location)
         batch = future.result()
         self._read_ahead = {
             later: self._read_ahead.get(later) or self._thread.submit(self._read, later)
@@ -86,17 +93,20 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return [batch[start : start + size] for start in range(0, batch.batch_size, size)]
 
     def _read(self, step: int) -> Batch:
-        start = step * self.global_batch_size + self.data_parallel_rank * self._local_batch_size
-        stop = start + self._local_batch_size
-        batch = Batch.from_sequences(self.dataset.sequences(start, stop))
+        start = step * self.global_batch_size + self._first
+        stop, padding = start + self._num_sequences, self._local_batch_size - self._num_sequences
+        map_rows = map if self._readers is None else self._readers.map
+        batch = Batch.from_sequences(self.dataset.sequences(start, stop, padding=padding, map_rows=map_rows))
         if self.rng_seed is not None:
-            keys = token_rng_keys(self.rng_seed, start, stop, batch.sequence_length)
+            keys = token_rng_keys(self.rng_seed, start, stop + padding, batch.sequence_length)
             batch = replace(batch, rng_keys=torch.from_numpy(keys))
-        return batch.pin_memory() if torch.device(self.device).type == "cuda" else batch
+        return batch.with_document_starts().pin_memory() if torch.device(self.device).type == "cuda" else batch
 
     def close(self) -> None:
-        """Wait for the reading thread to end."""
+        """Wait for the reading threads to end."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._readers is not None:
+            self._readers.shutdown(wait=True, cancel_futures=True)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -10,14 +10,21 @@ checkpointing or restarts. A sequence that comes again in another epoch is anoth
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from lmforge.errors import UserError
+
 # Up to this size a Feistel network is measurably not uniform, and a table of two bytes an entry is small.
 MAX_TABLE_SIZE = 65_536
 FEISTEL_ROUNDS = 6
+# Of positions dealt to lanes: a table of 16 bytes each is kept for each source.
+MAX_LANE_CYCLE = 65_536
 
 UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
 Permutation = Callable[[np.ndarray], np.ndarray]
@@ -60,6 +67,95 @@ def permutation(n: int, key: int) -> Permutation:
     if not 1 <= n <= 2**62:
         raise ValueError(f"a permutation of {n} items: expected 1 to 2**62")
     return _table_permutation(n, key) if n <= MAX_TABLE_SIZE else _feistel_permutation(n, key)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """`count` parts of every global batch, one after another, that each read a part of the data of their own.
+
+    `period` is how many samples of the data are in a global batch, on average. Position n belongs to lane
+    ⌊count · frac(n / period)⌋, whatever the number of ranks. Raises UserError for a period above MAX_LANE_CYCLE.
+    """
+
+    count: int
+    period: Fraction
+
+    def __post_init__(self) -> None:
+        if self.period > MAX_LANE_CYCLE:  # rounded, it would be another period, and from twice as much on no period at all
+            raise UserError(
+                f"data.num_canonical_nodes: a global batch has {math.ceil(self.period):,} samples of a source, more than"
+                f" {MAX_LANE_CYCLE:,}; leave it out, or make train.global_batch_size smaller"
+            )
+
+    def deal(self, start: int, stop: int) -> tuple[np.ndarray, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]:
+        """Deal the positions start … stop − 1 to the lanes.
+
+        Returns how many each lane gets, int64 [count], and a function of positions counted from `start` that gives their lanes
+        and how many positions of its lane come before each.
+        """
+        # Positions of a cycle have every phase of the period once. A period of a longer cycle is rounded: a lane then drifts
+        # through the batch, by a sample in thousands of batches.
+        rate = (1 / self.period).limit_denominator(MAX_LANE_CYCLE)
+        cycle = rate.denominator
+        lanes = np.arange(cycle) * (rate.numerator % cycle) % cycle * self.count // cycle
+        per_cycle = np.bincount(lanes, minlength=self.count)
+        before = np.empty(cycle, np.int64)
+        before[np.argsort(lanes, kind="stable")] = np.arange(cycle) - np.repeat(np.cumsum(per_cycle) - per_cycle, per_cycle)
+
+        def counts_until(position: int) -> np.ndarray:
+            full, rest = divmod(position, cycle)
+            return full * per_cycle + np.bincount(lanes[:rest], minlength=self.count)
+
+        skipped = counts_until(start)
+
+        def assign(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            full, rest = np.divmod(positions + start, cycle)
+            of_positions = lanes[rest]
+            return of_positions, full * per_cycle[of_positions] + before[rest] - skipped[of_positions]
+
+        return counts_until(stop) - skipped, assign
+
+
+def windowed_permutation(
+    n: int, key: int, *, chunk: int, window: int, lanes: Lanes | None = None, start: int = 0
+) -> Permutation:
+    """A bijection of 0..n-1 as `permutation` gives one, whose neighbouring positions are near each other in few places.
+
+    The values are cut into chunks of `chunk`, and the chunks permuted. Each `window` of them that come after one another are
+    permuted as a whole, so that `window` · `chunk` positions need only these. What is left over from whole chunks belongs to
+    the last window. Where one window holds all, it is `permutation(n, key)` itself.
+
+    With `lanes` the permuted chunks are first divided between these, one after another, and each lane has windows of its own.
+    Position 0 is position `start` for the lanes.
+    """
+    num_chunks, size = n // chunk, chunk * window
+    if lanes is None and num_chunks <= window:
+        return permutation(n, key)
+    chunk_order = permutation(max(1, num_chunks), derive_key(key, "chunks"))
+    lane_sizes, assign = (lanes or Lanes(1, Fraction(1))).deal(start, start + n)
+    lane_starts = np.cumsum(lane_sizes) - lane_sizes
+    num_windows = np.maximum(1, -(-(lane_sizes // chunk) // window))
+
+    @lru_cache(maxsize=2 * len(lane_sizes) + 2)
+    def within(lane: int, number: int) -> Permutation:
+        is_last = number == num_windows[lane] - 1
+        count = int(lane_sizes[lane]) - number * size if is_last else size
+        return permutation(count, derive_key(key, "window", number, *([lane] if lane else [])))
+
+    def permute(positions: np.ndarray) -> np.ndarray:
+        of_positions, ranks = assign(positions)
+        places = np.empty_like(positions)
+        for lane in np.unique(of_positions).tolist():
+            in_lane = np.flatnonzero(of_positions == lane)
+            windows = np.minimum(ranks[in_lane] // size, num_windows[lane] - 1)
+            for number in np.unique(windows).tolist():
+                chosen, first = in_lane[windows == number], number * size
+                places[chosen] = within(lane, number)(ranks[chosen] - first) + first + lane_starts[lane]
+        whole = places < num_chunks * chunk
+        places[whole] = chunk_order(places[whole] // chunk) * chunk + places[whole] % chunk
+        return places
+
+    return permute
 
 
 def _table_permutation(n: int, key: int) -> Permutation:

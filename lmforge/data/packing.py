@@ -3,15 +3,21 @@
 Concat packing: the documents of a split, one after another, cut every `sequence_length` tokens (L). Sequence n holds the tokens
 n·L … n·L + L. The last of them is only a label here and the first input of sequence n + 1, so every transition is scored
 exactly once. Attention, positions and labels stop at each document's end.
+
+Best-fit packing: whole documents, or spans of those that are longer than a sequence. Which of them share a sequence is chosen
+so that hardly a place stays empty. The token after a span is only a label, so here too every transition within a document is
+scored exactly once. Only the algorithm is here; for token shards its result is stored (best_fit_index.py).
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol, Self, overload
 
 import numpy as np
 
 from lmforge.data.labels import IGNORE_INDEX
+from lmforge.errors import prefix_errors
 
 PADDING_DOCUMENT_ID = -1
 
@@ -25,26 +31,85 @@ class PackedSequence:
     positions: np.ndarray  # int64, from 0 at the start of each document and of the sequence
     document_ids: np.ndarray  # int32, 0, 1, … in the sequence; PADDING_DOCUMENT_ID after the last token
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32 per-token values by name
+    source_ids: np.ndarray | None = None  # int32, the number of its source, the same everywhere, where there are several
+
+    def pad(self, start: int = 0) -> None:
+        """Make all padding from column `start` on."""
+        for values in (self.tokens, self.positions, *self.extras.values()):
+            values[..., start:] = 0
+        self.labels[..., start:], self.document_ids[..., start:] = IGNORE_INDEX, PADDING_DOCUMENT_ID
+
+    def put_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Make it one document, padded at its end; nothing is scored."""
+        size = len(tokens)
+        self.pad()
+        self.tokens[:size], self.positions[:size], self.document_ids[:size] = tokens, np.arange(size), 0
+
+
+@dataclass(frozen=True)
+class PackedSequences(PackedSequence):
+    """Samples as rows: each array of shape [sequences, sequence_length]."""
 
     @classmethod
-    def all_padding(cls, sequence_length: int, extras: Sequence[str] = ()) -> Self:
-        """An empty sequence, to be filled."""
-        return cls(
-            np.zeros(sequence_length, np.int64),
-            np.full(sequence_length, IGNORE_INDEX, np.int64),
-            np.zeros(sequence_length, np.int64),
-            np.full(sequence_length, PADDING_DOCUMENT_ID, np.int32),
-            {name: np.zeros(sequence_length, np.float32) for name in extras},
+    def empty(cls, count: int, sequence_length: int, extras: Sequence[str] = (), *, with_sources: bool = False) -> Self:
+        """Rows to be written; what is in them before is arbitrary, except `source_ids` (0).
+
+        All arrays are one piece of memory: the C library keeps one for the next batch. Several smaller ones it gives back to
+        the system after each batch, and to fault them in again, page by page, takes longer than to read the batch.
+        """
+        dtypes = [np.int64] * 3 + [np.int32] * (1 + with_sources) + [np.float32] * len(extras)
+        ends = np.cumsum([count * sequence_length * np.dtype(dtype).itemsize for dtype in dtypes])
+        pieces = zip(np.split(np.empty(ends[-1], np.uint8), ends[:-1]), dtypes, strict=True)
+        arrays = (piece.view(dtype).reshape(count, sequence_length) for piece, dtype in pieces)
+        out = cls(
+            tokens=next(arrays),
+            labels=next(arrays),
+            positions=next(arrays),
+            document_ids=next(arrays),
+            source_ids=next(arrays) if with_sources else None,
+            extras=dict(zip(extras, arrays, strict=True)),
         )
+        if out.source_ids is not None:
+            out.source_ids.fill(0)
+        return out
 
-    @classmethod
-    def of_one_document(cls, tokens: Sequence[int] | np.ndarray, sequence_length: int) -> Self:
-        """One document, padded at its end; nothing is scored."""
-        sequence, size = cls.all_padding(sequence_length), len(tokens)
-        sequence.tokens[:size] = tokens
-        sequence.positions[:size] = np.arange(size)
-        sequence.document_ids[:size] = 0
-        return sequence
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[PackedSequence]:
+        return (self[row] for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, rows: int) -> PackedSequence: ...
+    @overload
+    def __getitem__(self, rows: slice) -> "PackedSequences": ...
+    def __getitem__(self, rows: int | slice) -> PackedSequence:
+        """One row, or some, as views."""
+        kind = PackedSequences if isinstance(rows, slice) else PackedSequence
+        extras = {name: values[rows] for name, values in self.extras.items()}
+        source_ids = None if self.source_ids is None else self.source_ids[rows]
+        return kind(self.tokens[rows], self.labels[rows], self.positions[rows], self.document_ids[rows], extras, source_ids)
+
+    def fill(self, samples: Sequence[int], sequences: Sequence[tuple["Packing", int]], map_rows: "MapRows" = map) -> None:
+        """Read sequences into the first rows, each given by its packing and index, and make the other rows padding.
+
+        `samples` number them in the message of a UserError. `map_rows` reads each row, as that of an executor does in threads.
+        """
+
+        def read(row: int) -> None:
+            packing, index = sequences[row]
+            with prefix_errors(f"sample {samples[row]}"):
+                packing.read(index, self[row])
+
+        for _ in map_rows(read, range(len(sequences))):
+            pass
+        self[len(sequences) :].pad()
+
+
+class MapRows(Protocol):
+    """`map`, or the one of an executor."""
+
+    def __call__(self, read: Callable[[int], None], rows: range, /) -> Iterator[None]: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +118,21 @@ class TokenizedExample:
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+
+
+class Packing(Protocol):
+    """How stored tokens become packed sequences: how many there are, and each of them by its index."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def extras(self) -> Sequence[str]:
+        """The names of the extras that its sequences have."""
+        return ()
+
+    def read(self, index: int, out: PackedSequence) -> None:
+        """Write sequence `index` to `out`, which may hold anything; all padding at or beyond `num_sequences`."""
 
 
 class TokenReader(Protocol):
@@ -67,32 +147,93 @@ class TokenReader(Protocol):
         """Where documents begin strictly between `start` and `stop`, int64."""
 
 
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the fullest bin with enough space.
+
+    The longest first (Ding et al., "Fewer Truncations", arXiv 2404.10830). No item is cut; the rest of a bin stays empty.
+    Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
+    """
+    bins: list[list[int]] = []
+    with_space: defaultdict[int, list[int]] = defaultdict(list)
+    # Bit s is set if a bin has space s: the lowest set bit at or above a size is the best fit.
+    spaces = 0
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1
+            number = with_space[space].pop()
+            if not with_space[space]:
+                spaces ^= 1 << space
+            bins[number].append(item)
+        else:
+            space, number = capacity, len(bins)
+            bins.append([item])
+        left = space - size
+        with_space[left].append(number)
+        spaces |= 1 << left
+    starts = np.concatenate(([0], np.cumsum([len(each) for each in bins]))).astype(np.int64)
+    return np.array([item for each in bins for item in each], np.int64), starts
+
+
 @dataclass(frozen=True)
-class ConcatPacking:
-    """The sequences of a split under concat packing."""
+class ConcatPacking(Packing):
+    """The sequences of a split under concat packing. Those that `overlap_damage` of their tokens is true of are all padding."""
 
     split: TokenReader
     sequence_length: int
+    overlap_damage: Callable[[int, int], bool] = lambda start, stop: False
 
     @property
     def num_sequences(self) -> int:
         """How many sequences hold every transition; the last may be partly padding."""
         return -(-(self.split.num_tokens - 1) // self.sequence_length)
 
-    def sequence(self, index: int) -> PackedSequence:
-        """Sequence `index`; all padding at or beyond `num_sequences`."""
+    def read(self, index: int, out: PackedSequence) -> None:
         begin = index * self.sequence_length
         size = max(0, min(self.sequence_length, self.split.num_tokens - 1 - begin))
-        packed = PackedSequence.all_padding(self.sequence_length)
-        if size:
-            tokens = self.split.read(begin, begin + size + 1)
-            # A document may start at the token that is only a label here: it crosses a boundary, so it is not scored.
-            starts = self.split.document_starts(begin, begin + size + 1) - begin
-            packed.tokens[:size] = tokens[:-1]
-            packed.labels[:size] = tokens[1:]
-            packed.labels[starts - 1] = IGNORE_INDEX
-            bounds = np.concatenate(([0], starts[starts < size], [size]))
-            lengths = np.diff(bounds)
-            packed.positions[:size] = np.arange(size) - np.repeat(bounds[:-1], lengths)
-            packed.document_ids[:size] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return packed
+        if not size or self.overlap_damage(begin, begin + size + 1):
+            out.pad()
+            return
+        tokens = self.split.read(begin, begin + size + 1)
+        starts = self.split.document_starts(begin, begin + size + 1) - begin
+        out.tokens[:size], out.labels[:size] = tokens[:-1], tokens[1:]
+        # A document may start at the token that is only a label here: it crosses a boundary, so it is not scored.
+        out.labels[starts - 1] = IGNORE_INDEX
+        bounds = np.concatenate(([0], starts[starts < size], [size]))
+        lengths = bounds[1:] - bounds[:-1]
+        np.subtract(np.arange(size), np.repeat(bounds[:-1], lengths), out=out.positions[:size])
+        out.document_ids[:size] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        out.pad(size)
+
+
+class SpanIndex(Protocol):
+    """Which spans of documents each sequence of best-fit packing holds (`best_fit_index.BestFitIndex`)."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def spans(self, sequence: int) -> Sequence[tuple[int, int]]:
+        """(first token, length) of each, `sequence_length` or less together. None: all padding."""
+
+
+@dataclass(frozen=True)
+class BestFitPacking(Packing):
+    """The sequences of a split under best-fit packing: spans of an index, with positions from 0 in each, then padding."""
+
+    split: TokenReader
+    index: SpanIndex
+    sequence_length: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.index.num_sequences
+
+    def read(self, index: int, out: PackedSequence) -> None:
+        at = 0
+        for number, (start, size) in enumerate(self.index.spans(index) if index < self.num_sequences else []):
+            tokens, columns = self.split.read(start, start + size + 1), slice(at, at + size)
+            out.tokens[columns], out.labels[columns] = tokens[:-1], tokens[1:]
+            out.positions[columns], out.document_ids[columns] = np.arange(size), number
+            at += size
+        out.pad(at)

@@ -1,4 +1,4 @@
-"""Text ↔ token ids: train a byte-level BPE, or open any tokenizer.json, and treat all of them alike.
+"""Text ↔ token ids: train a byte-level BPE, take bytes or characters, or open any tokenizer.json, and treat all of them alike.
 
 A text becomes its own tokens and no others. Tokenizers come with post-processors that add a token before or after, with
 truncation and padding as they were saved, and with special tokens that a text may spell. All of that is switched off; only
@@ -23,12 +23,14 @@ import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
+from lmforge.data.sentencepiece_model import convert_sentencepiece
 from lmforge.errors import UserError, prefix_errors
 from lmforge.untrusted import parse_json, quoted, read_bounded
 
 EOS_TOKEN = "<|endoftext|>"
 # Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing it.
 CHAT_SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+UNKNOWN_TOKEN = "<|unknown|>"  # of a vocabulary of characters
 MIN_VOCAB_SIZE = 256 + 1 + len(CHAT_SPECIAL_TOKENS)
 
 # No token goes across two matches. Punctuation takes the end of its line and the next line's indentation along, so the end
@@ -91,8 +93,32 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS_TOKEN, "clean_up_tokenization_spaces": False}
-    return Tokenizer(bpe.to_str(pretty=True), {"tokenizer_config.json": json.dumps(config, indent=2)})
+    return Tokenizer(bpe.to_str(pretty=True), _tokenizer_config(eos_token=EOS_TOKEN))
+
+
+def byte_tokenizer() -> "Tokenizer":
+    """A token for each byte of UTF-8, after the special tokens."""
+    return train_tokenizer([], MIN_VOCAB_SIZE)
+
+
+def character_tokenizer(characters: Iterable[str]) -> "Tokenizer":
+    """A token for each of these characters, in the order of their code points, after the special tokens.
+
+    Other characters become one token that stands for no text.
+    """
+    tokens = [EOS_TOKEN, *CHAT_SPECIAL_TOKENS, UNKNOWN_TOKEN, *sorted(set(characters))]
+    # A BPE without merges: of the library's models the one that needs no regular expression to divide characters.
+    model = models.BPE({token: id for id, token in enumerate(tokens)}, [], unk_token=UNKNOWN_TOKEN)
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([EOS_TOKEN, *CHAT_SPECIAL_TOKENS, UNKNOWN_TOKEN])
+    return Tokenizer(backend.to_str(pretty=True), _tokenizer_config(eos_token=EOS_TOKEN, unk_token=UNKNOWN_TOKEN))
+
+
+def _tokenizer_config(**tokens: str) -> dict[str, str]:
+    """The file that says to transformers which tokens are which, by its name."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False}
+    return {"tokenizer_config.json": json.dumps(config, indent=2)}
 
 
 class Tokenizer:
@@ -132,6 +158,19 @@ class Tokenizer:
         self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
         # Some files do not mark these as special: text that spells them would be encoded as them.
         self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
+        self._encoder = self._text_encoder()
+
+    def _text_encoder(self) -> tokenizers.Tokenizer:
+        """What encodes a text: the same tokenizer, but no text spells a special token of its vocabulary."""
+        model = self._json["model"]
+        if not isinstance(vocab := model.get("vocab"), list):
+            return self._backend
+        # A unigram model finds whatever is in its vocabulary. These spellings no text can guess.
+        hidden = {id: secrets.token_hex(16) for id in self.all_special_ids}
+        pieces = [[hidden.get(id, token), score] for id, (token, score) in enumerate(vocab)]
+        added = [{**token, "content": hidden.get(token["id"], token["content"])} for token in self.added_tokens]
+        table = {**self._json, "model": {**model, "vocab": pieces}, "added_tokens": added, "truncation": None, "padding": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(table))
 
     @contextmanager
     def _library_errors(self, what: str) -> Iterator[None]:
@@ -145,8 +184,10 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a tokenizer.json, or a folder with one, and the files beside it. Raises UserError if that is impossible."""
+        """Open a tokenizer.json, a folder with one, with the files beside it, or a SentencePiece `.model`. Raises UserError."""
         file = Path(path) if isinstance(path, str) else path  # a path in a store is not a string
+        if file.suffix == ".model" and not file.is_dir():
+            return cls(*convert_sentencepiece(file), str(file))
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
@@ -182,7 +223,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text and no others: a special token's spelling is encoded as text."""
         with self._library_errors("cannot encode a text"):
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return self._encoder.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -195,7 +236,7 @@ class Tokenizer:
         """`encode` of each. `is_continuation`: as after other tokens, where some tokenizers put no blank before a word."""
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
             with self._library_errors("cannot encode a text"):
-                return [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+                return [each.ids for each in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
         tokens, before = self._continuation_tokenizer
         after = [before + text for text in texts]
         return [each.ids[1:] for each in tokens.encode_batch_fast(after, add_special_tokens=False)]
@@ -226,9 +267,9 @@ class Tokenizer:
         """The text of ids, without special tokens unless `include_special_tokens`."""
         return self._backend.decode(list(ids), skip_special_tokens=not include_special_tokens)
 
-    def stream_decoder(self) -> "StreamDecoder":
-        """A decoder that takes one id at a time."""
-        return StreamDecoder(self)
+    def stream_decoder(self, is_continuation: bool = False) -> "StreamDecoder":
+        """A decoder that takes one id at a time. `is_continuation`: after other text, so that a leading blank counts."""
+        return StreamDecoder(self, is_continuation)
 
     def token_byte_lengths(self) -> np.ndarray:
         """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
@@ -279,7 +320,7 @@ class Tokenizer:
     @cached_property
     def _continuation_tokenizer(self) -> tuple[tokenizers.Tokenizer, str]:
         """The tokenizer with one more token, which a text can be put after, and its spelling, which no text can guess."""
-        tokens, before = tokenizers.Tokenizer.from_str(self._backend.to_str()), secrets.token_hex(16)
+        tokens, before = tokenizers.Tokenizer.from_str(self._encoder.to_str()), secrets.token_hex(16)
         tokens.encode_special_tokens = True
         tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
         return tokens, before
@@ -320,17 +361,20 @@ class Tokenizer:
             elif None in kinds:
                 pieces[id] = (" " + token).encode()
             else:
-                blank = kinds["Metaspace"]["replacement"] if "Metaspace" in kinds else "▁"
-                pieces[id] = token.replace(blank, " ").encode()
+                if "Metaspace" in kinds:
+                    token = token.replace(kinds["Metaspace"]["replacement"], " ")
+                elif "Replace" in kinds:
+                    token = token.replace("▁", " ")
+                pieces[id] = token.encode()
         return pieces
 
 
 class StreamDecoder:
     """Decodes one id at a time, and keeps back the bytes of a character that is not complete yet."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, is_continuation: bool):
         self._tokenizer = tokenizer
-        self._drop_space = tokenizer.drops_leading_space
+        self._drop_space = tokenizer.drops_leading_space and not is_continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:

@@ -1,5 +1,6 @@
 """What a loss is measured on: token shards, tokenized examples of fine-tuning, or files of text or conversations."""
 
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -7,36 +8,66 @@ import numpy as np
 
 from lmforge.data.chat.conversations import detect_format, read_conversations
 from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
-from lmforge.data.dataset import PackedDataset, TokenDataset
+from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.packing import ConcatPacking
-from lmforge.data.shards import SHARDS_MANIFEST, TokenFolder
+from lmforge.data.shard_format import SHARDS_MANIFEST
+from lmforge.data.shards import TokenFolder
 from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_records
 from lmforge.data.sources.text_sources import open_text_source
-from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
 
 ENCODE_BATCH_TEXTS = 256
 
 
-def open_evaluation_dataset(loaded: LoadedModel, data: Path, split: str, sequence_length: int) -> tuple[PackedDataset, str]:
-    """Sequences of `sequence_length` tokens of `data`, and the name of the split. Raises UserError.
+def open_evaluation_dataset(
+    loaded: LoadedModel, sources: Mapping[str, Path], split: str, sequence_length: int
+) -> tuple[PackedDataset, str]:
+    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
 
-    A prepared folder gives `split`. Files give all of their content (split "all"), tokenized with the model's tokenizer;
-    attention stays within a document or conversation.
+    A prepared folder gives `split`. Several are joined, less those without it. Files give all of their content (split "all"),
+    tokenized with the model's tokenizer; attention stays within a document or conversation.
     """
+    if len(sources) == 1:
+        data = next(iter(sources.values()))
+        if folder := _open_prepared(loaded, data):
+            return _open_split(folder, split, sequence_length), split
+        return _open_files(loaded, data, split, sequence_length), "all"
+    # Opening raises where a folder is no longer there.
+    folders = {name: _open_prepared(loaded, data) or TokenFolder.open(data) for name, data in sources.items()}
+    with_split = {name: folder for name, folder in folders.items() if _has_split(folder, split)} or folders
+    return join_datasets({name: _open_split(each, split, sequence_length) for name, each in with_split.items()}), split
+
+
+def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFolder | None:
+    """A prepared folder, whose tokenizer is the model's; None for files."""
+    folder: ExampleFolder | TokenFolder
     if (data / EXAMPLES_MANIFEST).exists():
         folder = ExampleFolder.open(data)
         if folder.manifest["plan"]["kind"] != "conversations":
             raise UserError(f"{data}: holds preferences, which have no language-modelling loss; name other data with --data")
-        _check_tokenizer(folder.tokenizer, loaded, data)
-        if not folder.manifest["splits"][split]["examples"]:
-            raise UserError(f"{data}: no {split} examples; choose the other --split, or name other data with --data")
-        return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False), split
-    if (data / SHARDS_MANIFEST).exists() or (data.is_dir() and not any(data.iterdir())):
-        tokens = TokenFolder.open(data)
-        _check_tokenizer(tokens.tokenizer, loaded, data)
-        return TokenDataset(tokens, split=split, sequence_length=sequence_length, shuffle=False), split
+    elif (data / SHARDS_MANIFEST).exists() or (data.is_dir() and not any(data.iterdir())):
+        folder = TokenFolder.open(data)
+    else:
+        return None
+    if folder.tokenizer.hash != loaded.tokenizer.hash:
+        raise UserError(f"{data}: prepared with another tokenizer than the model's; prepare it with --tokenizer {loaded.path}")
+    return folder
+
+
+def _has_split(folder: ExampleFolder | TokenFolder, split: str) -> bool:
+    return split in folder.splits if isinstance(folder, TokenFolder) else folder.num_examples(split) > 0
+
+
+def _open_split(folder: ExampleFolder | TokenFolder, split: str, sequence_length: int) -> PackedDataset:
+    if isinstance(folder, TokenFolder):
+        return TokenDataset(folder, split=split, sequence_length=sequence_length, shuffle=False)
+    if not folder.num_examples(split):
+        raise UserError(f"{folder.path}: no {split} examples; choose the other --split, or name other data with --data")
+    return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False)
+
+
+def _open_files(loaded: LoadedModel, data: Path, split: str, sequence_length: int) -> PackedDataset:
     if split != "validation":
         raise UserError(f"--split {split}: {data} is not a prepared folder, and all of it is measured; leave --split out")
     packing: ExamplePacking | ConcatPacking
@@ -46,15 +77,9 @@ def open_evaluation_dataset(loaded: LoadedModel, data: Path, split: str, sequenc
         packing = ConcatPacking(_TokenizedTexts(loaded, data), sequence_length)
     if not packing.num_sequences:
         raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
-    dataset = PackedDataset(
+    return PackedDataset(
         packing, name="measured", location=str(data), plan=[str(data)], sequence_length=sequence_length, shuffle=False
     )
-    return dataset, "all"
-
-
-def _check_tokenizer(data_tokenizer: Tokenizer, loaded: LoadedModel, data: Path) -> None:
-    if data_tokenizer.hash != loaded.tokenizer.hash:
-        raise UserError(f"{data}: prepared with another tokenizer than the model's; prepare it with --tokenizer {loaded.path}")
 
 
 def _has_conversations(data: Path) -> bool:

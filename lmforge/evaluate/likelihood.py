@@ -100,7 +100,7 @@ def run_in_batches(
 def _score_batch(model: LanguageModel, sequences: Sequence[tuple[list[int], int]]) -> list[Likelihood]:
     """Each sequence: its tokens, and how many of the last ones are scored."""
     batch = Batch.from_token_lists([tokens[:-1] for tokens, _ in sequences]).to(model.embeddings[0].weight.device)
-    hidden = model(batch.tokens, batch.positions, batch.document_ids)
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
     scored = torch.cat(
         [hidden[row, len(tokens) - 1 - count : len(tokens) - 1] for row, (tokens, count) in enumerate(sequences)]
     )

@@ -97,6 +97,14 @@ def load_task(path: str | Path) -> QuestionTask:
     return QuestionTask(Path(path), tuple(questions))
 
 
+def load_texts(path: str | Path) -> list[str]:
+    """The questions of a file and their answers, as they are written there. Raises UserError as `load_task` does."""
+    texts = []
+    for question, (_, record) in zip(load_task(path).questions, read_records(path), strict=True):
+        texts += [str(record.get("question", record.get("prompt"))), *question.choices, *question.answers]
+    return texts
+
+
 def _parse_question(content: dict[str, Any], number: int, where: str) -> Question:
     if ("question" in content) == ("prompt" in content):
         raise UserError(f'{where}: expected either a "question" or a "prompt"')

@@ -240,7 +240,8 @@ def generate(
             own_seed = derive_key(seed, "completion", number, sample)
             request = GenerationRequest(prompt_ids, max_tokens, sampling, own_seed, stop_token_ids)
             indices[engine.add_request(request)] = len(indices)
-    streamers = [TextStreamer(tokenizer, stop_strings) for _ in indices]
+    continued = [isinstance(prompt, str) and prompt != "" for prompt in prompts for _ in range(num_completions)]
+    streamers = [TextStreamer(tokenizer, stop_strings, is_continuation) for is_continuation in continued]
     logprobs: list[list[float]] = [[] for _ in indices]
     while engine.num_unfinished:
         for token in engine.step():

@@ -1,8 +1,8 @@
 """Load a trained model by its name alone: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import choose_dtype
+from lmforge.runs import parse_location
 from lmforge.untrusted import read_json
 
 # A model may read sequences for which a KV cache has no memory.
@@ -39,7 +40,7 @@ class LoadedModel:
 
     prefix_ids, stop_token_ids: ids that a text begins with, and that end it, as the model was trained.
     recipe: the options it was trained with; None for a Hugging Face folder.
-    training_data: path of the data it was trained on; None where unknown.
+    training_data: the folder of the data it was trained on, or those of the sources of a mixture by name; empty: unknown.
     """
 
     model: LanguageModel
@@ -49,7 +50,7 @@ class LoadedModel:
     recipe: dict[str, Any] | None
     prefix_ids: list[int]
     stop_token_ids: frozenset[int]
-    training_data: Path | None = None
+    training_data: Mapping[str, Path] = field(default_factory=dict)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -133,8 +134,10 @@ def _from_checkpoint(
     ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
     recipe = manifest.recipe
     data = manifest.written_by.get("data") or recipe.get("data", {}).get("folder")
+    sources = manifest.written_by.get("sources") or ({data: data} if data else {})
     # GRPO has prompts without answers: nothing to measure a loss on.
-    training_data = Path(data) if data and recipe.get("align", {}).get("method") != "grpo" else None
+    has_text = recipe.get("align", {}).get("method") != "grpo"
+    training_data = {name: parse_location(source) for name, source in sources.items()} if has_text else {}
     return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, recipe, *ids, training_data)
 
 

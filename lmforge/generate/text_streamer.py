@@ -22,8 +22,9 @@ class TextStreamer:
     `token_ids` are all tokens so far, `text` is their text up to the stop string, `finish_reason` is "stop" once it ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self._decoder = tokenizer.stream_decoder()
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool = False) -> None:
+        """`is_continuation`: it goes on with a text, so that the blank before its first word counts."""
+        self._decoder = tokenizer.stream_decoder(is_continuation)
         self._stop_strings = stop_strings
         self._num_emitted = 0  # characters of `text` that were returned
         self.token_ids: list[int] = []

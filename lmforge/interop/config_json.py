@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES
 from lmforge.errors import UserError
-from lmforge.model.config import FAMILY_BY_MODEL_TYPE, ModelConfig
+from lmforge.model.config import ModelConfig, base_model_type
 from lmforge.untrusted import describe, quoted, read_json
 
 # What transformers assumes where a config.json leaves a field out; it differs by model_type.
@@ -100,10 +101,12 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
     """A model config as the content of a config.json that transformers 4 and 5 both read."""
     if config.family == "transformers":
         return dict(config.config_dict)  # type: ignore[attr-defined]
-    model_type = config.model_type
+    model_type = config.base_type
     causal_suffix = "LMHeadModel" if model_type == "gpt2" else "ForCausalLM"
     architecture = _CLASS_PREFIXES[model_type] + (_CLASSIFIER_SUFFIX if config.reward else causal_suffix)
-    content: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
+    content: dict[str, Any] = {"architectures": [architecture], "model_type": config.model_type}
+    if config.final_logit_softcapping is not None:  # export.py refuses it: transformers would not read it in these families
+        content["final_logit_softcapping"] = config.final_logit_softcapping
     if config.reward:
         content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     if model_type == "gpt2":
@@ -131,17 +134,20 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
 
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
-    model_type = str(content.get("model_type"))
+    name = str(content.get("model_type"))
     _reject_unsupported(content)
-    if model_type not in FAMILY_BY_MODEL_TYPE:
-        raise UserError(f'model_type: "{model_type}" is not supported; lmforge reads {", ".join(FAMILY_BY_MODEL_TYPE)}')
+    if registry.find("model_family", name) is None:
+        known = ", ".join(registry.names("model_family"))
+        raise UserError(f'model_type: "{name}" is not supported; lmforge reads {known}; a plugin adds others (--plugins)')
+    model_type = base_model_type(name)
     reject_extreme_sizes(content)
     try:
         _ConfigJson.model_validate(content)
     except ValidationError as problem:
         raise UserError(describe(problem)) from None
     gpt2 = model_type == "gpt2"
-    fields: dict[str, Any] = {"model_type": model_type, **_DEFAULTS[model_type], "reward": _is_reward_model(content)}
+    fields: dict[str, Any] = {"model_type": name, **_DEFAULTS[model_type], "reward": _is_reward_model(content)}
+    fields["final_logit_softcapping"] = content.get("final_logit_softcapping")
     for ours in _COMMON_FIELDS if gpt2 else _LLAMA_FIELDS:
         theirs = _GPT2_FIELD_NAMES.get(ours, ours) if gpt2 else ours
         if theirs in content:
@@ -203,7 +209,7 @@ def _is_reward_model(content: dict[str, Any]) -> bool:
 def is_supported_family(content: dict[str, Any]) -> bool:
     """Whether a config.json is of a family that lmforge computes itself; other fields may still be refused."""
     has_experts = any(content.get(name) for name in NUM_EXPERTS_FIELDS)
-    return str(content.get("model_type")) in FAMILY_BY_MODEL_TYPE and not has_experts
+    return registry.find("model_family", str(content.get("model_type"))) is not None and not has_experts
 
 
 def _reject_unsupported(content: dict[str, Any]) -> None:

@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lmforge import registry
 from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
-from lmforge.model.config import ModelConfig, get_preset
+from lmforge.model.config import ModelConfig, base_model_type, get_preset
 from lmforge.model.presets import PRESETS
 
 
@@ -79,6 +80,8 @@ def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[s
         }  # as many, whatever their number
     chosen = chosen | overrides
     model_type = chosen.get("model_type", "llama")
+    if registry.find("model_family", model_type) is not None:
+        model_type = base_model_type(model_type)
     if "model_type" in overrides:
         bias = overrides.get("attention_bias", model_type == "qwen2")
         chosen |= {"qk_norm": model_type == "qwen3", "attention_bias": bias}

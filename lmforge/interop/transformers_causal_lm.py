@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lmforge.config.ranges import MODEL_RANGES
 from lmforge.errors import UserError, how_to_install, prefix_errors
 from lmforge.interop.config_json import reject_extreme_sizes
+from lmforge.model.layers import cap_logits
 from lmforge.untrusted import quoted
 
 MIN_TRANSFORMERS_VERSION = (5, 20)
@@ -101,13 +102,22 @@ def find_block_list(base_model: nn.Module) -> str:
     return max(alike, key=lambda name: len(lists[name]))
 
 
-def find_logit_scale(causal: Any, hidden_size: int) -> float:
-    """What `causal` multiplies its logits by. Raises UserError where it does more to them than that.
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the products of its head: softcap · tanh(scale · (product + bias) / softcap)."""
+
+    scale: float
+    softcap: float | None
+
+
+def find_logit_transform(causal: Any, hidden_size: int) -> LogitTransform:
+    """What `causal` does to its logits. Raises UserError where it does more to them than scaling or soft-capping.
 
     Found by trying: its own forward runs with a small head, on given hidden states in place of the base model.
     """
     name, head = find_base_model_name(causal), causal.get_output_embeddings()
     base = causal.get_submodule(name)
+    softcap = getattr(causal.config, "final_logit_softcapping", None)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         hidden = torch.randn(1, 3, hidden_size)
@@ -119,20 +129,22 @@ def find_logit_scale(causal: Any, hidden_size: int) -> float:
             setattr(causal, name, _FixedBaseModel(hidden))
             causal.set_output_embeddings(small)
             logits = causal(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
-            scale = float((logits * plain).sum() / plain.square().sum())
-            alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
             reason = str(problem)[:100]
             raise UserError(f"model: {type(causal).__name__} cannot be taken apart ({reason}); use another model") from None
         finally:
             setattr(causal, name, base)
             causal.set_output_embeddings(head)
-    if not alike:
+        if softcap is not None and torch.allclose(logits, cap_logits(plain, softcap), rtol=1e-4, atol=1e-3):
+            return LogitTransform(1.0, softcap)
+        scale = float((logits * plain).sum() / plain.square().sum())
+        alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
+    if not alike or (head.bias is not None and abs(scale - 1) >= 1e-5):
         raise UserError(
-            f"model: {type(causal).__name__} changes its logits (final_logit_softcapping or the like), which lmforge's loss"
-            " does not; take that out of its config.json, or use another model"
+            f"model: {type(causal).__name__} changes its logits in a way that lmforge's loss does not (it knows a scale, a"
+            " bias, and final_logit_softcapping); use another model"
         )
-    return 1.0 if abs(scale - 1) < 1e-5 else scale
+    return LogitTransform(1.0 if abs(scale - 1) < 1e-5 else scale, None)
 
 
 class _FixedBaseModel(nn.Module):
@@ -210,8 +222,6 @@ def reject_unsupported_parts(causal: Any) -> None:
     weights = [weight for key, weight in named if not key.startswith(_HEAD_NAME)]
     if len(set(weights)) < len(weights):
         raise UserError(f"model: {name} uses some weights in several places, which sharding would separate; use another model")
-    if head.bias is not None:
-        raise UserError(f"model: the head of {name} has a bias, which lmforge's loss does not support; use another model")
 
 
 @dataclass(frozen=True)

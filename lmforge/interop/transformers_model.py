@@ -8,7 +8,7 @@ model/incremental.py.
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -26,13 +26,14 @@ from lmforge.interop.transformers_causal_lm import (
     constant_buffers,
     find_base_model_name,
     find_block_list,
-    find_logit_scale,
+    find_logit_transform,
     import_transformers,
     read_pretrained_config,
     reject_unsupported_parts,
 )
+from lmforge.interop.transformers_init import family_initial_values
 from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import LORA_SUFFIXES, initial_value, tensor_seed
+from lmforge.model.init_weights import LORA_SUFFIXES, InitialValue
 from lmforge.model.layers import LanguageModel, LMHead, to_autocast_dtype
 
 
@@ -85,6 +86,7 @@ def to_transformers_config(content: dict[str, Any], source: str) -> Transformers
         tie_word_embeddings=bool(first("tie_word_embeddings", default=False)),
         initializer_range=first("initializer_range", "init_std", default=0.02),
         eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
+        final_logit_softcapping=first("final_logit_softcapping", default=None),
         config_dict=content,
         max_sequence_length=None if unbounded else longest,
     )
@@ -109,40 +111,21 @@ class TransformersModel(LanguageModel):
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if not self._takes_positions and config.model_type not in ALIBI_MODEL_TYPES:
             raise UserError(f"model: a {config.model_type} model cannot be told where documents begin; use another model")
-        self._logit_scale = find_logit_scale(causal, head.in_features)
+        transform = find_logit_transform(causal, head.in_features)
+        self._logit_scale = transform.scale
         self._constant_buffers, self._constants_device = constant_buffers(causal), torch.device("cpu")
         self.add_module(self._base_model_name, base)
-        self.lm_head = LMHead(head.in_features, head.out_features)
+        self.lm_head = LMHead(head.in_features, head.out_features, bias=head.bias is not None, softcap=transform.softcap)
         self.tie_weights()
 
-    @torch.no_grad()
-    def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, first value in fp32 on the CPU) of every tensor, as the family itself initializes it; adapters as ours.
-
-        Each module draws from a generator of its own, seeded with the seed and its name, so that values depend on nothing else.
-        Raises UserError where transformers leaves a tensor without a value.
-        """
+    def initial_values(
+        self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
+    ) -> Iterator[tuple[str, InitialValue | Tensor]]:
+        """(name, first value) of the parameters of these names, as the family itself initializes them; adapters as ours."""
         if embedding_std is not None:
             raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
-        causal = build_causal_lm(self.config.config_dict)
-        for name, module in causal.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            if not own:
-                continue
-            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(tensor_seed(seed, name))
-                for short, parameter in own.items():
-                    module.register_parameter(short, nn.Parameter(torch.full(parameter.shape, torch.nan)))
-                causal._init_weights(module)
-            for short in own:
-                value = module.get_parameter(short)
-                if value.isnan().any():
-                    raise UserError(f"model: transformers does not initialize {name}.{short}; start from a folder's weights")
-                yield f"{name}.{short}", value.detach()
-                module.register_parameter(short, own[short])  # on meta: one module is in memory at a time
-        for name, parameter in self.named_parameters():
-            if name.endswith(LORA_SUFFIXES):
-                yield name, initial_value(name, parameter.shape, self.config, seed)
+        yield from family_initial_values(build_causal_lm(self.config.config_dict), shapes.keys(), seed)
+        yield from super().initial_values({name: shapes[name] for name in shapes if name.endswith(LORA_SUFFIXES)}, seed)
 
     @property
     def base_model(self) -> nn.Module:
@@ -172,12 +155,19 @@ class TransformersModel(LanguageModel):
         return TransformersIncrementalDecoder(self, max_length, device)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, document_ids: Tensor, cache: Any = None, rng_keys: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        cache: Any = None,
+        rng_keys: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
-        Args as in LanguageModel.forward, without dropout. `cache` is transformers'; with it, `positions` and `document_ids`
-        are those of all tokens so far. Raises UserError for sequences longer than the learned positions.
+        Args as in LanguageModel.forward, without dropout; `document_starts` are not used. `cache` is transformers'; with it,
+        `positions` and `document_ids` are those of all tokens so far. Raises UserError for sequences longer than the learned
+        positions.
         """
         length = tokens.shape[1]
         self.config.check_length(length)

@@ -12,7 +12,7 @@ there are ranks; rank r gets the r-th from either end. Under a causal mask that 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,10 +25,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lmforge.cluster.memory import check_fits
 from lmforge.data.batch import Batch
+from lmforge.model.attention_backend import DENSE, VARLEN, attention_backend
 from lmforge.model.config import ModelConfig
 
 # Differentiable, and works when compiled. Its name changed with torch 2.13.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+# Most keys of a query for which compiled blocks on a CPU store all weights in bf16.
+MAX_STORED_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class ContextParallel:
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of each sequence: [sequences, length / ranks]. The length divides by twice the ranks."""
         ranges = self.local_ranges(batch.sequence_length // self.group.size())
-        return batch.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
+        whole = replace(batch, document_starts=None)  # they are for whole sequences
+        return whole.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
         """(index of the first token in the full sequence, number of tokens) of this rank's two pieces."""
@@ -58,32 +62,31 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query sees, in the form that the backend of this device takes; one of the two masks is set.
+    """Which keys each query sees, in the form that the backend of this device takes.
+
+    At most one of the masks is set. Without any, the queries are all tokens, and each sees itself and all before it.
 
     dense_mask: bool [sequences, 1, queries, keys], True where seen, for torch's scaled_dot_product_attention.
     block_mask: the same for FlexAttention on CUDA, which skips blocks of scores that are masked throughout.
+    cu_seqlens: for variable-length flash attention, as of `cumulative_lengths`; a token sees at most `window` of its document.
     context_parallel: set where only the keys and values of this rank's tokens are local.
     """
 
     dense_mask: Tensor | None = None
     block_mask: BlockMask | None = None
+    cu_seqlens: Tensor | None = None
+    window: int | None = None
     context_parallel: ContextParallel | None = None
-
-
-# The smallest head_dim that FlexAttention takes.
-FLEX_MIN_HEAD_DIM = 16
-
-
-def uses_flex_attention(device: torch.device, head_dim: int) -> bool:
-    """Whether training on this device takes FlexAttention: it has no backward pass on a CPU."""
-    return device.type == "cuda" and head_dim >= FLEX_MIN_HEAD_DIM
 
 
 def create_attention_mask(
     document_ids: Tensor,
     window: int | None,
     context_parallel: ContextParallel | None = None,
-    head_dim: int = FLEX_MIN_HEAD_DIM,
+    *,
+    document_starts: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 64,
 ) -> AttentionMask:
     """The mask of one batch, to be made once per forward and window.
 
@@ -91,18 +94,36 @@ def create_attention_mask(
         document_ids: int32 [sequences, queries], equal within a document, -1 on padding.
         window: how many tokens back a token sees, itself included; None is all of its document.
         context_parallel: set where the queries are a part of each sequence, and the keys are all of it.
-        head_dim: of the queries and keys that it is for, which decides the backend on a GPU.
+        document_starts: as in Batch; without them variable-length flash attention is not used.
+        dtype, head_dim: of the queries and keys that it is for, which decide the backend on a GPU.
     """
+    backend = attention_backend(document_ids.device, dtype, head_dim, context_parallel=context_parallel is not None).name
+    if backend == VARLEN and document_starts is not None:
+        return AttentionMask(cu_seqlens=cumulative_lengths(document_starts, document_ids.shape[1]), window=window)
     keys = document_ids if context_parallel is None else context_parallel.all_gather_sequence(document_ids, 1)
     (sequences, length), slots = document_ids.shape, torch.arange(keys.shape[1], device=keys.device)
     ranges = _query_ranges(length, len(slots), context_parallel)
     query_slots = torch.cat([slots[first : first + count] for first, count in ranges])
-    if uses_flex_attention(document_ids.device, head_dim):
+    if backend != DENSE:
         mask_mod = document_mask_mod(document_ids, keys, query_slots, window)
         block_mask = _compiled(create_block_mask)(mask_mod, sequences, None, length, len(slots), device=keys.device)
         return AttentionMask(block_mask=block_mask, context_parallel=context_parallel)
     seen = (document_ids[:, :, None] == keys[:, None, :]) & causal_mask(query_slots, slots, window)
     return AttentionMask(dense_mask=seen[:, None], context_parallel=context_parallel)
+
+
+def cumulative_lengths(document_starts: Tensor, length: int) -> Tensor:
+    """Where the documents of a batch begin among all its tokens, then their number: int32 [sequences · documents + 1].
+
+    `document_starts` int32 [sequences, documents], as in Batch; `length` of the sequences. What pads a sequence's starts
+    becomes empty documents at its end, so that the length depends on the shape alone: nothing is recompiled for a batch.
+    """
+    sequences = len(document_starts)
+    firsts = torch.arange(0, sequences * length, length, dtype=torch.int32, device=document_starts.device)
+    starts = document_starts.clamp(max=length) + firsts[:, None]
+    cu_seqlens = torch.cat([starts.flatten(), starts.new_full((1,), sequences * length)])
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    return cu_seqlens
 
 
 def causal_mask(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
@@ -116,11 +137,6 @@ def _query_ranges(num_queries: int, num_keys: int, context_parallel: ContextPara
     return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
 
 
-def attention_backend_name(device: torch.device, head_dim: int) -> str:
-    """The backend that `create_attention_mask` chooses on this device, for logs."""
-    return "FlexAttention, block mask" if uses_flex_attention(device, head_dim) else "SDPA, dense mask"
-
-
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim), where the mask allows) v.
 
@@ -131,29 +147,77 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
     Returns: [sequences, heads, queries, head_dim].
     """
     grouped = queries.shape[1] != keys.shape[1]
+    if mask.cu_seqlens is not None:
+        from torch.nn.attention.varlen import varlen_attn  # loaded by the choice of this backend
+
+        length, left = queries.shape[2], -1 if mask.window is None else mask.window - 1
+        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (queries, keys, values))
+        attended: Any = varlen_attn(
+            q, k, v, mask.cu_seqlens, mask.cu_seqlens, length, length, window_size=(left, 0), enable_gqa=grouped
+        )
+        return attended.unflatten(0, (-1, length)).transpose(1, 2)
     if mask.context_parallel is not None:
         keys, values = mask.context_parallel.all_gather_sequence(torch.stack((keys, values)), 3)
     if mask.block_mask is not None:
         # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
         compute = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
         return compute(queries, keys, values, block_mask=mask.block_mask, enable_gqa=grouped)
-    assert mask.dense_mask is not None
-    if grouped and queries.is_cuda:
-        # The fused CUDA kernels that take a mask need as many key heads as query heads; on a CPU grouping is faster.
-        copies = queries.shape[1] // keys.shape[1]
+    if grouped and queries.shape[2] == 1 and mask.dense_mask is not None:
+        # Decoding: the query heads of a key head as queries of one head, so that each key is read once and none is copied.
+        folded = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[3])
+        seen = mask.dense_mask.expand(-1, -1, folded.shape[2], -1)
+        return scaled_dot_product_attention(folded, keys, values, attn_mask=seen).reshape(queries.shape)
+    if grouped and queries.is_cuda and (mask.dense_mask is not None or queries.dtype == torch.float32):
+        # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads; on a CPU grouping is faster.
+        copies, grouped = queries.shape[1] // keys.shape[1], False
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
+    if mask.dense_mask is None:
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
     # Nothing tells the kernel that the upper triangle is empty. In chunks, each with the keys up to its own end, most of it is
     # never computed: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
     chunks, done = [], 0
+    # The bf16 kernel of SDPA on a CPU takes twice as long as these products (torch 2.13, AVX512-BF16).
+    on_cpu_in_bf16 = queries.dtype == torch.bfloat16 and not queries.is_cuda
+    stores_weights = on_cpu_in_bf16 and torch.compiler.is_compiling() and keys.shape[2] <= MAX_STORED_KEYS
     for first, count in _query_ranges(queries.shape[2], keys.shape[2], mask.context_parallel):
         chunk = max(256, -(-count // 8))
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             part, end = slice(done + start, done + stop), first + stop
             q, k, v, seen = queries[:, :, part], keys[:, :, :end], values[:, :, :end], mask.dense_mask[:, :, part, :end]
-            chunks.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped))
+            if stores_weights:
+                grouped_queries = q.unflatten(1, (k.shape[1], -1))  # the query heads of a key head as queries of one head
+                chunks.append(_AttendStoringWeights.apply(grouped_queries, k, v, seen[:, :, None]).flatten(1, 2))
+            else:
+                chunks.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped))
         done += count
     return torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
+
+
+class _AttendStoringWeights(torch.autograd.Function):
+    """softmax(q kᵀ · scale, where seen) v, with the weights in bf16 stored for the backward pass: a product less than flash.
+
+    [sequences, key_value_heads, query heads of each, queries, head_dim]; keys and values without the third dimension. Scores
+    are rounded to bf16, by no more than rounding queries and keys has changed them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        folded, group = queries.flatten(2, 3), queries.shape[2:4]
+        scores = (folded @ keys.transpose(2, 3)).unflatten(2, group).float() * queries.shape[-1] ** -0.5
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).to(values.dtype).flatten(2, 3)
+        ctx.save_for_backward(folded, keys, values, weights)
+        return (weights @ values).unflatten(2, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        folded, keys, values, weights = ctx.saved_tensors
+        group, gradient = gradient.shape[2:4], gradient.flatten(2, 3)
+        of_weights = (gradient @ values.transpose(2, 3)).float()
+        mean = (weights * of_weights).sum(-1, keepdim=True)
+        of_scores = ((of_weights - mean) * weights * folded.shape[-1] ** -0.5).to(weights.dtype)
+        of_queries = (of_scores @ keys).unflatten(2, group)
+        return of_queries, of_scores.transpose(2, 3) @ folded, weights.transpose(2, 3) @ gradient, None
 
 
 def document_mask_mod(
@@ -192,7 +256,10 @@ class LayerKVCache:
 
     def mask(self, window: int | None) -> AttentionMask:
         """A token sees the slots of its sequence up to its own, at most `window` of them."""
-        slots = torch.arange(self._keys.shape[2], device=self._keys.device)
+        num_slots = self._keys.shape[2]
+        if window is None and self._positions.shape[1] == num_slots:  # new sequences: their tokens are all that there are
+            return AttentionMask()
+        slots = torch.arange(num_slots, device=self._keys.device)
         return AttentionMask(dense_mask=causal_mask(self._positions, slots, window)[:, None])
 
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
 
-# The model_types that we compute, and which of our modules computes each.
-FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
 # (attention_bias, attention_output_bias) that a config.json of each model_type can express.
 _ATTENTION_BIASES = {
     "llama": ((False, False), (True, True)),
@@ -52,8 +51,11 @@ class ModelConfig:
     model_type decides which options exist, since a config must survive the trip through transformers: q/k norm is
     qwen3's, a bias on q, k, v but not on the output is qwen2's, a sliding window is mistral's and the qwens'.
 
+    final_logit_softcapping: logits become c · tanh(logits / c); of these model_types only lmforge does so.
+
     With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
-    this sequence classification with one label. Such a head is never tied, and no end-of-text token is its padding token.
+    this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
+    padding token.
     """
 
     vocab_size: int
@@ -77,6 +79,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     hidden_act: str = ""
+    final_logit_softcapping: float | None = None
     reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -84,9 +87,9 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in FAMILY_BY_MODEL_TYPE:
-            known = ", ".join(FAMILY_BY_MODEL_TYPE)
-            raise UserError(f'model_type: "{self.model_type}" is not supported; choose one of {known}')
+        if registry.find("model_family", self.model_type) is None:
+            known = ", ".join(registry.names("model_family"))
+            raise UserError(f'model_type: "{self.model_type}" is not supported; choose one of {known}, or load its plugin')
         if isinstance(self.rope_scaling, dict):
             self._set("rope_scaling", _parse_rope_scaling(self.rope_scaling))
         for name in ("layer_types", "eos_token_id"):
@@ -102,6 +105,7 @@ class ModelConfig:
                 self._set(name, derived)
         if self.reward:
             self._set("tie_word_embeddings", False)
+            self._set("final_logit_softcapping", None)
             # transformers reads the reward at the last token that is not padding: no end-of-text token may be padding.
             ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
             if self.pad_token_id in ends:
@@ -114,8 +118,14 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """Which code computes this model: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/)."""
-        return FAMILY_BY_MODEL_TYPE[self.model_type]
+        """Whose arithmetic this model has: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/). That of a plugin
+        counts as the family that it is like."""
+        return "gpt2" if self.base_type == "gpt2" else "llama"
+
+    @property
+    def base_type(self) -> str:
+        """The model_type whose fields this config has: its own, or of a plugin's family the one that it is like."""
+        return base_model_type(self.model_type)
 
     @property
     def num_outputs(self) -> int:
@@ -145,14 +155,16 @@ class ModelConfig:
 
     def new_module(self) -> Any:
         """The module that computes this model, on torch's default device."""
-        from lmforge.model.gpt2 import GPT2
-        from lmforge.model.llama import Llama
-
-        return GPT2(self) if self.family == "gpt2" else Llama(self)
+        return registry.get("model_family", self.model_type).build(self)
 
     def counted_parameters(self) -> tuple[int, int, int, int] | None:
         """flops.ParameterCount's fields where they can only be counted from the modules; None where flops.py derives them."""
         return None
+
+
+def base_model_type(model_type: str) -> str:
+    """The model_type whose config.json a registered one has. Raises UserError for one that is not registered."""
+    return str(registry.get("model_family", model_type).facts["like"])
 
 
 def get_preset(name: str) -> ModelConfig:
@@ -200,14 +212,14 @@ def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
 def _check_numbers(config: ModelConfig) -> None:
     for name, bounds in MODEL_RANGES.items():
         value = getattr(config, name)
-        if value is None and name in ("head_dim", "sliding_window"):
+        if value is None and name in ("head_dim", "sliding_window", "final_logit_softcapping"):
             continue
         if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):
             raise UserError(f"{name}: {problem}")
 
 
 def _check_options(config: ModelConfig) -> None:
-    model_type, heads, groups = config.model_type, config.num_attention_heads, config.num_key_value_heads
+    model_type, heads, groups = config.base_type, config.num_attention_heads, config.num_key_value_heads
     # transformers refuses a llama model whose heads do not divide its width even where head_dim is given.
     if config.head_dim is None or (model_type in ("llama", "gpt2") and config.hidden_size % heads):
         advice = "change one of the two" + ("" if model_type == "gpt2" else ", or use model_type mistral with a head_dim")

@@ -1,9 +1,9 @@
-"""What a model costs: parameters, floating-point operations per token, bytes at rest; and the peak FLOP/s of GPUs.
+"""What a model costs: parameters, and floating-point operations per token.
 
-Arithmetic on a ModelConfig, without torch. What a run needs in memory, and how fast it will be, is estimated in plan/.
+Arithmetic on a ModelConfig, without torch. What a run needs in memory, and how fast it will be, is estimated in plan/, which
+has the peak FLOP/s of GPUs too (plan/hardware.py).
 """
 
-import re
 from dataclasses import dataclass
 
 from lmforge.model.config import ModelConfig
@@ -60,44 +60,3 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
     return 6 * parameter_count(config).active_matmul + attention
-
-
-_HOPPER = {"bf16": 989e12, "fp8": 1979e12, "tf32": 494e12, "fp32": 67e12}
-_HOPPER_NVL = {"bf16": 835e12, "fp8": 1671e12, "tf32": 417e12, "fp32": 60e12}
-# Dense figures (without sparsity) from the vendors' data sheets, in FLOP/s. The first match wins, so the slower variants of
-# a chip stand before the chip. Consumer chips: with fp32 accumulation.
-_PEAK_FLOPS = {
-    "GH200": _HOPPER,
-    "GB200": {"bf16": 2500e12, "fp8": 5000e12, "tf32": 1250e12, "fp32": 80e12},
-    "B200": {"bf16": 2250e12, "fp8": 4500e12, "tf32": 1125e12, "fp32": 75e12},
-    "H200 NVL": _HOPPER_NVL,
-    "H200": _HOPPER,
-    "H100 PCIe": {"bf16": 756e12, "fp8": 1513e12, "tf32": 378e12, "fp32": 51e12},
-    "H100 NVL": _HOPPER_NVL,
-    "H100": _HOPPER,
-    "A100": {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
-    "L40S": {"bf16": 362e12, "fp8": 733e12, "tf32": 183e12, "fp32": 91.6e12},
-    "L40": {"bf16": 181e12, "fp8": 362e12, "tf32": 90.5e12, "fp32": 90.5e12},
-    "L4": {"bf16": 121e12, "fp8": 242e12, "tf32": 60e12, "fp32": 30.3e12},
-    "A40": {"bf16": 149.7e12, "tf32": 74.8e12, "fp32": 37.4e12},
-    "A10G": {"bf16": 70e12, "tf32": 35e12, "fp32": 31.5e12},
-    "A10": {"bf16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12},
-    "V100": {"fp16": 125e12, "fp32": 15.7e12},
-    "T4": {"fp16": 65e12, "fp32": 8.1e12},
-    "RTX 4090": {"bf16": 165.2e12, "fp8": 330.3e12, "tf32": 82.6e12, "fp32": 82.6e12},
-    "RTX 3090": {"bf16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
-}
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The peak of a device in FLOP/s; None where it is not known.
-
-    Args:
-        device_name: as torch.cuda.get_device_name() gives it.
-        dtype: of the matrix products: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
-    """
-    for name, peaks in _PEAK_FLOPS.items():
-        if re.search(rf"\b{re.escape(name)}\b", device_name):
-            # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
-            return peaks.get(dtype, peaks.get("bf16") if dtype == "fp16" else None)
-    return None

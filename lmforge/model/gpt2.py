@@ -97,5 +97,5 @@ class GPT2(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.transformer = GPT2Backbone(config)
-        self.lm_head = LMHead(config.hidden_size, config.num_outputs)
+        self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
         self.tie_weights()

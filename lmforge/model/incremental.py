@@ -10,7 +10,8 @@ is one complex number. Measured on one CPU thread in fp32 with the model of benc
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lmforge.model.attention import AttentionMask, KVCache, attend, causal_mask
 from lmforge.model.config import ModelConfig
+from lmforge.model.decode_graphs import DecodeGraphs, can_record
 from lmforge.model.rope import rotary_frequencies
 
 # Sequences are computed together where the shortest has at least this fraction of the longest one's tokens.
@@ -30,6 +32,20 @@ MAX_GROUP_TOKENS = 1 << 14
 MAX_GROUPS = 8
 # Copied weights may take this many bytes. The products of a larger model take so long that fusing them gains nothing.
 MAX_COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences start … stop − 1, which have `shortest` to `longest` tokens."""
+
+    start: int
+    stop: int
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], start: int, stop: int) -> Self:
+        return cls(start, stop, min(lengths[start:stop]), max(lengths[start:stop]))
 
 
 class IncrementalDecoder:
@@ -43,6 +59,9 @@ class IncrementalDecoder:
         self._cache = KVCache(model.config, batch_size, max_length, device=device, dtype=dtype)
         self._decode_model = LlamaDecodeModel(model, self._cache, dtype) if can_fuse(model, dtype) else None
         self._device = device
+        self._graphs = None
+        if device.type == "cuda" and (self._decode_model is not None or can_record(model)):
+            self._graphs = DecodeGraphs(batch_size, max_length, device)
         self._lengths: list[int] = []
         self._positions = torch.zeros(0, dtype=torch.long, device=device)
 
@@ -69,16 +88,30 @@ class IncrementalDecoder:
 
     def decode_step(self, tokens: Tensor) -> Tensor:
         """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
-        if self._decode_model is not None:
+        longest = max(self._lengths)
+        if self._graphs is not None and self._sees_all(self._graphs.shape(len(tokens), longest)[1]):
+            hidden = self._graphs.step(self._padded_step, tokens, self._positions, longest)
+        elif self._decode_model is not None:
             groups = [*group_by_length(self._lengths)]
             if self._device.type != "cpu" or len(groups) > MAX_GROUPS:
                 groups = [(0, len(self._lengths))]
-            hidden = self._decode_model.decode_step(tokens, self._positions, self._lengths, groups)
+            parts = [DecodeGroup.of(self._lengths, *group) for group in groups]
+            hidden = self._decode_model.decode_step(tokens, self._positions, parts)
         else:
-            hidden = self._forward(0, tokens[:, None], self._positions[:, None], max(self._lengths) + 1)[:, 0]
+            hidden = self._forward(0, tokens[:, None], self._positions[:, None], longest + 1)[:, 0]
         self._lengths = [length + 1 for length in self._lengths]
         self._positions = self._positions + 1
         return hidden
+
+    def _sees_all(self, slots: int) -> bool:
+        """Whether a token may see this many slots in every layer: a recorded step reads them all, a window fewer."""
+        return all(window is None or window >= slots for window in self._model.config.layer_windows)
+
+    def _padded_step(self, tokens: Tensor, positions: Tensor, slots: int) -> Tensor:
+        """One token of each of the first sequences, which see no more than `slots`. Nothing depends on their lengths."""
+        if self._decode_model is not None:
+            return self._decode_model.decode_step(tokens, positions, [DecodeGroup(0, len(tokens), 0, slots - 1)])
+        return self._forward(0, tokens[:, None], positions[:, None], slots)[:, 0]
 
     def _forward(self, first: int, tokens: Tensor, positions: Tensor, end: int) -> Tensor:
         cache = self._cache.view(first, positions, end)
@@ -151,28 +184,25 @@ class LlamaDecodeModel:
         slots = torch.arange(length, device=tokens.device)
         positions = slots.expand(sequences, -1)
         windows = self._model.config.layer_windows
-        masks = {window: AttentionMask(causal_mask(positions[:1], slots, window)[:, None]) for window in {*windows} - {None}}
+        masks = {
+            window: AttentionMask(None if window is None else causal_mask(positions[:1], slots, window)[:, None])
+            for window in set(windows)
+        }
 
         def attend_layer(layer: int, *heads: Tensor) -> Tensor:
             q, k, v = (each.transpose(1, 2) for each in heads)
-            if (window := windows[layer]) is not None:
-                return attend(q, k, v, masks[window]).transpose(1, 2)
-            grouped = self._groups != self._heads
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+            return attend(q, k, v, masks[windows[layer]]).transpose(1, 2)
 
         last_tokens = torch.arange(sequences, device=tokens.device), last
         return self._forward(tokens, first, positions, attend_layer, last_tokens)
 
-    def decode_step(
-        self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], groups: Sequence[tuple[int, int]]
-    ) -> Tensor:
+    def decode_step(self, tokens: Tensor, positions: Tensor, groups: Sequence[DecodeGroup]) -> Tensor:
         """Compute one token of each of the first sequences; hidden states [sequences, hidden_size].
 
-        `tokens` and `positions` are int64 [sequences]; `lengths` are the positions on the host. The sequences of a group,
-        (start, stop), attend together, up to the longest of them.
+        `tokens` and `positions` are int64 [sequences]. The sequences of a group attend together, up to the longest of them.
         """
         windows = self._model.config.layer_windows
-        masks = {window: [self._group_mask(positions, lengths, *group, window) for group in groups] for window in set(windows)}
+        masks = {window: [self._group_mask(positions, group, window) for group in groups] for window in set(windows)}
 
         def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._cache.key_values[layer]
@@ -185,17 +215,15 @@ class LlamaDecodeModel:
 
         return self._forward(tokens[:, None], 0, positions[:, None], attend_layer, None)[:, 0]
 
-    def _group_mask(
-        self, positions: Tensor, lengths: Sequence[int], start: int, stop: int, window: int | None
-    ) -> tuple[slice, slice, Tensor]:
+    def _group_mask(self, positions: Tensor, group: DecodeGroup, window: int | None) -> tuple[slice, slice, Tensor]:
         """Of a group: its sequences, the slots that any of them sees, and what is added to the scores of each sequence."""
-        first = 0 if window is None else max(0, min(lengths[start:stop]) + 1 - window)
-        slots = slice(first, max(lengths[start:stop]) + 1)
+        first = 0 if window is None else max(0, group.shortest + 1 - window)
+        sequences, slots = slice(group.start, group.stop), slice(first, group.longest + 1)
         numbers = torch.arange(slots.start, slots.stop, device=positions.device)
-        seen = causal_mask(positions[start:stop, None], numbers, window)[:, None]
+        seen = causal_mask(positions[sequences, None], numbers, window)[:, None]
         bias = torch.zeros(seen.shape, dtype=self._dtype, device=positions.device).masked_fill_(~seen, -torch.inf)
         # Query heads of the same key head are computed as queries of one head: each key is read once.
-        return slice(start, stop), slots, bias.expand(-1, -1, self._heads // self._groups, -1)
+        return sequences, slots, bias.expand(-1, -1, self._heads // self._groups, -1)
 
     def _forward(
         self,

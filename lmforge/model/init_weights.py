@@ -1,12 +1,13 @@
 """First values of the weights.
 
-Every tensor is drawn from a generator of its own, seeded with the run's seed and the tensor's name. So values depend on
-nothing else: not on the order of construction, the device, the number of ranks, or which other tensors exist.
+Each number of a tensor is drawn as a function of the run's seed, the tensor's name and the number's index in it. So values
+depend on nothing else: not on the order of construction, the device, the number of ranks, or which other tensors exist; and a
+rank draws only what it holds. How they are drawn is in weight_rng.py.
 """
 
-import hashlib
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lmforge.data.order import derive_key
 from lmforge.model.config import ModelConfig
+from lmforge.model.weight_rng import Distribution, fill_random, standard_normal, standard_uniform
 
 # The projections that write into the residual stream, in both families.
 _RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
@@ -25,57 +28,120 @@ LORA_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@dataclass(frozen=True)
+class InitialValue:
+    """The first value of a tensor: loc + scale · numbers of a distribution, or the constant `loc`."""
+
+    distribution: Distribution | None = None
+    loc: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """What a rank of FSDP1 holds of a parameter of this name and shape: numbers from `start` on of the flattened tensor."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """This rank's part of a parameter.
+
+    values: [runs, length], sharing its memory; each row holds neighbours in the flattened full tensor.
+    starts: int64 [runs]: the index of each row's first number in the flattened full tensor.
+    """
+
+    shape: torch.Size
+    values: Tensor
+    starts: Tensor
+
+    def fill(self, value: InitialValue | Tensor, key: int) -> None:
+        """Give it its first value, in its own dtype; of a full tensor it takes what it holds."""
+        if isinstance(value, Tensor):
+            for start, row in zip(self.starts.tolist(), self.values, strict=True):
+                row.copy_(value.flatten()[start : start + len(row)])
+        elif value.distribution is None:
+            self.values.fill_(value.loc)
+        else:
+            fill_random(self.values, self.starts, key, value.distribution, value.loc, value.scale)
+
+
 def initial_value(
-    name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, seed: int, embedding_std: float | None = None
-) -> Tensor:
-    """The first value of one tensor, fp32 on the CPU.
+    name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, embedding_std: float | None = None
+) -> InitialValue:
+    """The first value of one tensor, of this full shape.
 
     Norm weights are one and biases zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
     projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
     `embedding_std` replaces initializer_range for the input embedding. Of a low-rank adapter's pair, A is uniform in
     ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B zero: at first an adapter adds nothing.
     """
-    generator = torch.Generator().manual_seed(tensor_seed(seed, name))
     if name.endswith((".bias", LORA_SUFFIXES[1])):
-        return torch.zeros(shape)
+        return InitialValue(loc=0.0)
     if name.endswith(LORA_SUFFIXES[0]):
-        bound = shape[1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return InitialValue(standard_uniform, scale=shape[1] ** -0.5)
     if len(shape) == 1:
-        return torch.ones(shape)
+        return InitialValue(loc=1.0)
     std = config.initializer_range
     if name.endswith(_RESIDUAL_PROJECTIONS):
         std /= math.sqrt(2 * config.num_hidden_layers)
     if embedding_std is not None and name.endswith(_INPUT_EMBEDDINGS):
         std = embedding_std
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
-def tensor_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return InitialValue(standard_normal, scale=std)
 
 
 @torch.no_grad()
 def init_weights(model: Model, seed: int, embedding_std: float | None = None) -> Model:
     """Give every parameter of a model its first value, in place, and return the model.
 
-    Of a sharded parameter (DTensor) each rank keeps its part. Nothing is sent between ranks: each draws the full tensors,
-    one at a time, and drops the rest. A wrapped model of transformers is initialised as transformers does it.
+    Of a sharded parameter each rank draws its part, and nothing is sent between ranks. A wrapped model of transformers is
+    initialised as transformers does it.
     """
-    parameters = dict(model.named_parameters())
-    for name, value in model.initial_values(seed, embedding_std):  # type: ignore[operator]
-        if name in parameters:
-            copy_full_tensor(parameters[name], value)
+    parts = _held_parts(model)
+    shapes = {name: part.shape for name, part in parts.items()}
+    for name, value in model.initial_values(shapes, seed, embedding_std):  # type: ignore[operator]
+        parts[name].fill(value, derive_key(seed, "weights", name))
     return model
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int, new_names: Collection[str] = ()) -> None:
     """As `init_weights`, but only the low-rank adapters and `new_names`: for a model whose other weights are loaded."""
-    for name, parameter in model.named_parameters():
+    for name, part in _held_parts(model).items():
         if name.endswith(LORA_SUFFIXES) or name in new_names:
-            copy_full_tensor(parameter, initial_value(name, parameter.shape, model.config, seed))  # type: ignore[arg-type]
+            config: ModelConfig = model.config  # type: ignore[assignment]
+            part.fill(initial_value(name, part.shape, config), derive_key(seed, "weights", name))
+
+
+def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
+    """By the parameters' own names, what this rank holds of them, leaving out those of which it holds nothing."""
+    parts: dict[str, HeldPart] = {}
+    flat_shards: dict[str, FlatShard] = model.flat_shards  # type: ignore[assignment]
+    for name, parameter in model.named_parameters():
+        if (flat := flat_shards.get(name)) is not None:
+            local, shape, name = parameter.detach(), flat.shape, flat.name
+            starts, length = torch.tensor([flat.start]), parameter.numel()
+        else:
+            (local, part), shape = local_part(parameter), parameter.shape
+            starts, length = _runs(part, shape)
+        if local.numel():
+            parts[name] = HeldPart(shape, local.view(len(starts), length), starts.to(local.device))
+    return parts
+
+
+def _runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
+    """The rows of neighbours that a part of a tensor consists of: where each begins in the flattened tensor; their length."""
+    # From this dimension on, numbers of the part are neighbours: it holds all of each dimension behind it.
+    first = max((dim for dim, each in enumerate(part) if each != slice(0, shape[dim])), default=0)
+    starts, length = torch.zeros(1, dtype=torch.int64), 1
+    for dim, (each, size) in enumerate(zip(part, shape, strict=True)):
+        inside = torch.arange(each.start, each.stop if dim < first else each.start + 1)
+        starts = (starts.unsqueeze(-1) * size + inside).flatten()
+        length *= each.stop - each.start if dim >= first else 1
+    return starts, length
 
 
 def copy_full_tensor(parameter: nn.Parameter, full: Tensor) -> None:

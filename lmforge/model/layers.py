@@ -1,7 +1,9 @@
 """The modules that both families are made of, and `LanguageModel`: what every model offers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,7 @@ from lmforge.data.batch import Batch
 from lmforge.model.attention import ContextParallel, LayerKVCache, create_attention_mask
 from lmforge.model.config import ModelConfig
 from lmforge.model.incremental import IncrementalDecoder
-from lmforge.model.init_weights import initial_value
+from lmforge.model.init_weights import FlatShard, InitialValue, initial_value
 from lmforge.model.rope import rotary_embedding
 from lmforge.model.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 
@@ -54,20 +56,47 @@ class RMSNorm(nn.Module):
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
 
 
-class LMHead(nn.Module):
-    """The output projection: weight [vocab, width], or [1, width] of a reward model."""
+@dataclass(frozen=True)
+class HeadOptions:
+    """What an output head does beside its matrix product.
 
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+    bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
+    fused: losses are computed by compiled passes over the logits (objectives/fused_passes.py).
+    """
+
+    bias: Tensor | None = None
+    softcap: float | None = None
+    fused: bool = False
+
+
+PLAIN_HEAD = HeadOptions()
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """`logits` after soft-capping, of the same shape and dtype."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class LMHead(nn.Module):
+    """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab], if any."""
+
+    fused = False  # as in HeadOptions
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+        self.softcap = softcap
 
-    def forward(self, hidden: Tensor, head_fn: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight), whatever that returns.
+    def forward(self, hidden: Tensor, head_fn: Callable[..., Any] | None = None) -> Any:
+        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight, head=HeadOptions), whatever that returns.
 
         Objectives use `head_fn`: called through the module, so that hooks which gather a sharded weight run, it may go
         through the weight in chunks, so that the full logits never exist.
         """
-        return nn.functional.linear(hidden, self.weight) if head_fn is None else head_fn(hidden, self.weight)
+        if head_fn is None:
+            return cap_logits(nn.functional.linear(hidden, self.weight, self.bias), self.softcap)
+        return head_fn(hidden, self.weight, head=HeadOptions(self.bias, self.softcap, self.fused))
 
 
 class LanguageModel(nn.Module):
@@ -94,13 +123,21 @@ class LanguageModel(nn.Module):
     lora_config: Any = None  # lora.LoraConfig of a model with adapters
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
+    # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their shapes do not say.
+    flat_shards: Mapping[str, FlatShard] = MappingProxyType({})
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, document_ids: Tensor, cache: Any = None, rng_keys: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        cache: Any = None,
+        rng_keys: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
@@ -110,10 +147,12 @@ class LanguageModel(nn.Module):
             cache: keys and values of earlier tokens, to which the new ones are added (`KVCache.view`); each sequence is
                 one document then.
             rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
+            document_starts: as in Batch, or None; with them attention may take a faster kernel.
         """
         token_rng = self.make_token_rng(rng_keys, document_ids)
         hidden = self.embed(tokens, positions, token_rng)
-        return self.final_norm(self.run_blocks(hidden, positions, document_ids, cache, token_rng=token_rng))
+        hidden = self.run_blocks(hidden, positions, document_ids, cache, token_rng=token_rng, document_starts=document_starts)
+        return self.final_norm(hidden)
 
     def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
         """What dropout and NEFTune draw from on this rank for tokens with these keys; None where both are off."""
@@ -151,11 +190,18 @@ class LanguageModel(nn.Module):
         cache: list[LayerKVCache] | None = None,
         layer_indices: Iterable[int] | None = None,
         token_rng: TokenRng | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
         blocks, windows = self.blocks, self.config.layer_windows
         if cache is None:
-            make_mask = partial(create_attention_mask, context_parallel=self.context_parallel, head_dim=self.config.head_dim)
+            make_mask = partial(
+                create_attention_mask,
+                context_parallel=self.context_parallel,
+                document_starts=document_starts,
+                dtype=hidden.dtype,
+                head_dim=self.config.head_dim,
+            )
             masks = {each: make_mask(document_ids, each) for each in set(windows)}
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
@@ -173,10 +219,12 @@ class LanguageModel(nn.Module):
         """
         return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype)
 
-    def initial_values(self, seed: int, embedding_std: float | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, first value in fp32 on the CPU) of every parameter; see init_weights.py."""
-        for name, parameter in self.named_parameters():
-            yield name, initial_value(name, parameter.shape, self.config, seed, embedding_std)
+    def initial_values(
+        self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
+    ) -> Iterator[tuple[str, InitialValue | Tensor]]:
+        """(name, first value) of the parameters of these names and full shapes; see init_weights.py."""
+        for name, shape in shapes.items():
+            yield name, initial_value(name, shape, self.config, embedding_std)
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the config says so. Repeat after `to_empty`, which unties."""

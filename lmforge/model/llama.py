@@ -108,5 +108,5 @@ class Llama(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.model = LlamaBackbone(config)
-        self.lm_head = LMHead(config.hidden_size, config.num_outputs)
+        self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
         self.tie_weights()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A token's stream is that of SplitMix64 (Steele, Lea, Flood 2014): a counter in steps of _COUNTER_STEP, mixed by `_splitmix64`.
-_COUNTER_STEP = 0x9E3779B97F4A7C15
-# From one site in the network to the next: odd, and no small multiple of it is near one of _COUNTER_STEP (a test counts).
+from lmforge.model.splitmix import splitmix64_stream, wrap_int64
+
+# From one site in the network to the next: odd, and no small multiple of it is near one of COUNTER_STEP (a test counts).
 _SITE_STEP = 0xD1342543DE82EF95
 # Each 64-bit number of the stream is split into this many draws of 16 bits.
 _DRAWS_PER_WORD = 4
@@ -87,8 +87,7 @@ def random_int16(rng_keys: Tensor, site: int, width: int) -> Tensor:
     """Integers [..., width], uniform in −2¹⁵ … 2¹⁵ − 1, of `rng_keys` int64 [...] at a site."""
     # The mask changes nothing, and keeps inductor from computing with the steps as with indices, in numbers beyond 64 bits.
     steps = torch.arange(-(-width // _DRAWS_PER_WORD), device=rng_keys.device) & _ANY_STEP
-    counters = _keys_at_site(rng_keys, site).unsqueeze(-1) + steps * _wrap_int64(_COUNTER_STEP)
-    return _split_into_int16(_splitmix64(counters))[..., :width]
+    return _split_into_int16(splitmix64_stream(_keys_at_site(rng_keys, site).unsqueeze(-1), steps))[..., :width]
 
 
 def _split_into_int16(words: Tensor) -> Tensor:
@@ -102,16 +101,4 @@ def _split_into_int16(words: Tensor) -> Tensor:
 
 
 def _keys_at_site(rng_keys: Tensor, site: int) -> Tensor:
-    return rng_keys + _wrap_int64(site * _SITE_STEP) if site else rng_keys
-
-
-def _splitmix64(x: Tensor) -> Tensor:
-    """data.order.splitmix64 on int64, which torch multiplies; its right shift copies the sign, which is masked."""
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _wrap_int64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _wrap_int64(0x94D049BB133111EB)
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
-def _wrap_int64(number: int) -> int:
-    """The int64 with the last 64 bits of `number`."""
-    return ((number + (1 << 63)) % (1 << 64)) - (1 << 63)
+    return rng_keys + wrap_int64(site * _SITE_STEP) if site else rng_keys

@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 MAX_PER_GROUP = 8
 # Of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
 _DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -31,6 +28,9 @@ class CollectiveRecord:
 
 def recent_collectives() -> list[CollectiveRecord]:
     """The last few collectives of every group, oldest first. Empty where nothing is recorded."""
+    import torch  # not above: who only reads reports needs no torch
+    import torch.distributed as dist
+
     if not dist.is_available() or not dist.is_initialized():
         return []
     dump_functions = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMP_FUNCTIONS]

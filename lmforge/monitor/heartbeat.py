@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from typing import NamedTuple
 FINAL_PHASES = ("done", "interrupted", "failed")
 # While torch compiles, inside of whatever the rank does.
 COMPILING = "compiling"
+# A file server may show what another host wrote this much later.
+SILENT_AFTER_SECONDS = 10.0
 # Longer than any heartbeat. Shorter ones are padded with blanks, so that nothing is left of the one before.
 FILE_BYTES = 512
 
@@ -41,6 +43,7 @@ class HeartbeatRecord:
 
     number    phases of this step before this one        bytes              what the process has read and written so far
     since     when the phase began                       noticed, reported  whether it has noticed, or reported, a stall
+    slow      the phases in which it is a straggler
     """
 
     rank: int
@@ -54,18 +57,22 @@ class HeartbeatRecord:
     bytes: int
     noticed: bool
     reported: bool
+    world_size: int = 1
+    slow: str = ""
 
 
 class Heartbeat:
     """This rank's heartbeat. `on_phase(phase, step)` is called as each phase is set."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int = 1) -> None:
         self.path = folder / f"rank-{rank}.json"
         self.current = PhaseMark(0, 0, "starting", time.time(), time.perf_counter())
         self.stall_noticed = self.stall_reported = False
         # Seconds in each phase since the last log step, without waiting for other ranks.
         self.busy_seconds: dict[str, float] = {}
         self.waited_seconds = 0.0
+        self.slow_phases = ""
+        self._world_size = world_size
         self._identity = rank, platform.node(), os.getpid()
         self.on_phase: Callable[[str, int], None] | None = None
         # Of each phase the two longest times, the shorter first.
@@ -118,6 +125,7 @@ class Heartbeat:
         phase, written, count = final_phase or phase, time.time(), process_io_bytes()
         noticed, reported = self.stall_noticed, self.stall_reported
         record = HeartbeatRecord(*self._identity, step, number, phase, since, written, count, noticed, reported)
+        record = replace(record, world_size=self._world_size, slow=self.slow_phases)
         text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
         with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
             file.write(text)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +19,13 @@ CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
 
 
 class LossCurveThread:
-    """Draws the curve of a run now and then, in a thread. What goes wrong there is ignored: the end of the run reports it."""
+    """Draws the curve of a run now and then, in a thread, and calls `then`, which may draw more.
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._next_at = run, time.monotonic() + FIRST_AFTER_SECONDS
+    What goes wrong there is ignored: the end of the run reports it.
+    """
+
+    def __init__(self, run: Run, then: Callable[[Run], object] = lambda run: None) -> None:
+        self._run, self._then, self._next_at = run, then, time.monotonic() + FIRST_AFTER_SECONDS
         self._thread: threading.Thread | None = None
 
     def draw_if_due(self) -> None:
@@ -33,8 +37,9 @@ class LossCurveThread:
 
     def _draw(self) -> None:
         began = time.monotonic()
-        with suppress(Exception):
-            draw_loss_curve(self._run)
+        for draw in (draw_loss_curve, self._then):
+            with suppress(Exception):
+                draw(self._run)
         ended = time.monotonic()
         self._next_at = ended + max(FIRST_AFTER_SECONDS, (ended - began) / MAX_FRACTION)
 

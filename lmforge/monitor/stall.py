@@ -228,7 +228,8 @@ def _summary(peers: Sequence[PeerStatus], stuck: Sequence[PeerStatus], waiting: 
         wait = "waits" if len(waiting) == 1 else "wait"
         return f"{_format_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck, {_format_ranks(waiting)} {wait} for it"
     if waiting:
-        return "the ranks wait for each other, each in another collective"
+        same = _wait_in_one_collective(waiting)
+        return f"the ranks wait for each other, {'all in the same' if same else 'each in another'} collective"
     if len(peers) == 1:
         return f"in {peers[0].heartbeat['phase']}"
     if stuck:
@@ -266,8 +267,16 @@ def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
     return _format_seconds(max(known)) if known else ""
 
 
+def _wait_in_one_collective(waiting: Sequence[PeerStatus]) -> bool:
+    """Whether each of these ranks has begun the same collective: then it is not the code that keeps it from its end."""
+    pending = [peer.pending_collective for peer in waiting]
+    return None not in pending and len({(each.group, each.sequence, each.operation) for each in pending if each}) == 1
+
+
 def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
-    """The last collective that the ranks had in common, and a guess at where they diverged."""
+    """The last collective that the ranks had in common, and a guess at where they diverged; or that they did not."""
+    if _wait_in_one_collective(waiting):
+        return ["  Likely the network between these ranks, or a device: `lmforge doctor` on the same hosts names a bad link."]
     pending = [peer.pending_collective for peer in waiting if peer.pending_collective]
     same = {(each.group, each.sequence) for each in pending}
     if len(same) == 1 and len({each.operation for each in pending}) > 1:

@@ -64,6 +64,10 @@ class StragglerDetector:
         self._steps, self._seconds, self._tables = 0.0, 0.0, []
         return lines
 
+    def slow_phases(self, rank: int) -> list[str]:
+        """The phases in which a rank is slow at present, as was reported."""
+        return [phase for phase in COMPARED_PHASES if self._times_seen[rank, phase] >= TIMES_SEEN]
+
     def _compare(self, rank: int, phase: str, seconds: float, median: float, step_seconds: float) -> list[str]:
         key = rank, phase
         if self._times_seen[key] >= TIMES_SEEN:
@@ -112,6 +116,7 @@ class StragglerMonitor:
             work.wait()
             rows = [row.tolist() for row in table]
             lines = self._detector.update([row[1:] for row in rows], [int(row[0]) for row in rows], num_steps, seconds)
+            self._heartbeat.slow_phases = ", ".join(self._detector.slow_phases(self._dist_ctx.rank_info.rank))
         # The first interval contains what happens once: compiling, allocating, reading ahead.
         first, self._last_step = self._last_step is None, step
         if first:

@@ -18,7 +18,9 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import EXIT_PEER_LOST, UserError
 from lmforge.monitor import stall
 from lmforge.monitor.disk import DiskMonitor
-from lmforge.monitor.heartbeat import Heartbeat
+from lmforge.monitor.heartbeat import SILENT_AFTER_SECONDS, Heartbeat
+from lmforge.monitor.host_usage import HostPublisher
+from lmforge.monitor.rank_log import stamp_lines, write_to_terminal
 from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import StragglerMonitor
 
@@ -31,8 +33,6 @@ HEARTBEATS_BEFORE_REPORT = 3
 PATIENCE_FACTOR = 3.0
 # Compilation may take this many times `stall_seconds` before it is a stall; until then it is reported as what it is.
 COMPILE_PATIENCE_FACTOR = 10.0
-# A file server may show what another host wrote this much later.
-SILENT_AFTER_SECONDS = 10.0
 # A rank that has read and written less in half of `timeout_seconds` is not reading anything large: it hangs.
 MIN_PROGRESS_BYTES = 16 * 2**20
 
@@ -53,7 +53,7 @@ class _Stall:
 class Watchdog:
     """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
 
-    Rank 0 starts `disk_monitor` too.
+    Rank 0 starts `disk_monitor` too. `add_event(kind, step, **fields)` keeps what the rank that reports a stall says of it.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Watchdog:
         stall_seconds: float = 30.0,
         timeout_seconds: float | None = None,
         disk_monitor: DiskMonitor | None = None,
+        add_event: Callable[..., None] = lambda kind, step, **fields: None,
     ) -> None:
         self._dist_ctx, self._folder, self._log_path = dist_ctx, folder, log_path
         self._rank, self._stacks_file = dist_ctx.rank_info.rank, log_path.with_suffix(".stack.txt")
         self._stall_seconds, self._timeout_seconds = stall_seconds, timeout_seconds
         self._heartbeat_seconds = min(MAX_HEARTBEAT_SECONDS, stall_seconds / 10)
-        self._heartbeat = Heartbeat(folder, self._rank)
+        self._heartbeat = Heartbeat(folder, self._rank, dist_ctx.world_size)
         self._stragglers = StragglerMonitor(dist_ctx, self._heartbeat)
         self._drift = DriftDetector()
         self._step_seconds: float | None = None
@@ -80,9 +81,10 @@ class Watchdog:
         self._stopped = threading.Event()
         self._stop_following: list[Callable[[], object]] = []
         dist_ctx.wait_context = self._heartbeat.barrier
-        self._disk_monitor = disk_monitor
+        self._disk_monitor, self._add_event = disk_monitor, add_event
         if disk_monitor is not None and dist_ctx.is_rank0:
             disk_monitor.start(self._log_lines)
+        self._host_publisher = HostPublisher(folder, self._rank) if dist_ctx.rank_info.local_rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -122,11 +124,15 @@ class Watchdog:
         self._stragglers.close()
         if self._disk_monitor is not None:
             self._disk_monitor.stop()
+        if self._host_publisher is not None:
+            self._host_publisher.stop()
         self.set_phase(final_phase)
         self._stopped.set()
         self._thread.join(timeout=MAX_HEARTBEAT_SECONDS)  # a disk that hangs must not hang the end
 
     def _run(self) -> None:
+        with suppress(OSError):  # at once: a rank that is killed soon has been there
+            self._heartbeat.write()
         while True:
             last = self._stopped.wait(self._heartbeat_seconds)
             # A heartbeat that cannot be written or read, as on a full disk, must not stop the training or this thread.
@@ -197,7 +203,6 @@ class Watchdog:
             observed.next_report = min(observed.next_report, age + remaining)
             self._log_lines(stall.compiling_line(compiling, len(peers)))
             return
-        self._heartbeat.stall_reported = True
         verdict = stall.classify_ranks(peers)
         observed.stuck_ranks = ", ".join(
             f"rank {peer.rank} was {'stuck in ' + peer.heartbeat['phase'] if peer.heartbeat else 'missing'}"
@@ -205,12 +210,18 @@ class Watchdog:
             if verdict[peer.rank] == stall.STUCK
         )
         stacks = str(self._stacks_file).replace(f"rank-{self._rank}.", "rank-*.")
-        self._log_lines("\n".join(stall.report_lines(peers, age, self._step_seconds, stacks)))
+        lines = stall.report_lines(peers, age, self._step_seconds, stacks)
+        if not self._heartbeat.stall_reported:
+            self._heartbeat.stall_reported = True
+            self._add_event("stall", self._heartbeat.current.step, reason=lines[0].removeprefix("STALL: "))
+        self._log_lines("\n".join(lines))
 
     def _end_stall(self, observed: _Stall, seconds: float) -> None:
         if self._heartbeat.stall_reported:
             stuck = f" ({observed.stuck_ranks})" if observed.stuck_ranks else ""
-            self._log_lines(f"making progress again after {seconds:.0f} s in {observed.phase}{stuck}")
+            line = f"making progress again after {seconds:.0f} s in {observed.phase}{stuck}"
+            self._add_event("stall over", self._heartbeat.current.step, reason=line)
+            self._log_lines(line)
         self._stall, self._heartbeat.stall_noticed, self._heartbeat.stall_reported = None, False, False
 
     def _check_timeout(self, observed: _Stall, age: float, limit: float) -> None:
@@ -227,6 +238,7 @@ class Watchdog:
             observed.progress, observed.progress_at = progress, age
             return
         if self._is_reporter(peers):
+            self._add_event("end", None, state="failed", error=f"no rank has made progress for {age:.0f} s")
             self._log_lines(
                 f"no rank has made progress for {age:.0f} s (watch.timeout_seconds = {limit:g}): this run ends itself,"
                 f" with status {EXIT_PEER_LOST}; the same command continues it from its last checkpoint"
@@ -238,12 +250,12 @@ class Watchdog:
         os._exit(EXIT_PEER_LOST)
 
     def _log_lines(self, lines: str) -> None:
-        """Write to standard error, which a rank has even where its output goes to a file, and to the log."""
+        """Write to the launcher's standard error, which a rank has even where its output goes to a file, and to the log."""
         printed = [line if line.startswith(" ") else f"lmforge: {line}" for line in lines.split("\n")]
-        with suppress(OSError):
-            os.write(2, "".join(f"{line}\n" for line in printed).encode())
+        with suppress(OSError, ValueError):
+            write_to_terminal("".join(f"{line}\n" for line in printed))
         with suppress(OSError), open(self._log_path, "a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%H:%M:%S')} {lines}\n")
+            log.write(stamp_lines(lines))
 
 
 def _made_progress(before: tuple[int, int, int] | None, now: tuple[int, int, int]) -> bool:

@@ -2,7 +2,8 @@
 
 With a vocabulary of 128,000, the fp32 logits of 8,192 tokens take 4 GiB, and their gradient as much again. Here the gradient
 of a chunk is computed while its logits exist, and both are freed before the next chunk. logprobs.py goes through the same
-chunks where the gradient of each token's log-probability is known only later.
+chunks where the gradient of each token's log-probability is known only later. The passes over a chunk are torch's own
+operators, or those of fused_passes.py.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.sharded_head import ShardedHead, VocabShard
+from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX, cpu_chunk_tokens, fused_chunk_tokens
+from lmforge.model.layers import PLAIN_HEAD, HeadOptions
+from lmforge.objectives.fused_passes import (
+    compiled,
+    final_logits,
+    logit_statistics,
+    negative_entropies,
+    softcap_slopes,
+    write_logit_gradient,
+)
+from lmforge.objectives.sharded_head import Scoring, ShardedHead
 
 
 def loss_dtype(hidden: Tensor) -> torch.dtype:
@@ -20,102 +30,217 @@ def loss_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
+class HeadGradients:
+    """Gradients of hidden states [tokens, width], weight [vocab, width] and bias [vocab], to which each chunk contributes.
+
+    `needs_input_grad` is that of a function whose first inputs these are; None of those that need none.
+    """
+
+    def __init__(self, needs_input_grad: tuple[bool, ...], hidden: Tensor, bias: Tensor | None) -> None:
+        _, self._needs_weight, needs_bias, *_ = needs_input_grad
+        # In `loss_dtype`: in bf16, the small contributions of late chunks would vanish beside the sum of the early ones.
+        self._sum_dtype = loss_dtype(hidden)
+        self.hidden = torch.empty_like(hidden)
+        self.weight: Tensor | None = None
+        self.bias = torch.zeros_like(bias, dtype=self._sum_dtype) if bias is not None and needs_bias else None
+
+    def add_chunk(self, tokens: slice, logit_gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Add what the gradient of a chunk's logits [n, vocab] gives, from its hidden states [n, width] and the weight."""
+        torch.mm(logit_gradient, weight, out=self.hidden[tokens])
+        if self.bias is not None:
+            self.bias += logit_gradient.sum(0, dtype=self.bias.dtype)
+        if not self._needs_weight:
+            return
+        columns = logit_gradient.t()
+        # Only a GPU multiplies bf16 into fp32.
+        out_dtype = self._sum_dtype if columns.is_cuda and columns.dtype != self._sum_dtype else None
+        if self.weight is None:
+            product = torch.mm(columns, hidden) if out_dtype is None else torch.mm(columns, hidden, out_dtype=out_dtype)
+            self.weight = product.to(self._sum_dtype)
+        elif out_dtype is not None:
+            torch.addmm(self.weight, columns, hidden, out_dtype=out_dtype, out=self.weight)
+        elif self.weight.dtype == columns.dtype:
+            self.weight.addmm_(columns, hidden)
+        else:
+            self.weight += columns @ hidden
+
+
 class HeadChunk:
     """The losses of n tokens, and what their gradients need, in `loss_dtype`.
 
     tokens: their slice of all tokens. is_scored: bool [n], whether a token has a label. losses: −log p(label) [n], 0 where
-    it has none. exponentials: exp(logit − the token's largest) [n, vocab of this shard]. sums: those of the exponentials over
-    the full vocabulary [n, 1].
+    it has none. logsumexps: of the logits of the full vocabulary [n, 1].
     """
 
     def __init__(
-        self, tokens: slice, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_shard: VocabShard, temperature: float
+        self, tokens: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring
     ) -> None:
-        self.tokens, self._hidden, self._weight = tokens, hidden[tokens], weight
+        self.tokens, self._hidden, self._weight, self._bias = tokens, hidden[tokens], weight, bias
+        self._scoring = scoring
         labels = labels[tokens]
         self.is_scored = labels != IGNORE_INDEX
-        local_labels = (labels - vocab_shard.start).unsqueeze(1)
+        self._columns = (labels - scoring.vocab_shard.start).unsqueeze(1)
         # Whether this shard of the vocabulary holds the label; of an unscored token no shard does.
-        self._is_local = (local_labels >= 0) & (local_labels < len(weight))
-        self._local_labels = local_labels.clamp(0, len(weight) - 1)
-        logits = (self._hidden @ weight.t()).to(loss_dtype(hidden))
-        if temperature != 1:
-            logits.div_(temperature)
-        label_logits = logits.gather(1, self._local_labels) * self._is_local
-        largest = vocab_shard.all_reduce_max(logits.amax(-1, keepdim=True))
-        # Computed once, for the losses and for their gradients: on a CPU it costs more than any other pass over the logits.
-        self.exponentials = logits.sub_(largest).exp_()
-        self.sums, label_logits = vocab_shard.all_reduce_sum(self.exponentials.sum(-1, keepdim=True), label_logits)
-        losses = (largest - label_logits + self.sums.log()).squeeze(1)
+        self._is_local = (self._columns >= 0) & (self._columns < len(weight))
+        self._local_labels = self._columns.clamp(0, len(weight) - 1)
+        label_logits = self._score(self._hidden @ weight.t())
+        losses = (self._largest - label_logits + self._sums.log()).squeeze(1)
         self.losses = torch.where(self.is_scored, losses, 0.0)
+        self.logsumexps = self._largest + self._sums.log()
 
-    def add_gradients(self, upstream: Tensor | float, hidden_gradient: Tensor, weight_gradient: Tensor | None) -> None:
-        """Write the chunk's rows of `hidden_gradient` [tokens, width], and add to `weight_gradient` [vocab, width].
+    def _score(self, logits: Tensor) -> Tensor:
+        """Set `_largest` and `_sums` [n, 1] of the full vocabulary; return the logits of the labels [n, 1]."""
+        scoring, vocab_shard = self._scoring, self._scoring.vocab_shard
+        logits = final_logits(logits, self._bias, scoring.softcap, scoring.temperature)
+        self._slopes = None if scoring.softcap is None else softcap_slopes(logits, scoring.softcap, scoring.temperature)
+        label_logits = logits.gather(1, self._local_labels) * self._is_local
+        self._largest = vocab_shard.all_reduce_max(logits.amax(-1, keepdim=True))
+        # Computed once, for the losses and for their gradients: on a CPU it costs more than any other pass over the logits.
+        self._exponentials = logits.sub_(self._largest).exp_()
+        self._sums, label_logits = vocab_shard.all_reduce_sum(self._exponentials.sum(-1, keepdim=True), label_logits)
+        return label_logits
 
-        `upstream` is the gradient of each loss [n], ignored where there is no label. `weight_gradient` is None for a frozen
-        head. Overwrites the exponentials.
+    def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
+        """softmax_scales · softmax − label_scales · one-hot [n, vocab], in the dtype of the hidden states. Called once."""
+        gradient = self._exponentials.mul_(softmax_scales / self._sums)
+        gradient.scatter_add_(1, self._local_labels, -(self._is_local * label_scales))
+        if self._slopes is not None:
+            gradient.mul_(self._slopes)
+        return gradient.to(self._hidden.dtype)
+
+    def _negative_entropies(self) -> Tensor:
+        return torch.xlogy(self._exponentials, self._exponentials).sum(-1, keepdim=True)
+
+    def entropies(self) -> Tensor:
+        """Of p at every token [n], in nats, 0 where it is not scored. Before `add_gradients`."""
+        (weighted,) = self._scoring.vocab_shard.all_reduce_sum(self._negative_entropies())
+        return torch.where(self.is_scored, (self._sums.log() - weighted / self._sums).squeeze(1), 0.0)
+
+    def z_losses(self, weight: float) -> Tensor:
+        """`weight` · logsumexp² [n], 0 where a token is not scored (PaLM, arXiv 2204.02311)."""
+        return torch.where(self.is_scored, weight * self.logsumexps.square().squeeze(1), 0.0)
+
+    def add_gradients(self, upstream: Tensor | float, gradients: HeadGradients, z_loss: float = 0.0) -> None:
+        """Add the gradients of `losses` and of `z_losses(z_loss)`. Overwrites what is kept of the logits.
+
+        `upstream` is the gradient of each loss [n], ignored where there is no label.
         """
-        scale = torch.where(self.is_scored, upstream, 0.0).unsqueeze(1).to(self.sums.dtype)
-        # softmax − one-hot, in place of the exponentials.
-        gradient = self.exponentials.mul_(scale / self.sums)
-        gradient.scatter_add_(1, self._local_labels, -(self._is_local * scale))
-        gradient = gradient.to(self._hidden.dtype)
-        torch.mm(gradient, self._weight, out=hidden_gradient[self.tokens])
-        if weight_gradient is None:
-            return
-        if weight_gradient.dtype == gradient.dtype:
-            weight_gradient.addmm_(gradient.t(), self._hidden)
-        else:
-            weight_gradient += gradient.t() @ self._hidden
+        scales = torch.where(self.is_scored, upstream, 0.0).unsqueeze(1).to(self._sums.dtype)
+        softmax_scales = scales if z_loss == 0 else scales * (1 + 2 * z_loss * self.logsumexps)
+        gradients.add_chunk(self.tokens, self._logit_gradient(softmax_scales, scales), self._hidden, self._weight)
 
 
-def head_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_shard: VocabShard, temperature: float = 1.0
-) -> Iterator[HeadChunk]:
-    """Score `hidden` [tokens, width] by `weight` [vocab of this shard, width], CHUNK_TOKENS at a time.
+class FusedHeadChunk(HeadChunk):
+    """The same by compiled passes, which keep the logits in the dtype of the hidden states and compute exponentials twice."""
 
-    `labels` [tokens] are ids of the full vocabulary, IGNORE_INDEX where there is none. Logits are divided by `temperature`.
+    def _score(self, logits: Tensor) -> Tensor:
+        self._logits, scoring, vocab_shard = logits, self._scoring, self._scoring.vocab_shard
+        largest, sums, label_logits = compiled(logit_statistics)(
+            logits, self._bias, self._local_labels, scoring.softcap, scoring.temperature
+        )
+        self._largest = vocab_shard.all_reduce_max(largest.clone())
+        self._sums, label_logits = vocab_shard.all_reduce_sum(
+            sums * (largest - self._largest).exp(), label_logits * self._is_local
+        )
+        return label_logits
+
+    def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
+        scoring = self._scoring
+        compiled(write_logit_gradient)(
+            self._logits,
+            self._bias,
+            self._columns,
+            self.logsumexps,
+            softmax_scales,
+            label_scales,
+            scoring.softcap,
+            scoring.temperature,
+        )
+        return self._logits
+
+    def _negative_entropies(self) -> Tensor:
+        scoring = self._scoring
+        weighted: Tensor = compiled(negative_entropies)(
+            self._logits, self._bias, self._largest, scoring.softcap, scoring.temperature
+        )
+        return weighted
+
+
+def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring) -> Iterator[HeadChunk]:
+    """Score `hidden` [tokens, width] by `weight` [vocab of this shard, width] and `bias`, a chunk of tokens at a time.
+
+    `labels` [tokens] are ids of the full vocabulary, IGNORE_INDEX where there is none.
     """
     weight = weight.to(hidden.dtype)
-    for start in range(0, len(hidden), CHUNK_TOKENS):
-        yield HeadChunk(slice(start, start + CHUNK_TOKENS), hidden, weight, labels, vocab_shard, temperature)
-
-
-def empty_gradients(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tensors for the gradients of a function whose first inputs are `hidden` and `weight`; None for a frozen weight."""
-    # In `loss_dtype`: in bf16, the small contributions of late chunks would vanish beside the sum of the early ones.
-    weight_gradient = torch.zeros_like(weight, dtype=loss_dtype(hidden)) if ctx.needs_input_grad[1] else None
-    return torch.empty_like(hidden), weight_gradient
+    chunk_class: type[HeadChunk] = FusedHeadChunk if scoring.fused else HeadChunk
+    size = CHUNK_TOKENS if hidden.is_cuda else cpu_chunk_tokens(len(weight), loss_dtype(hidden).itemsize)
+    if scoring.fused:  # chunks of equal size, since another size may be compiled anew
+        num_chunks = -(-len(hidden) // fused_chunk_tokens(len(weight), hidden.element_size()))
+        size = -(-len(hidden) // max(1, num_chunks))
+    for start in range(0, max(1, len(hidden)), max(1, size)):  # one chunk at least, which fills the gradients
+        yield chunk_class(slice(start, start + size), hidden, weight, bias, labels, scoring)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_shard: VocabShard) -> Tensor:
-        total = torch.zeros((), dtype=loss_dtype(hidden), device=hidden.device)
-        gradients = empty_gradients(ctx, hidden, weight) if any(ctx.needs_input_grad) else None
-        for chunk in head_chunks(hidden, weight, labels, vocab_shard):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring, z_loss: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        losses = torch.empty(labels.shape, dtype=loss_dtype(hidden), device=hidden.device)
+        total, z_total = (torch.zeros((), dtype=loss_dtype(hidden), device=hidden.device) for _ in range(2))
+        gradients = HeadGradients(ctx.needs_input_grad, hidden, bias) if any(ctx.needs_input_grad) else None
+        for chunk in head_chunks(hidden, weight, bias, labels, scoring):
+            losses[chunk.tokens] = chunk.losses
             total += chunk.losses.sum()
+            if z_loss:
+                z_total += chunk.z_losses(z_loss).sum()
             if gradients is not None:
-                chunk.add_gradients(1.0, *gradients)
+                chunk.add_gradients(1.0, gradients, z_loss)
+            del chunk  # and its logits, before there are those of the next
         if gradients is not None:
-            ctx.save_for_backward(*gradients)
-            ctx.weight_dtype = weight.dtype
-        return total
+            ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+            ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(z_total, losses)
+        return total + z_total, z_total, losses
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden_gradient, weight_gradient = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient, weight_gradient, bias_gradient = ctx.saved_tensors
         scale = upstream[0]
         if weight_gradient is not None:
             weight_gradient = (weight_gradient * scale).to(ctx.weight_dtype)
-        return hidden_gradient * scale.to(hidden_gradient.dtype), weight_gradient, None, None
+        if bias_gradient is not None:
+            bias_gradient = (bias_gradient * scale).to(ctx.bias_dtype)
+        return hidden_gradient * scale.to(hidden_gradient.dtype), weight_gradient, bias_gradient, None, None, None
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_and_z_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    head: HeadOptions = PLAIN_HEAD,
+    with_token_losses: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`cross_entropy_sum` plus the z-loss, and the z-loss alone, which is not differentiable: scalars.
+
+    With `with_token_losses` also the cross-entropy of each token [sequences, length], not differentiable, 0 without a label.
+
+    The z-loss is `z_loss` · logsumexp(logits)², summed over the tokens with a label; it keeps logits from drifting away
+    from normalised log-probabilities (PaLM, arXiv 2204.02311, section 5).
+    """
+    sharded = ShardedHead.from_weight(hidden, weight, labels, head)
+    total, z_total, losses = sharded.apply(_ChunkedCrossEntropy, 1.0, z_loss)
+    token_losses = sharded.gather_tokens(losses) if with_token_losses else None
+    # Without a z-loss it is 0 on every rank, and not worth a collective.
+    return sharded.sum_over_tokens(total), sharded.sum_over_tokens(z_total) if z_loss else z_total, token_losses
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions = PLAIN_HEAD) -> Tensor:
     """Sum of −log p(label) over the tokens with a label, in nats: a scalar in fp32 (fp64 if `hidden` is), 0 if there is none.
 
     `hidden` [sequences, length, width], `weight` [vocab, width], `labels` int64 [sequences, length], IGNORE_INDEX where a
-    token is not scored. With a sharded head (sharded_head.py) every rank gets the full sum.
+    token is not scored; `head` says what else makes logits. With a sharded head (sharded_head.py) every rank gets the full
+    sum.
     """
-    head = ShardedHead.from_weight(hidden, weight, labels)
-    return head.sum_over_tokens(head.apply(_ChunkedCrossEntropy))
+    return cross_entropy_and_z_loss(hidden, weight, labels, 0.0, head)[0]

@@ -7,16 +7,14 @@ measured. The estimate is made for each sequence, so that it is the same for any
 sequences that happen to share a micro-batch, and averages over ranks.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
-from lmforge.objectives.objective import apply_head
+from lmforge.objectives.logprobs import document_label_counts, document_sums
+from lmforge.objectives.objective import label_logprobs
 from lmforge.objectives.preference import reference_gap, split_pairs
 
 
@@ -39,7 +37,7 @@ class KTOObjective:
         a completion, z the KL divergence, clamped to at least 0 and not differentiated.
         """
         reference, document_ids = batch.extra("reference_logprobs"), batch.document_ids
-        logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
+        logprobs = label_logprobs(model, batch)
         scored = batch.labels != IGNORE_INDEX
         log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, document_ids))
         lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, document_ids))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lmforge.data.labels import IGNORE_INDEX
-from lmforge.objectives.cross_entropy import empty_gradients, head_chunks, loss_dtype
-from lmforge.objectives.sharded_head import ShardedHead, VocabShard
+from lmforge.model.layers import PLAIN_HEAD, HeadOptions
+from lmforge.objectives.cross_entropy import HeadGradients, head_chunks, loss_dtype
+from lmforge.objectives.sharded_head import Scoring, ShardedHead
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -20,60 +21,68 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
-        vocab_shard: VocabShard,
-        temperature: float,
+        scoring: Scoring,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(labels.shape, dtype=loss_dtype(hidden), device=hidden.device)
         entropy = torch.zeros_like(logprobs)
-        for chunk in head_chunks(hidden, weight, labels, vocab_shard, temperature):
+        for chunk in head_chunks(hidden, weight, bias, labels, scoring):
             logprobs[chunk.tokens] = -chunk.losses
             if with_entropy:
-                weighted = torch.xlogy(chunk.exponentials, chunk.exponentials).sum(-1, keepdim=True)
-                (weighted,) = vocab_shard.all_reduce_sum(weighted)
-                chunk_entropy = (chunk.sums.log() - weighted / chunk.sums).squeeze(1)
-                entropy[chunk.tokens] = torch.where(chunk.is_scored, chunk_entropy, 0.0)
+                entropy[chunk.tokens] = chunk.entropies()
+            del chunk  # and its logits, before there are those of the next
         # The weight itself and no copy: a sharded weight is freed after the forward pass and gathered again for this one.
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.vocab_shard, ctx.temperature = vocab_shard, temperature
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.scoring = scoring
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels = ctx.saved_tensors
-        hidden_gradient, weight_gradient = empty_gradients(ctx, hidden, weight)
-        for chunk in head_chunks(hidden, weight, labels, ctx.vocab_shard, ctx.temperature):
-            chunk.add_gradients(-upstream[0][chunk.tokens] / ctx.temperature, hidden_gradient, weight_gradient)
-        if weight_gradient is not None:
-            weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
+        hidden, weight, bias, labels = ctx.saved_tensors
+        gradients = HeadGradients(ctx.needs_input_grad, hidden, bias)
+        for chunk in head_chunks(hidden, weight, bias, labels, ctx.scoring):
+            chunk.add_gradients(-upstream[0][chunk.tokens] / ctx.scoring.temperature, gradients)
+            del chunk
+        weight_gradient = None if gradients.weight is None else gradients.weight.to(weight.dtype)
+        bias_gradient = None if gradients.bias is None else gradients.bias.to(bias.dtype)
+        return gradients.hidden, weight_gradient, bias_gradient, None, None, None
 
 
 def token_logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, *, with_entropy: bool = True
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    with_entropy: bool = True,
+    head: HeadOptions = PLAIN_HEAD,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and the entropy of p at every token in nats, 0 where not scored. The entropy is not differentiable."""
-    head = ShardedHead.from_weight(hidden, weight, labels)
-    logprobs, entropy = head.apply(_ChunkedLogprobs, temperature, with_entropy)
-    return head.gather_tokens(logprobs), head.gather_tokens(entropy)
+    sharded = ShardedHead.from_weight(hidden, weight, labels, head)
+    logprobs, entropy = sharded.apply(_ChunkedLogprobs, temperature, with_entropy)
+    return sharded.gather_tokens(logprobs), sharded.gather_tokens(entropy)
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, head: HeadOptions = PLAIN_HEAD
+) -> Tensor:
     """log p(label) of every token in nats: fp32 (fp64 if `hidden` is) of the shape of `labels`, 0 where not scored.
 
     `hidden` [sequences, length, width], `weight` [vocab, width], `labels` int64 [sequences, length], IGNORE_INDEX where a
-    token is not scored. p is the softmax of the logits divided by `temperature`. Differentiable in `hidden` and `weight`.
+    token is not scored; `head` says what else makes logits. p is the softmax of the logits divided by `temperature`.
+    Differentiable in `hidden`, `weight` and the head's bias.
     With a sharded head (sharded_head.py) every rank gets the values of all tokens, and must use them as the others do.
     """
-    return token_logprobs_and_entropy(hidden, weight, labels, temperature, with_entropy=False)[0]
+    return token_logprobs_and_entropy(hidden, weight, labels, temperature, with_entropy=False, head=head)[0]
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions = PLAIN_HEAD) -> Tensor:
     """−log p(label) of every token, as `token_logprobs` gives log p(label). Not differentiable."""
-    return -token_logprobs(hidden, weight, labels)
+    return -token_logprobs(hidden, weight, labels, head=head)
 
 
 def document_sums(values: Tensor, document_ids: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """The interface of every objective, and how an objective runs the model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
+from lmforge.objectives.logprobs import token_logprobs
 
 
 class Objective(Protocol):
@@ -22,7 +24,18 @@ class Objective(Protocol):
         """(sum, metrics as (sum, count) pairs). With nothing to score the sum is 0, not NaN, and differentiable."""
 
 
-def apply_head(model: LanguageModel, batch: Batch, head_fn: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-    """Run the model on a batch: what `head_fn(hidden, weight)` returns of its hidden states, or the logits without one."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys)
+def apply_head(model: LanguageModel, batch: Batch, head_fn: Callable[..., Any] | None = None) -> Any:
+    """Run the model on a batch: what `head_fn(hidden, weight, head=…)` returns (LMHead), or the logits without one."""
+    hidden = model(
+        batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys, document_starts=batch.document_starts
+    )
     return model.lm_head(hidden, head_fn)
+
+
+def label_logprobs(model: LanguageModel, batch: Batch) -> Tensor:
+    """Run the model on a batch: log p(label) of every token in nats, fp32 [sequences, length], 0 where not scored.
+
+    Differentiable. The logits never exist as a whole (logprobs.py).
+    """
+    logprobs: Tensor = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
+    return logprobs

@@ -13,7 +13,6 @@ and completion together, and only completions have labels. Where a side has no l
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from torch.nn.functional import logsigmoid
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.logprobs import document_label_counts, document_sums, token_logprobs
-from lmforge.objectives.objective import apply_head
+from lmforge.objectives.logprobs import document_label_counts, document_sums
+from lmforge.objectives.objective import apply_head, label_logprobs
 
 # By which policy and reference may differ before the first update, in nats a token.
 MAX_REFERENCE_GAP = 1e-3
@@ -195,7 +194,7 @@ class PreferenceObjective:
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
         reference = batch.extra("reference_logprobs") if self._uses_reference else None
-        logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
+        logprobs = label_logprobs(model, batch)
         total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference))
         return total, metrics if reference is None else metrics | reference_gap(batch, logprobs, reference)
 

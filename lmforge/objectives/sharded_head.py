@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from lmforge.model.layers import HeadOptions
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -38,38 +40,50 @@ class VocabShard:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How hidden states are scored: HeadOptions' `softcap` and `fused`; logits are divided by `temperature`."""
+
+    vocab_shard: VocabShard = VocabShard()
+    softcap: float | None = None
+    fused: bool = False
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
 class ShardedHead:
     """A head's weight, and the hidden states and labels that this rank scores with it."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
+    head: HeadOptions
     vocab_shard: VocabShard = VocabShard()
     # The ranks that score the other tokens of the same sequences, if any.
     sequence_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_weight(cls, hidden: Tensor, weight: Tensor, labels: Tensor) -> "ShardedHead":
+    def from_weight(cls, hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions) -> "ShardedHead":
         """From `hidden` [sequences, length, width] and `labels` [sequences, length].
 
         With a sharded `weight` (a DTensor), `hidden` is this rank's [sequences, length / T, width]; `labels` are always full.
         """
         if not isinstance(weight, DTensor):
-            return cls(hidden, weight, labels)
+            return cls(hidden, weight, labels, head)
+        assert head.bias is None, "no model that tensor parallelism splits has a head with a bias"
         mesh = weight.device_mesh
         group, (placement,) = mesh.get_group(), weight.placements
         if placement.is_replicate():
             local_labels = labels.chunk(group.size(), dim=1)[group.rank()]
             full_weight = weight.to_local(grad_placements=[Partial()])
-            return cls(hidden, full_weight, local_labels, sequence_group=group)
+            return cls(hidden, full_weight, local_labels, head, sequence_group=group)
         gathered = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
         local_weight = weight.to_local()
         # Each rank's part of the vocabulary contributes to the gradient of every token.
         full_hidden = gathered.to_local(grad_placements=[Partial()])
-        return cls(full_hidden, local_weight, labels, VocabShard(group.rank() * len(local_weight), group))
+        return cls(full_hidden, local_weight, labels, head, VocabShard(group.rank() * len(local_weight), group))
 
-    def apply(self, function: type[torch.autograd.Function], *options: Any) -> Any:
-        """What `function.apply(hidden [tokens, width], weight, labels [tokens], vocab_shard, *options)` returns.
+    def apply(self, function: type[torch.autograd.Function], temperature: float, *options: Any) -> Any:
+        """What `function.apply(hidden [tokens, width], weight, bias, labels [tokens], scoring, *options)` returns.
 
         Under autocast, hidden states are cast here, once, and the function runs outside of it.
         """
@@ -78,7 +92,8 @@ class ShardedHead:
             hidden = hidden.to(torch.get_autocast_dtype(device_type))
         with torch.autocast(device_type, enabled=False):
             flat = hidden.reshape(-1, hidden.shape[-1])
-            return function.apply(flat, self.weight, self.labels.reshape(-1), self.vocab_shard, *options)
+            scoring = Scoring(self.vocab_shard, self.head.softcap, self.head.fused, temperature)
+            return function.apply(flat, self.weight, self.head.bias, self.labels.reshape(-1), scoring, *options)
 
     def sum_over_tokens(self, local_sum: Tensor) -> Tensor:
         """The sum over all tokens, the same on every rank, from the sum over this rank's tokens."""

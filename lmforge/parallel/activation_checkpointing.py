@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
 
 # What is expensive to recompute and cheap to keep: attention, and every second matrix product (torchtitan's choice).
@@ -34,7 +35,11 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
         return
     # It warns of operations in place within what is recomputed; no block has any.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    kwargs: dict[str, Any] = {"context_fn": _selective_context} if mode == "selective-ops" else {}
+    kwargs: dict[str, Any] = {}
+    if mode == "selective-ops":
+        kwargs["context_fn"] = _selective_context
+        if load_varlen_attn() is not None:
+            _ATTENTION_OPS.add(torch.ops.torch_attn._varlen_attn.default)
     for number, block in enumerate(model.blocks, start=1):
         if mode == "selective-blocks" and number % every:
             continue

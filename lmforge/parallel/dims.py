@@ -6,6 +6,7 @@ The ranks form one device mesh: pipeline × replicate × shard × context × ten
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import BatchPlan, batch_plan
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import StageConfig
@@ -78,24 +79,24 @@ def _model_parallel_degrees(options: ParallelOptions) -> dict[str, int]:
 def data_parallel_rank_and_size(options: ParallelOptions, rank: int, world_size: int) -> tuple[int, int]:
     """Which part of a global batch `rank` trains on, and the number of parts.
 
-    The part is not the global rank: ranks of tensor, context and pipeline parallelism train on the same sequences. Raises
-    UserError where the ranks do not fill the mesh.
+    The part is not the global rank: ranks of tensor, context and pipeline parallelism train on the same sequences. Ranks that
+    fill no group of these stand by (cluster/standby.py). Raises UserError where there is not even one.
     """
     group = options.model_parallel_size
-    if world_size % group:
+    if world_size < group:
         degrees = _model_parallel_degrees(options).items()
         requested = ", ".join(f"parallel.{name}_parallel_degree = {degree}" for name, degree in degrees)
-        needed = f"a multiple of {group}" if world_size > group else f"at least {group}"
         ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
-        raise UserError(f"{requested}: {ranks} not fill that; start {needed}")
+        raise UserError(f"{requested}: {ranks} not fill that; start at least {group}")
     size = world_size // group
     return rank // (options.context_parallel_degree * options.tensor_parallel_degree) % size, size
 
 
 def plan_batches(config: StageConfig, world_size: int) -> BatchPlan:
-    """How the global batch of a recipe is cut for `world_size` ranks. Raises UserError where it does not divide."""
+    """How the global batch of a recipe is cut for `world_size` ranks. Raises UserError where a rank would have none of it."""
     _, size = data_parallel_rank_and_size(config.parallel, 0, world_size)
-    return batch_plan(config.train, config.data.sequence_length, size)
+    group = config.rollout.num_generations if isinstance(config, AlignConfig) and config.align.method == "grpo" else 1
+    return batch_plan(config.train, config.data.sequence_length, size, group)
 
 
 def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: int) -> ParallelDims:

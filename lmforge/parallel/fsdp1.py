@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lmforge.config.sections import TORCH_SHARDING_NAMES
 from lmforge.errors import UserError
 from lmforge.model import build_model
+from lmforge.model.init_weights import FlatShard
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
 from lmforge.parallel.dims import SHARD
@@ -40,7 +41,7 @@ class FSDP1Model(ParallelModel):
     is_sharded = True
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
-        """Wrap a model whose weights are initialized, on any device. Raises UserError for no-shard."""
+        """Wrap a model whose weights are allocated, on any device. Raises UserError for no-shard."""
         model, dims, options = self.model, self._dims, self._options
         if dims.fsdp_degree == 1:
             # Its no-shard is deprecated, and a hybrid of groups of one computes wrong gradients: it reduces none.
@@ -72,12 +73,16 @@ class FSDP1Model(ParallelModel):
         )
         self.gradient_divide_factor = float(self.dist_ctx.world_size)
         # FSDP1 puts the names of its wrappers into those of the parameters.
-        names = (name for name, _ in model.named_parameters())
-        self.parameter_shapes = dict(zip(names, self.parameter_shapes.values(), strict=True))
+        shapes, self.parameter_shapes = self.parameter_shapes, {}
+        starts, flat_shards = _flat_starts(self.fsdp), {}
+        for (name, shape), (wrapped, parameter) in zip(shapes.items(), model.named_parameters(), strict=True):
+            self.parameter_shapes[wrapped] = shape
+            flat_shards[wrapped] = FlatShard(name, shape, starts[parameter])
+        model.flat_shards = flat_shards
         return self.fsdp
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if is_last or self._options.reduce_every_micro_batch else self.fsdp.no_sync()
+        return self.fsdp.no_sync() if self._reduces_once and not is_last else nullcontext()
 
     def _local_grads(self) -> list[Tensor]:
         # Where this rank holds no part of a tensor, its gradient is empty.
@@ -117,3 +122,16 @@ class FSDP1Model(ParallelModel):
             model[_MODEL_PREFIX + _HEAD_WEIGHT] = model[f"{_MODEL_PREFIX}{self.model.embedding_names[0]}.weight"]
         states["state"] = {_MODEL_PREFIX + name: value for name, value in state_dict["optimizer"].items()}
         set_state_dict(self.model_with_loss, optimizer, model_state_dict=model, optim_state_dict=states)
+
+
+def _flat_starts(fsdp: FullyShardedDataParallel) -> dict[nn.Parameter, int]:
+    """Where in each flattened parameter the part of this rank begins; 0 where it has none.
+
+    Private to torch; checked with 2.13.0.
+    """
+    flat_params: list[Any] = [each._handle.flat_param for each in FullyShardedDataParallel.fsdp_modules(fsdp) if each._handle]
+    return {
+        parameter: info.intra_param_start_idx or 0
+        for flat in flat_params
+        for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True)
+    }

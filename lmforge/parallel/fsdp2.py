@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lmforge.cluster.memory import check_fits
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
@@ -76,8 +77,11 @@ class FSDP2Model(ParallelModel):
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         # Copies of the model sum their gradients once a step, whatever is reduced within a copy.
         self._root.set_requires_all_reduce(is_last)
-        if not self._options.reduce_every_micro_batch:
+        if self._reduces_once:
             self._root.set_requires_gradient_sync(is_last)
+        if not self._dims.reshard_after_forward:
+            # What stays gathered from forward to backward stays so until the last backward pass: one gather, one cast a step.
+            self._root.set_reshard_after_backward(is_last)
         return nullcontext()
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
@@ -103,10 +107,13 @@ class FSDP2Model(ParallelModel):
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:
+        with self.dist_ctx.raise_on_all():
+            self._check_unsharded_fits()
         context_parallel = self.model.context_parallel
         self.model.context_parallel = None  # each rank decodes whole sequences
         # The root learns its units, as in its first forward pass: before that, a unit that ran alone would become a root.
         self._root._get_fsdp_state()._lazy_init()  # private to torch; checked with 2.13.0
+        # Gathered here, once, and not again with each token.
         for unit in self._units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
@@ -120,6 +127,13 @@ class FSDP2Model(ParallelModel):
                 # The root and the head always stay gathered between forward and backward.
                 stays = unit is self.model_with_loss or isinstance(unit, LMHead)
                 unit.set_reshard_after_forward(self._dims.reshard_after_forward and not stays, recurse=False)
+
+    def _check_unsharded_fits(self) -> None:
+        for unit in self._units:
+            unit.reshard()  # a forward pass without a backward pass leaves units gathered
+        required = sum(math.prod(shape) for shape in self.parameter_shapes.values()) * self._hidden_dtype.itemsize
+        what, way = "the whole model on each rank, to generate with it", "generate from its checkpoints, or train a smaller one"
+        check_fits(required, self.dist_ctx.device, what, way, num_ranks=self.dist_ctx.rank_info.local_world_size)
 
 
 def _forget_forward_order(root: FSDPModule) -> None:

@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.dims import ParallelDims
+from lmforge.parallel.working_weights import working_weights
 
 # An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return anything.
 LossFn = Callable[[Any, Batch], Any]
@@ -78,6 +80,8 @@ class ParallelModel:
         self.dist_ctx = dist_ctx
         self._loss_fn = loss_fn
         self._dims, self._options = dims, dims.options
+        # Whether FSDP reduces gradients with the last micro-batch only.
+        self._reduces_once = self._options.reduce_every_micro_batch is False
         self._dtype, self._mesh = dtype, mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size
@@ -91,11 +95,17 @@ class ParallelModel:
         return model_with_loss
 
     @property
+    def parallel_options(self) -> ParallelOptions:
+        """How it was asked to be distributed."""
+        return self._options
+
+    @property
     def description(self) -> str:
         """The engine and how it shards, for people to read."""
         if not self.is_sharded:
             return self.engine
-        return f"{self.engine} {self._dims}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
+        once = ", gradients reduced with the last micro-batch" if self._reduces_once else ""
+        return f"{self.engine} {self._dims}{once}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
@@ -106,6 +116,12 @@ class ParallelModel:
         if self._dtype is None or self.is_sharded:
             return nullcontext()
         return torch.autocast(self.dist_ctx.device.type, dtype=self._dtype)
+
+    def _step_context(self) -> AbstractContextManager[Any]:
+        """Around all micro-batches of a step: what is cast once for all of them."""
+        if self._dtype is None or self.is_sharded:
+            return nullcontext()
+        return working_weights(self.model, self._dtype)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""
@@ -120,14 +136,15 @@ class ParallelModel:
         """
         self._set_phase = set_phase
         all_metrics = []
-        for number, batch in enumerate(micro_batches, start=1):
-            with self.micro_batch_context(is_last=number == len(micro_batches)):
-                set_phase("forward")
-                with self.autocast():
-                    total, metrics = self.model_with_loss(batch)
-                set_phase("backward")
-                (total * (self.gradient_divide_factor / num_items)).backward()
-            all_metrics.append(metrics)
+        with self._step_context():
+            for number, batch in enumerate(micro_batches, start=1):
+                with self.micro_batch_context(is_last=number == len(micro_batches)):
+                    set_phase("forward")
+                    with self.autocast():
+                        total, metrics = self.model_with_loss(batch)
+                    set_phase("backward")
+                    (total * (self.gradient_divide_factor / num_items)).backward()
+                all_metrics.append(metrics)
         return all_metrics
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:

@@ -35,13 +35,15 @@ def parallelize(
     compile_model: bool = False,
     float8: bool = False,
     init_weights: Callable[[LanguageModel], object] | None = None,
+    loads_weights: bool = False,
 ) -> ParallelModel:
     """Distribute `model` over the ranks as `options` say, in place.
 
     The model has fp32 weights on the ranks' device; or it is on the meta device, and `init_weights` fills it after it has
-    been sharded. Master weights stay fp32. With `dtype` bf16, FSDP gathers and computes in bf16 and reduces gradients in
-    fp32; the other engines use autocast, whose gradients are fp32 as well. With `float8` the matrix products of the blocks
-    are in float8.
+    been sharded. With `loads_weights` that reads files; the flat parts of FSDP1 cannot be read, so it then comes before FSDP1.
+    Master weights stay fp32. With `dtype` bf16, FSDP gathers and computes in bf16 and reduces gradients in fp32; the other
+    engines use autocast and working_weights.py, whose gradients are fp32 as well. With `float8` the matrix products of the
+    blocks are in float8.
 
     The order is float8 → tensor parallel → context parallel → activation checkpointing → compile → shard → init weights;
     docs/architecture.md says why each stands where it does.
@@ -64,20 +66,31 @@ def parallelize(
         model.context_parallel = ContextParallel(mesh[CONTEXT].get_group())
     apply_activation_checkpointing(model, options.activation_checkpointing, options.activation_checkpointing_every)
     if compile_model:
-        # With and without gradients, dropout, adapters, for each window: after the usual 8 graphs torch would compile no more.
-        torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
-        for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
-            block.compile(dynamic=False)
+        _compile(model, dist_ctx.device)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
-    if mesh is None:  # DDP and FSDP1 need real weights when they wrap
-        _materialize(model, device, init_weights)
+    if mesh is None and init_weights is not None:  # DDP sends weights as it wraps, and FSDP1 takes over their memory
+        _allocate(model, device)
+        if engine != "fsdp1" or loads_weights:
+            init_weights(model)
     engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
     engine_class = PipelineModel if options.pipeline_parallel_degree > 1 else engines[engine]
     autocast_dtype = None if dtype == torch.float32 else dtype
     parallel_model = engine_class(model, loss_fn, dist_ctx, dims, autocast_dtype, mesh)
-    if mesh is not None:
-        _materialize(model, device, init_weights)
+    if mesh is not None and init_weights is not None:
+        _allocate(model, device)
+        init_weights(model)
+    elif engine == "fsdp1" and init_weights is not None and not loads_weights:
+        init_weights(model)
     return parallel_model
+
+
+def _compile(model: LanguageModel, device: torch.device) -> None:
+    # With and without gradients, dropout, adapters, for each window: after the usual 8 graphs torch would compile no more.
+    torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+    for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
+        block.compile(dynamic=False)
+    # On a CPU the compiled passes of the loss gain nothing (docs/log.md).
+    model.lm_head.fused = device.type == "cuda"
 
 
 def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:
@@ -89,9 +102,6 @@ def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:
     return dims.build_mesh(device_type)
 
 
-def _materialize(model: LanguageModel, device: torch.device, init_weights: Callable[[LanguageModel], object] | None) -> None:
-    if init_weights is None:
-        return
+def _allocate(model: LanguageModel, device: torch.device) -> None:
     model.to_empty(device=device)
     model.tie_weights()
-    init_weights(model)

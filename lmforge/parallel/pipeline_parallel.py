@@ -53,7 +53,14 @@ class StageModule(nn.Module):
         batch = model.local_batch(Batch(**tensors))
         rng = model.make_token_rng(batch.rng_keys, batch.document_ids)
         hidden = model.embed(batch.tokens, batch.positions, rng) if self.is_first else inputs
-        hidden = model.run_blocks(hidden, batch.positions, batch.document_ids, layer_indices=self._block_indices, token_rng=rng)
+        hidden = model.run_blocks(
+            hidden,
+            batch.positions,
+            batch.document_ids,
+            layer_indices=self._block_indices,
+            token_rng=rng,
+            document_starts=batch.document_starts,
+        )
         if not self.is_last:
             return hidden
         rest = _NormOnly(model, hidden)
@@ -71,7 +78,7 @@ class _NormOnly:
         self._model, self._hidden = model, hidden
         self.lm_head = model.lm_head
 
-    def __call__(self, tokens: Tensor, positions: Tensor, document_ids: Tensor, rng_keys: Tensor | None = None) -> Tensor:
+    def __call__(self, *tensors: Tensor, **named_tensors: Tensor | None) -> Tensor:
         return self._model.final_norm(self._hidden)
 
 

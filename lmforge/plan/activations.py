@@ -22,6 +22,7 @@ def activation_bytes(
     activation_checkpointing: str = "none",
     activation_checkpointing_every: int = 2,
     dense_mask: bool = True,
+    stores_weights: bool = False,
     has_dropout: bool = False,
 ) -> int:
     """Bytes of one micro-batch's activations on a rank between its forward and its backward pass.
@@ -30,7 +31,9 @@ def activation_bytes(
         batch_size, length: of the rank's part of the micro-batch.
         dtype_bytes: of the compute dtype: 4 for fp32, 2 for bf16.
         activation_checkpointing, activation_checkpointing_every: the options of `[parallel]`.
-        dense_mask: whether attention is given a mask of all scores, as on a CPU; FlexAttention's block masks are negligible.
+        dense_mask: whether attention is given a mask of all scores, as on a CPU. What FlexAttention and variable-length flash
+            attention take in its place is negligible.
+        stores_weights: whether blocks keep the weights of attention, as compiled ones do in bf16 on a CPU.
         has_dropout: its masks are a byte a number; blocks that are recomputed hold the rng keys of the masks instead.
 
     While the backward pass recomputes a block, its `block_activation_bytes` are added. Raises ValueError for a wrapped model.
@@ -44,7 +47,9 @@ def activation_bytes(
     selects_ops = activation_checkpointing == "selective-ops"
     kept = _selective_ops_bytes(config, dtype_bytes) if selects_ops else dtype_bytes * width
     angles = FP32_BYTES * config.head_dim if config.family == "llama" else 0
-    block = block_activation_bytes(config, batch_size, length, dtype_bytes=dtype_bytes, dense_mask=dense_mask)
+    block = block_activation_bytes(
+        config, batch_size, length, dtype_bytes=dtype_bytes, dense_mask=dense_mask, stores_weights=stores_weights
+    )
     total = tokens * (recomputed * kept + angles) + stored * block
     # Instead of the last norm's output, the head keeps its gradient, and the gradient of its own weight.
     total += tokens * _norm_activation_bytes(config, dtype_bytes) + FP32_BYTES * config.vocab_size * width
@@ -56,7 +61,13 @@ def activation_bytes(
 
 
 def block_activation_bytes(
-    config: ModelConfig, batch_size: int, length: int, *, dtype_bytes: int, dense_mask: bool = True
+    config: ModelConfig,
+    batch_size: int,
+    length: int,
+    *,
+    dtype_bytes: int,
+    dense_mask: bool = True,
+    stores_weights: bool = False,
 ) -> int:
     """Bytes that a block leaves without checkpointing: two norms, attention, and the feed-forward's width four times (twice in
     GPT-2, which has no gate)."""
@@ -70,8 +81,8 @@ def block_activation_bytes(
     if config.qk_norm:
         attention += (FP32_BYTES + dtype_bytes) * (queries + keys) + FP32_BYTES * (heads + kv_heads)
     feed_forward = dtype_bytes * (4 if config.family == "llama" else 2) * config.intermediate_size
-    scores = batch_size * _num_mask_elements(length) * dtype_bytes if dense_mask else 0
-    return batch_size * length * (norms + attention + feed_forward) + scores
+    kept = dense_mask + (heads if stores_weights else 0)  # numbers of each score
+    return batch_size * (length * (norms + attention + feed_forward) + _num_mask_elements(length) * dtype_bytes * kept)
 
 
 def _norm_activation_bytes(config: ModelConfig, dtype_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lmforge import registry
 from lmforge.config.sections import OptimizerOptions
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
@@ -26,11 +27,14 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
     moments of the other parameters. torch's AdamW and SGD keep states in the dtype of the master weights, ours (Muon, and
     AdamW in bf16) in `optimizer.state_dtype`.
     """
-    states = {
+    states: int | None = {
         "adamw": 2 * counts.trained,
         "sgd": 0 if optimizer.momentum == 0 else counts.trained,
         "muon": 2 * counts.trained - counts.trained_block_matrices,
-    }[optimizer.name]
+    }.get(optimizer.name)
+    if states is None:
+        entry = registry.find("optimizer", optimizer.name)
+        states = (entry.facts.get("states_per_parameter", 2) if entry else 2) * counts.trained
     is_ours = optimizer.name == "muon" or optimizer.state_dtype != "fp32"
     return states * DTYPE_BYTES[optimizer.state_dtype if is_ours else master_dtype]
 

@@ -28,12 +28,13 @@ from lmforge.cluster.memory import (
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import StageConfig
-from lmforge.data.labels import CHUNK_TOKENS
+from lmforge.data.labels import CHUNK_TOKENS, fused_chunk_tokens
 from lmforge.errors import RunFailed
+from lmforge.model.attention import MAX_STORED_KEYS
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 from lmforge.parallel.dims import ParallelDims, parallel_dims
-from lmforge.parallel.precision import choose_dtype
+from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import choose_engine
 from lmforge.plan.activations import activation_bytes, block_activation_bytes
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
@@ -45,6 +46,8 @@ from lmforge.plan.parameter_counts import count_parameters
 GPU_MARGIN = 1.1
 HOST_MARGINS = {"none": 1.4, "selective-blocks": 2.0, "selective-ops": 2.0, "full": 3.0}
 HOST_OVERHEAD_BYTES = 320 * 2**20
+# Of a GPU's memory, what a run may take: the rest is of NCCL, of CUDA's context and of the desktop.
+USABLE_FRACTION = 0.9
 # Of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
 BATCH_BYTES_PER_TOKEN = 36
 
@@ -82,6 +85,8 @@ class MemoryEstimator:
     compute_dtype_bytes: of one number of the compute dtype.
     counts: parameters of the trained model.
     has_reference: whether a frozen copy of the model's first weights is kept too.
+    gpu_bytes: memory of the smallest GPU of a rank; None on a CPU.
+    compiles: whether blocks and loss are compiled, as `train.compile` says or `auto` turns out to be.
     """
 
     config: StageConfig
@@ -91,6 +96,8 @@ class MemoryEstimator:
     on_gpu: bool
     counts: ParameterCounts
     has_reference: bool = False
+    gpu_bytes: int | None = None
+    compiles: bool = False
 
     @classmethod
     def of_run(
@@ -101,17 +108,39 @@ class MemoryEstimator:
         dist_ctx: DistributedContext,
         has_reference: bool = False,
     ) -> Self:
-        """The estimator of a recipe on these ranks."""
+        """The estimator of a recipe on these ranks. Every rank calls it."""
+        gpu_bytes = None
+        if dist_ctx.device.type == "cuda":
+            gpu_bytes = min(dist_ctx.all_gather(torch.cuda.get_device_properties(dist_ctx.device).total_memory))
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         counts, on_gpu = count_parameters(config, model_config), dist_ctx.device.type == "cuda"
-        return cls(config, model_config, plan, dtype.itemsize, on_gpu, counts, has_reference)
+        compiles, _ = choose_compile(config.train.compile, dist_ctx.device, config.train.steps)
+        return cls(config, model_config, plan, dtype.itemsize, on_gpu, counts, has_reference, gpu_bytes, compiles)
 
     def setting(self, dist_ctx: DistributedContext) -> MemorySetting:
-        """The setting of the recipe."""
+        """The setting of the recipe, with what `parallel.engine` and `reduce_every_micro_batch` are by default."""
         options, local_world_size = self.config.parallel, dist_ctx.rank_info.local_world_size
         engine = choose_engine(options, dist_ctx.world_size, dist_ctx.device.type)
         options = options.model_copy(update={"engine": engine})
-        return MemorySetting(self.plan.micro_batch_size, options, dist_ctx.world_size, local_world_size)
+        setting = MemorySetting(self.plan.micro_batch_size, options, dist_ctx.world_size, local_world_size)
+        if options.reduce_every_micro_batch is not None:
+            return setting
+        return setting.with_options(reduce_every_micro_batch=not self.can_reduce_once(setting))
+
+    def can_reduce_once(self, setting: MemorySetting) -> bool:
+        """Whether full fp32 gradients fit until the last micro-batch of a step reduces them, and that saves anything.
+
+        It depends on the GPU's whole memory, not on what is free: a resumed run decides alike, and computes the same bits.
+        """
+        options = setting.options
+        reduces = setting.is_fsdp and setting.dims.fsdp_degree > 1 and options.pipeline_parallel_degree == 1
+        if self.gpu_bytes is None or not reduces or self.plan.accumulation == 1:
+            return False
+        try:
+            needed = self.required_bytes(setting.with_options(reduce_every_micro_batch=False))
+        except ValueError:  # there is no formula for the model
+            return False
+        return needed <= USABLE_FRACTION * self.gpu_bytes
 
     def model_state_bytes(self, setting: MemorySetting) -> int:
         """Bytes of a rank that do not depend on the batch: parameters, gradients and optimizer states, and gathered weights."""
@@ -132,10 +161,10 @@ class MemoryEstimator:
             gathered = 2 * unit if setting.dims.reshard_after_forward else total
             # A unit's gradients in the compute dtype before they are reduced, and in fp32 after that.
             bytes_now += gathered * number_bytes + min(unit, trained) * (number_bytes + 4)
-            if not options.reduce_every_micro_batch:
+            if options.reduce_every_micro_batch is False:
                 bytes_now += trained * 4
         elif number_bytes < master:
-            bytes_now += total * number_bytes  # autocast keeps the weights that it has cast
+            bytes_now += total * number_bytes  # the working weights of a step
         return bytes_now
 
     def activation_bytes(self, setting: MemorySetting) -> int:
@@ -147,24 +176,37 @@ class MemoryEstimator:
         options, model_config, number_bytes = setting.options, self.model_config, self.compute_dtype_bytes
         length, checkpointing = self.plan.sequence_length // options.context_parallel_degree, options.activation_checkpointing
         size, dense_mask = setting.micro_batch_size, not self.on_gpu
-        block = block_activation_bytes(model_config, size, length, dtype_bytes=number_bytes, dense_mask=dense_mask)
+        of_attention = {"dense_mask": dense_mask, "stores_weights": self._stores_weights()}
+        block = block_activation_bytes(model_config, size, length, dtype_bytes=number_bytes, **of_attention)
         bytes_now = activation_bytes(
             model_config,
             size,
             length,
             dtype_bytes=number_bytes,
-            dense_mask=dense_mask,
+            **of_attention,
             activation_checkpointing=checkpointing,
             activation_checkpointing_every=options.activation_checkpointing_every,
             has_dropout=self.config.model.dropout > 0,
         )
         # The backward pass of a block, and what is recomputed for it.
         bytes_now += block * (1 if checkpointing == "none" else 2)
-        logits = min(CHUNK_TOKENS, size * length) * model_config.vocab_size * (2 * 4 + number_bytes)
+        logits = self._logits_bytes(size * length)
         bytes_now += max(logits, model_config.vocab_size * model_config.hidden_size * 4)
         if dense_mask:
             bytes_now += 3 * size * length * self.plan.sequence_length  # the mask, while it is built
         return bytes_now
+
+    def _stores_weights(self) -> bool:
+        """Whether compiled blocks keep the weights of attention (model/attention.py)."""
+        in_bf16_on_cpu = self.compute_dtype_bytes == 2 and not self.on_gpu
+        return in_bf16_on_cpu and self.compiles and self.plan.sequence_length <= MAX_STORED_KEYS
+
+    def _logits_bytes(self, tokens: int) -> int:
+        """What the loss of that many tokens keeps of the logits of a chunk: compiled passes nothing but these."""
+        vocab_size, number_bytes = self.model_config.vocab_size, self.compute_dtype_bytes
+        if self.on_gpu and self.compiles:
+            return min(fused_chunk_tokens(vocab_size, number_bytes), tokens) * vocab_size * number_bytes
+        return min(CHUNK_TOKENS, tokens) * vocab_size * (2 * 4 + number_bytes)
 
     def required_bytes(self, setting: MemorySetting) -> int:
         """All that a rank needs for a step, margins included."""
@@ -232,7 +274,7 @@ def suggest_what_fits(estimator: MemoryEstimator, current: MemorySetting, availa
         if fitting := largest_batch(setting, current.micro_batch_size):
             return f"by estimate would fit: {_describe_changes(current, fitting)}"
     smallest = min((replace(each, micro_batch_size=1) for each in settings), key=needed)
-    per_rank = estimator.plan.global_batch_size // estimator.plan.data_parallel_size
+    per_rank = estimator.plan.local_batch_size
     sizes = [current.world_size * factor for factor in divisors(per_rank)[1:]]
     enough = first_fitting(replace(smallest.fully_sharded(), world_size=size) for size in sizes)
     on_more = f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that would fit" if enough else ""
@@ -242,7 +284,7 @@ def suggest_what_fits(estimator: MemoryEstimator, current: MemorySetting, availa
 
 
 def _alternatives(current: MemorySetting, on_gpu: bool) -> list[list[MemorySetting]]:
-    """Settings that need less memory: recompute more, shard more, offload."""
+    """Settings that need less memory: recompute more, reduce more often, shard more, offload."""
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in ("selective-ops", "full")]
     reshard = []
@@ -250,7 +292,10 @@ def _alternatives(current: MemorySetting, on_gpu: bool) -> list[list[MemorySetti
         sharding = (current.options.sharding or "full-shard").replace("grad-shard", "full-shard")
         reshard = [current.with_options(sharding=sharding) if current.options.sharding else current, sharded]
     offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if on_gpu else []
-    return [[] if current.options.activation_checkpointing == "full" else recompute, reshard, offload]
+    reduce = [current.with_options(reduce_every_micro_batch=True)]
+    if not current.is_fsdp or current.options.reduce_every_micro_batch is not False:
+        reduce = []
+    return [[] if current.options.activation_checkpointing == "full" else recompute, reduce, reshard, offload]
 
 
 def _describe_changes(current: MemorySetting, suggested: MemorySetting) -> str:
@@ -259,7 +304,7 @@ def _describe_changes(current: MemorySetting, suggested: MemorySetting) -> str:
     if suggested.micro_batch_size != current.micro_batch_size:
         words.append(f"train.micro_batch_size = {suggested.micro_batch_size} (it was {current.micro_batch_size})")
     before, after = current.options.model_dump(), suggested.options.model_dump()
-    for name in ("engine", "sharding", "activation_checkpointing", "cpu_offload"):
+    for name in ("engine", "sharding", "activation_checkpointing", "cpu_offload", "reduce_every_micro_batch"):
         if after[name] != before[name]:
             words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")
     if after["shard_degree"] != before["shard_degree"]:

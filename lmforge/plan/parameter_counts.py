@@ -45,12 +45,12 @@ def count_parameters(config: StageConfig, model_config: ModelConfig) -> Paramete
     return ParameterCounts(count.total + adapters, trained(model.parameters()), trained(matrices))
 
 
-def training_flops_per_token(config: StageConfig, model_config: ModelConfig) -> float:
+def training_flops_per_token(config: StageConfig, model_config: ModelConfig, sequence_length: int) -> float:
     """FLOPs of training on one token: those of model/flops.py, less the gradients of frozen weights.
 
     A weight takes two FLOPs in the forward pass, two for the gradient of its input, and two for its own.
     """
-    flops = float(flops_per_token(model_config, config.data.sequence_length))
+    flops = float(flops_per_token(model_config, sequence_length))
     if get_lora_config(config) is None:
         return flops
     counts, count = count_parameters(config, model_config), parameter_count(model_config)

@@ -19,7 +19,7 @@ from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import UserError
-from lmforge.model.flops import peak_flops
+from lmforge.plan.hardware import peak_flops
 from lmforge.runs import processor_name
 from lmforge.untrusted import read_json
 

@@ -1,8 +1,6 @@
 """The process that a file of reward functions runs in. functions.py starts it, sends it requests and ends it."""
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -10,21 +8,25 @@ import os
 import queue
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lmforge import registry
+from lmforge.config import builtin_names as builtin_names
 from lmforge.errors import UserError
-from lmforge.rewards.functions import RESERVED_NAMES
+from lmforge.plugins import load_plugins
+from lmforge.python_files import describe_exception, error_location, import_file
+from lmforge.rewards.functions import REGISTERED, RESERVED_NAMES
 
 
 def main() -> None:
     """Import the file, send what its functions take or what is wrong with it, then answer requests until the input closes.
 
-    The file is the first argument; the first request names functions by their specs. The response to it also says which
-    functions are called together: all async ones, and each other one by itself.
+    The file, or REGISTERED, is the first argument; the first request names functions by their specs. The response to it also
+    says which functions are called together: all async ones, and each other one by itself.
     """
     # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
     # inherit these two descriptors, or they would keep the trainer waiting.
@@ -34,10 +36,15 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(request_fd, requests), daemon=True).start()
-    file, names = sys.argv[1], json.loads(requests.get())
+    file, first = sys.argv[1], json.loads(requests.get())
+    names, options = first["functions"], first["options"]
     try:
-        module = _import_file(file)
-        functions = {spec: _get_function(module, spec, name or spec) for spec, name in names.items()}
+        if file == REGISTERED:
+            load_plugins(first["plugins"])
+            functions = {spec: _get_registered(spec, options.get(spec, "{}")) for spec in names}
+        else:
+            module = import_file(Path(file).expanduser().resolve(), "reward_functions", "reward")
+            functions = {spec: _get_function(module, spec, name) for spec, name in names.items()}
     except UserError as error:
         print(json.dumps({"user_error": str(error)}), file=responses, flush=True)
         return
@@ -62,24 +69,15 @@ def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _import_file(file: str) -> ModuleType:
-    if not file.endswith(".py"):
-        return importlib.import_module(file)
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"reward {file}: no such file")
-    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as a script can
-    name = "reward_functions"  # not the file's own, which may be that of a library
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        raise UserError(f"reward {file}: cannot be imported: {_last_line(error)}") from None
-    return module
+def _get_registered(name: str, options: str) -> Callable[..., Any]:
+    """A function that is registered, with its options where it has some. Raises UserError."""
+    entry = registry.get("reward", name)
+    function = _checked(entry.load(), name)
+    if entry.options is None:
+        return function
+    if "options" not in _parameters(function):
+        raise UserError(f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)}: add options")
+    return partial(function, options=entry.options(**json.loads(options)))
 
 
 def _get_function(module: ModuleType, spec: str, name: str) -> Callable[..., Any]:
@@ -88,6 +86,10 @@ def _get_function(module: ModuleType, spec: str, name: str) -> Callable[..., Any
         own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
         public = sorted(each.__name__ for each in own if not each.__name__.startswith("_"))
         raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(public) or 'none'}")
+    return _checked(function, spec)
+
+
+def _checked(function: Callable[..., Any], spec: str) -> Callable[..., Any]:
     by_name = {name for name, parameter in _parameters(function).items() if parameter.kind is not parameter.POSITIONAL_ONLY}
     if not {"prompts", "completions"} <= by_name and not _accepts_any_column(function):
         given = "prompts, completions and the data's columns"
@@ -110,7 +112,8 @@ def _accepted_columns(function: Callable[..., Any]) -> list[str] | None:
     """The columns that a function is given if the data has them; None for all of them."""
     if _accepts_any_column(function):
         return None
-    return [name for name in _parameters(function) if name not in ("prompts", "completions")]
+    not_columns = ("prompts", "completions", *getattr(function, "keywords", ()))
+    return [name for name in _parameters(function) if name not in not_columns]
 
 
 def _accepts_any_column(function: Callable[..., Any]) -> bool:
@@ -122,6 +125,7 @@ def _call_functions(functions: dict[str, Callable[..., Any]], request: dict[str,
 
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
         given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
+        given = {name: value for name, value in given.items() if name not in getattr(function, "keywords", ())}
         if not _accepts_any_column(function):
             given = {name: given[name] for name in _parameters(function) if name in given}
         # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
@@ -170,14 +174,4 @@ def _error_response(error: BaseException) -> dict[str, Any]:
     """What went wrong. The error's type is its class and location, since the message may differ with every batch."""
     if isinstance(error, UserError):
         return {"user_error": str(error)}
-    return {"error": _last_line(error), "error_type": f"{type(error).__qualname__}{_error_location(error)}"}
-
-
-def _last_line(error: BaseException) -> str:
-    """The traceback's last line, and where in the file it was raised."""
-    return traceback.format_exception_only(error)[-1].strip() + _error_location(error)
-
-
-def _error_location(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return {"error": describe_exception(error), "error_type": f"{type(error).__qualname__}{error_location(error)}"}

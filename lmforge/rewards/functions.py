@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lmforge import registry
 from lmforge.errors import UserError
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost, python_command
+from lmforge.plugins import files_of
+from lmforge.python_files import python_command
+from lmforge.rewards.json_process import JsonLineProcess, ProcessLost
 
-BUILT_IN_MODULE = "lmforge.rewards.builtin"
+# In the place of a file: functions that are registered under their names, by lmforge or a plugin.
+REGISTERED = "registered names"
 # Names of what functions get besides columns.
 RESERVED_NAMES = ("prompts", "completions", "reward_timeout_seconds")
 # A file may import torch and open a model.
@@ -164,9 +168,10 @@ def load_reward_functions(
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     open_reward_model: Callable[[str], RewardWorker] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
+    options: Mapping[str, str] | None = None,
 ) -> RewardFunctions:
-    """Open reward functions, each named FILE.py:FUNCTION or, for one of lmforge/rewards/builtin.py, by its name alone, and
-    reward models, each named by its folder, which `open_reward_model` opens.
+    """Open reward functions, each named FILE.py:FUNCTION or, where it is registered, by its name alone, and reward models, each
+    named by its folder, which `open_reward_model` opens. `options` has those of registered functions, as JSON by name.
 
     Each file is imported once, in a process of its own that lives until `close`. `weights` default to 1. `timeout_seconds` is
     for one call of one function. `log` gets failures. `heartbeat` is called every second while functions run. Raises UserError
@@ -183,11 +188,15 @@ def load_reward_functions(
         file, colon, function = spec.rpartition(":")
         if (colon or spec.endswith(".py")) and not (file.endswith(".py") and function):
             raise UserError(f"reward {spec}: expected FILE.py:FUNCTION")
-        by_file.setdefault(file or BUILT_IN_MODULE, {})[spec] = function
+        if not file and "/" in spec:
+            raise UserError(f"reward {spec}: no such folder of a reward model; or give FILE.py:FUNCTION or a registered name")
+        if not file:
+            registry.get("reward", spec)
+        by_file.setdefault(file or REGISTERED, {})[spec] = function
     workers: list[RewardWorker] = []
     with ExitStack() as opened:
         for file, functions in by_file.items():
-            workers.append(opened.enter_context(closing(_RewardProcess(file, functions, heartbeat))))
+            workers.append(opened.enter_context(closing(_RewardProcess(file, functions, heartbeat, options or {}))))
         for spec in models:
             assert open_reward_model is not None
             workers.append(opened.enter_context(closing(open_reward_model(spec))))
@@ -219,8 +228,10 @@ def _validated_rewards(spec: str, returned: Any, count: int) -> list[float | Non
 class _RewardProcess:
     """The process of one file. It is started again after it was killed for taking too long, or died."""
 
-    def __init__(self, file: str, functions: dict[str, str], heartbeat: Callable[[], None]) -> None:
-        self._file, self._functions, self._heartbeat = file, functions, heartbeat
+    def __init__(self, file: str, functions: dict[str, str], heartbeat: Callable[[], None], options: Mapping[str, str]) -> None:
+        self._file, self._heartbeat = file, heartbeat
+        plugins = files_of([registry.get("reward", name) for name in functions]) if file == REGISTERED else []
+        self._request = {"functions": functions, "plugins": plugins, "options": dict(options)}
         self._start()
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
@@ -248,7 +259,7 @@ class _RewardProcess:
     def _start(self) -> None:
         self._process = JsonLineProcess(python_command("lmforge.rewards.function_server", self._file))
         try:
-            description = self._process.request(self._functions, IMPORT_TIMEOUT_SECONDS)
+            description = self._process.request(self._request, IMPORT_TIMEOUT_SECONDS)
         except ProcessLost:
             raise UserError(f"reward {self._file}: its process died while the file was imported") from None
         except TimeoutError:

@@ -5,14 +5,11 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 HEARTBEAT_SECONDS = 1.0
 # Of one response: rewards of a batch, or the output of a program, are far smaller.
 MAX_RESPONSE_BYTES = 64 << 20
@@ -20,13 +17,6 @@ MAX_RESPONSE_BYTES = 64 << 20
 
 class ProcessLost(Exception):
     """The process ended, or sent something that is not a response. It has to be closed."""
-
-
-def python_command(module: str, argument: str, *flags: str) -> list[str]:
-    """The command that runs `main()` of one of our modules, whatever the working directory and sys.path."""
-    code = f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
-    # -P: do not import a file in the working directory that has the name of a module.
-    return [sys.executable, "-P", *flags, "-c", code, argument]
 
 
 class JsonLineProcess:

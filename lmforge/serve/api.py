@@ -121,7 +121,8 @@ async def _respond(
         message = f"n: {len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
         raise ApiError(400, message, param="n")
     try:
-        stream = GenerationStream(served.batcher, served.loaded.tokenizer, requests, body.stop_strings)
+        continued = isinstance(body, CompletionRequest) and "" not in body.prompts
+        stream = GenerationStream(served.batcher, served.loaded.tokenizer, requests, body.stop_strings, continued)
     except QueueFull:
         message = "too many requests: the batch and the queue are full; try again later"
         raise ApiError(429, message, error_type="rate_limit_error", code="too_many_requests") from None

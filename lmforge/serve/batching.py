@@ -164,13 +164,14 @@ class GenerationStream:
         tokenizer: Tokenizer,
         requests: Sequence[GenerationRequest],
         stop_strings: Sequence[str],
+        is_continuation: bool = False,
     ) -> None:
-        """Submit the requests. Raises QueueFull or EngineStopped."""
+        """Submit the requests. `is_continuation`: they go on with texts. Raises QueueFull or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
         self._unfinished = set(range(len(requests)))
-        self._choices = [_ChoiceStream(tokenizer, stop_strings) for _ in requests]
+        self._choices = [_ChoiceStream(tokenizer, stop_strings, is_continuation) for _ in requests]
         batcher.submit(self._queued_requests)
 
     @property
@@ -205,8 +206,8 @@ class GenerationStream:
 class _ChoiceStream:
     """One choice, and those of its tokens whose text is not certain yet."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self.streamer = TextStreamer(tokenizer, stop_strings)
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool) -> None:
+        self.streamer = TextStreamer(tokenizer, stop_strings, is_continuation)
         self._tokenizer = tokenizer
         self._pending_logprobs: list[TokenLogprob] = []
         self._num_emitted = 0

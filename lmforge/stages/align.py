@@ -1,4 +1,7 @@
-"""Alignment: the objective and the batches of each method. Preference methods read a dataset; grpo samples completions."""
+"""Alignment: the batches of each method; their losses are in objectives.py.
+
+Preference methods read a dataset; grpo samples completions.
+"""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -11,23 +14,14 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.stage import StageConfig
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.errors import UserError
-from lmforge.objectives.kto import KTOObjective
-from lmforge.objectives.objective import Objective
 from lmforge.objectives.policy import build_policy_loss_config
-from lmforge.objectives.preference import (
-    PreferenceObjective,
-    RewardModelObjective,
-    dpo,
-    orpo,
-    reference_mismatch_warning,
-    simpo,
-)
+from lmforge.objectives.preference import reference_mismatch_warning
 from lmforge.rewards.functions import RewardFunctions, load_reward_functions
 from lmforge.stages.completions import CompletionScorer, RewardModelScorer
 from lmforge.stages.dataset_batches import DatasetBatches
-from lmforge.stages.prompt_inputs import PromptPacking, is_conversational
+from lmforge.stages.prompt_inputs import PromptPacking, is_conversational, reward_options
 from lmforge.stages.reference import PackingWithReference, build_reference, precompute_reference_logprobs
-from lmforge.stages.rollouts import RolloutObjective, Rollouts, completion_metric_names
+from lmforge.stages.rollouts import Rollouts
 from lmforge.train.metrics import MetricsAccumulator
 from lmforge.train.trainer import BatchSource, Trainer
 
@@ -44,28 +38,6 @@ def _align_config(trainer: Trainer) -> AlignConfig:
     return trainer.ctx.config
 
 
-def build_preference_objective(config: AlignConfig) -> Objective:
-    """The objective of a preference method."""
-    options, beta = config.align, config.beta
-    match options.method:
-        case "dpo":
-            loss_fn = partial(dpo, beta=beta, loss_type=options.loss_type, label_smoothing=options.label_smoothing)
-            return PreferenceObjective(loss_fn, uses_reference=True)
-        case "orpo":
-            return PreferenceObjective(partial(orpo, beta=beta), uses_reference=False)
-        case "simpo":
-            return PreferenceObjective(partial(simpo, beta=beta, gamma=options.gamma), uses_reference=False)
-        case "kto":
-            return KTOObjective(
-                beta=beta,
-                desirable_weight=options.desirable_weight,
-                undesirable_weight=options.undesirable_weight,
-            )
-        case "reward":
-            return RewardModelObjective(center_rewards_coefficient=options.center_rewards_coefficient)
-    raise AssertionError(options.method)
-
-
 def build_preference_batches(trainer: Trainer) -> BatchSource:
     """The batches of a preference method, with the reference's log-probabilities where it has one. Every rank calls it."""
     config, inputs = _align_config(trainer), trainer.inputs
@@ -74,7 +46,7 @@ def build_preference_batches(trainer: Trainer) -> BatchSource:
     if config.reference == "precomputed":
         # Built only where numbers are missing: a run that resumes finds all of them.
         get_reference = cache(partial(build_reference, trainer, config))
-        for dataset in filter(None, (inputs.train_dataset, inputs.validation_dataset)):
+        for dataset in filter(None, (inputs.packed_dataset, inputs.validation_dataset)):
             logprobs = precompute_reference_logprobs(trainer, config, dataset, get_reference)
             dataset.packing = PackingWithReference(dataset.packing, logprobs)
         batches = DatasetBatches(trainer)
@@ -99,16 +71,10 @@ def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
         trainer.ctx.console.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")
 
 
-def build_policy_objective(config: AlignConfig) -> RolloutObjective:
-    """The objective of grpo."""
-    names = completion_metric_names(config.rollout.num_generations)
-    return RolloutObjective(build_policy_loss_config(config.rollout), names)
-
-
 def build_rollouts(trainer: Trainer) -> Rollouts:
     """Completions of prompts, with their rewards. Every rank calls it, and has reward functions of its own."""
     config, inputs = _align_config(trainer), trainer.inputs
-    tokenizer, packing = inputs.tokenizer, inputs.train_dataset.packing
+    tokenizer, packing = inputs.tokenizer, inputs.packed_dataset.packing
     assert isinstance(packing, PromptPacking)
     loss_config = build_policy_loss_config(config.rollout)
     prompts = [*packing.prompts, *packing.validation_prompts]
@@ -145,6 +111,7 @@ def _load_reward_functions(trainer: Trainer, config: AlignConfig) -> RewardFunct
         log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
         open_reward_model=partial(RewardModelScorer, device=device, dtype=trainer.dtype, on_batch=heartbeat),
         heartbeat=heartbeat,
+        options=reward_options(options),
     )
 
 

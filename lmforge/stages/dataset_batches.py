@@ -12,8 +12,8 @@ from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.batch import Batch
-from lmforge.data.dataset import PackedDataset
 from lmforge.data.loader import BatchLoader
+from lmforge.data.mixture import TrainingDataset
 from lmforge.evaluate.perplexity import evaluate_loss, local_batches
 from lmforge.objectives.language import NextTokenObjective, score_text
 from lmforge.parallel.dims import data_parallel_rank_and_size
@@ -22,7 +22,7 @@ from lmforge.train.trainer import Trainer
 
 
 def build_loader(
-    config: StageConfig, dataset: PackedDataset, batch_plan: BatchPlan, dist_ctx: DistributedContext
+    config: StageConfig, dataset: TrainingDataset, batch_plan: BatchPlan, dist_ctx: DistributedContext
 ) -> BatchLoader:
     """The loader of this rank's part of every global batch."""
     rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
@@ -62,22 +62,16 @@ class DatasetBatches:
         return [self._add_extras(batch) for batch in self._loader.batches(batch_index)]
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
-        """The samples of a batch, and the dataset that `lmforge show data` opens to print them."""
-        config, inputs = self._trainer.ctx.config, self._trainer.inputs
-        size = inputs.batch_plan.global_batch_size
-        record = {
-            "samples": [batch_index * size, (batch_index + 1) * size],
-            "data": inputs.data_source,
-            "sequence_length": config.data.sequence_length,
-            "seed": config.train.seed,
-            "plan_hash": inputs.train_dataset.plan_hash,
-        }
-        if isinstance(config, TunedConfig):
-            record["packing"] = config.data.packing
-        return record, None
+        """The samples of a batch, and a hash of what they depend on, by which `lmforge show data` knows its data."""
+        dataset, size = self._trainer.inputs.train_dataset, self._trainer.inputs.batch_plan.global_batch_size
+        first, after = batch_index * size, (batch_index + 1) * size
+        return {"samples": [first, after], "plan_hash": dataset.plan_hash_at(after)}, None
 
     def validate(self, step: int) -> dict[str, float]:
-        """Loss and bits per byte of a language model; of other objectives the mean of each metric. Every rank calls it."""
+        """Loss and bits per byte of a language model, also by source; of other objectives the mean of each metric.
+
+        Every rank calls it.
+        """
         trainer, config, dist_ctx = self._trainer, self._trainer.ctx.config, self._trainer.ctx.dist_ctx
         if (dataset := trainer.inputs.validation_dataset) is None:
             return {}
@@ -91,7 +85,7 @@ class DatasetBatches:
             token_bytes = torch.from_numpy(trainer.inputs.tokenizer.token_byte_lengths()).to(dist_ctx.device)
             score = partial(self._score, step=step, score_fn=partial(score_text, token_bytes=token_bytes))
             measured = evaluate_loss(score, dataset, dist_ctx, **plan)
-            return {f"val/{name}": measured[name] for name in ("loss", "bits_per_byte")}
+            return {f"val/{name}": value for name, value in measured.items() if name.startswith(("loss", "bits_per_byte"))}
         accumulator = MetricsAccumulator(dist_ctx)
         for batch in local_batches(dataset, **plan):
             _, metrics = self._score(self._add_extras(batch.to(dist_ctx.device)), step, trainer.objective.loss)

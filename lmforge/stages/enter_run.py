@@ -1,12 +1,9 @@
 """How a run is entered: its directory is locked, its inputs are opened and checked, and an attempt at it is begun."""
 
-import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from lmforge import checkpoint
@@ -14,32 +11,40 @@ from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
-from lmforge.errors import PeerLost, RunFailed, UserError, how_to_install
+from lmforge.errors import PeerLost, RunFailed, UserError
 from lmforge.monitor.disk import DiskMonitor
+from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.runs import Run, is_local, storage_errors
 from lmforge.stages.pretrained import ConfigT, pin_checkpoints, with_original_sources
+from lmforge.stages.staging import stage_inputs
+from lmforge.trackers.processes import TrackerProcesses
+from lmforge.trackers.tracker import check_trackers
 from lmforge.train.determinism import explain_nondeterministic_op
+from lmforge.train.inputs import RunInputs
 from lmforge.train.metrics import ConsoleLogger
-from lmforge.train.resume import check_resumable, find_resume_point, last_checkpoint_message
-from lmforge.train.trainer import ResumePoint, RunContext, RunInputs
+from lmforge.train.resume import (
+    again_if_restarted,
+    check_resumable,
+    find_resume_point,
+    last_checkpoint_message,
+    record_launchers,
+)
+from lmforge.train.run_events import RunEvents
+from lmforge.train.trainer import ResumePoint, RunContext
 from lmforge.train.validation import open_validation_tasks
 
 # More passes over the data in one optimizer step than this are a mistake, and may take forever.
 MAX_EPOCHS_A_STEP = 100
-# What gloo and NCCL say when the other end is gone.
-PEER_LOST_PATTERN = re.compile(
-    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
-)
 
 
 def enter_run(
     config: ConfigT,
     run: Run,
     dist_ctx: DistributedContext,
-    prepare_data: Callable[[Any], None],
+    prepare_data: Callable[[Any, DistributedContext], None],
     open_inputs: Callable[[Any, int], RunInputs],
 ) -> tuple[ConfigT, RunInputs, ResumePoint]:
     """Lock the run, and open and check everything that it needs. Every rank calls it, and gets the recipe as it was resolved.
@@ -48,17 +53,17 @@ def enter_run(
     """
     if run.external_checkpoints is not None:  # before its checkpoints are looked for
         dist_ctx.run_once_per_host(partial(checkpoint.check_writable, run))
+    config = again_if_restarted(config, run, dist_ctx)
     resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     with dist_ctx.raise_on_all():
-        if config.log.tensorboard and find_spec("tensorboard") is None:
-            way = f"{how_to_install('tensorboard')}, or leave the option out"
-            raise UserError(f"log.tensorboard: it is not installed; {way}")
+        check_trackers(config.log.trackers)
         if config.log.memory_snapshot and dist_ctx.device.type != "cuda":
             raise UserError(f"log.memory_snapshot: only for a GPU, and this run is on a {dist_ctx.device.type}; leave it out")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
         parallel_dims(config.parallel, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     config = dist_ctx.decide_on_rank0(partial(pin_checkpoints, config))
-    dist_ctx.run_once_per_host(partial(prepare_data, config))
+    prepare_data(config, dist_ctx)
+    stage_inputs(config, dist_ctx)
     with dist_ctx.raise_on_all():
         inputs = open_inputs(config, dist_ctx.world_size)
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
@@ -109,24 +114,27 @@ def lock_run(run: Run, config: StageConfig) -> bool:
 def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -> RunContext:
     """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
-    log = run.log_path(attempt, dist_ctx.rank_info.rank)
+    record_launchers(run, dist_ctx)
+    path = run.log_path(attempt, dist_ctx.rank_info.rank)
     folder = run.checkpoints_folder
     # A rank's own host may see another folder, or none.
-    with dist_ctx.raise_on_all(), storage_errors(log, "cannot be opened", "all hosts need the folder of the run"):
-        file = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until the process ends
-    if dist_ctx.is_rank0:
-        file.close()
-    else:
-        sys.stdout = sys.stderr = file
+    with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
+        log = RankLog(path, dist_ctx.rank_info, attempt)
     watch = Watchdog(
         dist_ctx,
         run.health_folder,
-        log,
+        path,
         stall_seconds=config.watch.stall_seconds,
         timeout_seconds=config.watch.timeout_seconds,
         disk_monitor=DiskMonitor(folder, partial(next_checkpoint_bytes, run)) if is_local(folder) else None,
+        add_event=RunEvents(run.events_path).add,  # any rank may be the one that reports a stall
     )
-    return RunContext(config, run, dist_ctx, watch, ConsoleLogger(dist_ctx, config.train.steps, log), log)
+    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
+    console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
+    trackers = TrackerProcesses(console.info, console.warn)
+    if dist_ctx.is_rank0:
+        trackers.start(run, config.log.trackers, config.log.project)
+    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers)
 
 
 def next_checkpoint_bytes(run: Run) -> int:

@@ -1,8 +1,9 @@
 """The inputs of fine-tuning and preference methods: files of examples, tokenized once by the tokenizer of the model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignDataOptions
+from lmforge.config.mixture import FileSourceOptions
 from lmforge.config.tuning import ConversationOptions, ExampleOptions, TunedConfig
 from lmforge.data.chat.conversations import read_conversations
 from lmforge.data.chat.examples import (
@@ -23,15 +26,18 @@ from lmforge.data.chat.examples import (
 )
 from lmforge.data.chat.preferences import read_preference_pairs, read_unpaired_preferences
 from lmforge.data.chat.spill_buffer import ExampleGroup
-from lmforge.data.dataset import PackedDataset
+from lmforge.data.dataset import PackedDataset, join_datasets
+from lmforge.data.mixture import MixedDataset, Phase, TrainingDataset, proportions_of
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.parallel.dims import plan_batches
-from lmforge.stages.build_model import check_model
-from lmforge.stages.pretrained import find_required_pretrained, open_tuned_model
-from lmforge.train.trainer import RunInputs
+from lmforge.stages.check_model import check_model
+from lmforge.stages.pretrained import download_pretrained, find_required_pretrained, open_tuned_model
+from lmforge.train.inputs import RunInputs
 
+# Options of the data section on which tokenized examples do not depend; files are hashed.
+NOT_OF_EXAMPLES = {"files", "validation_files", "sources", "weights_by", "folder", "packing", "stage_to"}
 COUNT_LABELS = {
     "overlong": "left out as too long",
     "truncated": "truncated",
@@ -63,36 +69,48 @@ def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
     return TokenizedExample(np.append(example.tokens, example.tokens[-1:]), np.append(example.loss_mask, False))
 
 
-def examples_folder(config: TunedConfig, tokenizer: Tokenizer) -> Path:
-    """The folder of a recipe's tokenized examples. Raises UserError where a file cannot be read."""
-    return _folder_and_plan(config, tokenizer)[0]
+def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer) -> tuple[Path, dict[str, object]]:
+    """The folder of the tokenized examples of a source, and all that they depend on, of which its name is a hash.
 
-
-def _folder_and_plan(config: TunedConfig, tokenizer: Tokenizer) -> tuple[Path, dict[str, object]]:
-    """The folder of a recipe's tokenized examples, and all that they depend on, of which its name is a hash."""
+    Raises UserError where a file cannot be read.
+    """
     options = config.data
     plan = {
         "algorithm": EXAMPLES_VERSION,
         "kind": config.kind,
         "tokenizer": tokenizer.hash,
         "beside": {name: text for name, text in tokenizer.files.items() if name != "tokenizer.json"},
-        **options.model_dump(mode="json", exclude={"files", "validation_files", "folder", "packing"}),
-        "files": hash_files(options.files),
-        "validation": hash_files(options.validation_files),
+        **options.model_dump(mode="json", exclude=NOT_OF_EXAMPLES),
+        "files": hash_files(source.files),
+        "validation": hash_files(source.validation_files),
     }
     return options.folder / xxhash.xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode()), plan
 
 
-def prepare_examples(config: TunedConfig) -> None:
-    """Tokenize the examples of a recipe on this host. Raises UserError where one of them is not valid."""
-    options, length = config.data, config.data.sequence_length
+def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
+    """Have the model of a recipe and its tokenized examples on every host. Every rank calls it.
+
+    Raises UserError where there is no such model, or an example is not valid.
+    """
+    config.require_inputs()
+    download_pretrained(config, dist_ctx)
+    dist_ctx.run_once_per_folder(partial(_tokenize_examples, config), config.data.folder)
+
+
+def _tokenize_examples(config: TunedConfig) -> None:
     tokenizer = find_required_pretrained(config).tokenizer()
-    folder, plan = _folder_and_plan(config, tokenizer)
+    for source in config.data.file_sources:
+        _prepare_source(config, source, tokenizer)
+
+
+def _prepare_source(config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer) -> None:
+    options, length = config.data, config.data.sequence_length
+    folder, plan = _folder_and_plan(config, source, tokenizer)
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
     def read(split: str) -> Iterator[ExampleGroup]:
-        for path in options.files if split == "train" else options.validation_files:
+        for path in source.files if split == "train" else source.validation_files:
             yield from read_examples(options, config.kind, path, tokenizer)
 
     write_examples(
@@ -103,12 +121,12 @@ def prepare_examples(config: TunedConfig) -> None:
         sequence_length=limit,
         limit_description=f"{half}data.sequence_length = {length}",
         overlong=options.overlong,
-        validation_ratio=None if options.validation_files else options.validation_ratio,
+        validation_ratio=None if source.validation_files else options.validation_ratio,
     )
 
 
 def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
-    """Open what `prepare_examples` has written on this host, and the model. Raises UserError where they do not fit together."""
+    """Open what `prepare_examples` has written, and the model. Raises UserError where they do not fit together."""
     batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     if config.kind == "pairs-with-margins":
@@ -118,26 +136,87 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
             )
         model_config = replace(model_config, reward=True)
     check_model(config, model_config, batch_plan, tokenizer)
-    folder = ExampleFolder.open(examples_folder(config, tokenizer))
-    length, pack = config.data.sequence_length, config.data.packing == "best-fit"
-    open_split = partial(example_dataset, folder, sequence_length=length, pack=pack)
-    train = open_split("train", seed=config.train.seed)
+    folders, splits, train = _open_train(config, tokenizer, batch_plan.global_batch_size)
     if config.kind == "unpaired":
-        _check_pairs_of_completions(train, length)
-    counts, splits = folder.manifest["counts"], folder.manifest["splits"]
-    in_train, in_validation = splits["train"], splits["validation"]
-    left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
+        assert isinstance(train, PackedDataset)
+        _check_pairs_of_completions(train, config.data.sequence_length)
+    named = {source.label: folder for source, folder in zip(config.data.file_sources, folders, strict=True)}
+    validation = {
+        name: _open_split(config, folder, "validation") for name, folder in named.items() if folder.num_examples("validation")
+    }
     return RunInputs(
         tokenizer,
         train,
-        open_split("validation", shuffle=False) if in_validation["examples"] else None,
+        (join_datasets(validation) if len(folders) > 1 else next(iter(validation.values()))) if validation else None,
         model_config,
         batch_plan,
-        data_source=str(folder.path),
-        data_summary=f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences an epoch,"
-        f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
-        f"{''.join(left_out)}",
+        data_source=", ".join(str(folder.path) for folder in folders),
+        data_summary="; ".join(map(_describe_examples, folders, splits)),
         load_weights=pretrained.load_weights,
+        source_folders={name: str(folder.path) for name, folder in named.items()} if len(named) > 1 else {},
+    )
+
+
+def open_training_examples(config: TunedConfig, global_batch_size: int) -> tuple[Tokenizer, TrainingDataset]:
+    """The tokenizer and the samples to train on, of a recipe whose examples are prepared. Raises UserError."""
+    folders, _, train = _open_train(config, find_required_pretrained(config).tokenizer(), global_batch_size)
+    return folders[0].tokenizer, train
+
+
+def _open_train(
+    config: TunedConfig, tokenizer: Tokenizer, global_batch_size: int
+) -> tuple[list[ExampleFolder], list[PackedDataset], TrainingDataset]:
+    """The folder of each source, its train split, and the samples mixed of all splits."""
+    folders = open_example_folders(config, tokenizer)
+    splits = [_open_split(config, folder, "train") for folder in folders]
+    return folders, splits, mix_examples(config, folders, splits, global_batch_size)
+
+
+def mix_examples(
+    config: TunedConfig, folders: Sequence[ExampleFolder], datasets: Sequence[PackedDataset], global_batch_size: int
+) -> TrainingDataset:
+    """The samples of the folder of each source, mixed by their weights."""
+    if len(datasets) == 1:
+        return datasets[0]
+    assert isinstance(config.data, ConversationOptions)
+    weights = {source.label: Fraction(str(source.weight)) for source in config.data.sources}
+    tokens = None
+    if config.data.weights_by == "tokens":
+        counts = [folder.manifest["splits"]["train"]["tokens"] for folder in folders]
+        # Whole tokens: exact fractions of many sources have thousands of digits.
+        tokens = [
+            Fraction(max(1, round(count / each.sequences_per_epoch))) for count, each in zip(counts, datasets, strict=True)
+        ]
+    with prefix_errors("data.sources"):
+        if len({dataset.name for dataset in datasets}) < len(datasets):
+            raise UserError("two sources have the same examples; name them once, with a higher weight")
+        phase = Phase(None, proportions_of(weights, tokens), tuple(datasets))
+    return MixedDataset(tuple(weights), [phase], unit=global_batch_size, seed=config.train.seed)
+
+
+def example_folder_paths(config: TunedConfig, tokenizer: Tokenizer) -> list[Path]:
+    """Where a recipe's tokenized examples are kept, one folder a source. Raises UserError where a file cannot be read."""
+    return [_folder_and_plan(config, source, tokenizer)[0] for source in config.data.file_sources]
+
+
+def open_example_folders(config: TunedConfig, tokenizer: Tokenizer) -> list[ExampleFolder]:
+    """The folders of a recipe's tokenized examples, one a source. Raises UserError where one cannot be read."""
+    return [ExampleFolder.open(path) for path in example_folder_paths(config, tokenizer)]
+
+
+def _open_split(config: TunedConfig, folder: ExampleFolder, split: str) -> PackedDataset:
+    length, pack = config.data.sequence_length, config.data.packing == "best-fit"
+    return example_dataset(folder, split, sequence_length=length, pack=pack, seed=config.train.seed, shuffle=split == "train")
+
+
+def _describe_examples(folder: ExampleFolder, train: PackedDataset) -> str:
+    counts, splits = folder.manifest["counts"], folder.manifest["splits"]
+    in_train, in_validation = splits["train"], splits["validation"]
+    left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
+    return (
+        f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences an epoch,"
+        f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
+        f"{''.join(left_out)}"
     )
 
 

@@ -6,6 +6,7 @@ Where a recipe names a PEFT folder, that is its base model with the adapters mer
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,13 +14,15 @@ import xxhash
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ModelOptions
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
+from lmforge.data.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.hub import is_hub_name, resolve_model_folder
+from lmforge.hub import cache_folder, is_hub_name, resolve_model_folder
 from lmforge.interop.peft_folder import base_model_of, is_peft_folder, load_peft_folder
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
@@ -117,7 +120,13 @@ def find_required_pretrained(config: TunedConfig) -> Pretrained:
     """The model that a recipe tunes. Raises UserError where it names none, or no data."""
     config.require_inputs()
     assert config.model.source is not None
-    return find_pretrained(config.model.source, "weights")
+    return prefer_staged(config, find_pretrained(config.model.source, "weights"))
+
+
+def prefer_staged(config: StageConfig, pretrained: Pretrained) -> Pretrained:
+    """The same model, read from the copy on this host's own disk where data.stage_to has one."""
+    adapters = pretrained.adapters and find_staged(config.data.stage_to, pretrained.adapters)
+    return replace(pretrained, folder=find_staged(config.data.stage_to, pretrained.folder), adapters=adapters)
 
 
 def loads_pretrained_weights(config: StageConfig) -> bool:
@@ -125,10 +134,14 @@ def loads_pretrained_weights(config: StageConfig) -> bool:
     return config.model.source is not None and config.model.load_weights
 
 
-def download_pretrained(config: StageConfig) -> None:
-    """Have the model that a recipe begins from on this host. Raises UserError where it can be neither found nor fetched."""
+def download_pretrained(config: StageConfig, dist_ctx: DistributedContext) -> None:
+    """Have the model that a recipe begins from on every host. Every rank calls it.
+
+    Raises UserError where it can be neither found nor fetched.
+    """
     if config.model.source is not None:
-        find_pretrained(config.model.source, "weights" if loads_pretrained_weights(config) else "config.json")
+        required: Literal["weights", "config.json"] = "weights" if loads_pretrained_weights(config) else "config.json"
+        dist_ctx.run_once_per_folder(partial(find_pretrained, config.model.source, required), cache_folder())
 
 
 def check_has_weights(pretrained: Pretrained) -> None:

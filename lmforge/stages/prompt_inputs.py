@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -10,48 +11,58 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from lmforge.config.align import AlignConfig
-from lmforge.config.batch_plan import BatchPlan
+from lmforge import registry
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.align import AlignConfig, RolloutOptions
+from lmforge.config.extend import own_options
 from lmforge.config.sections import ModelOptions
 from lmforge.data.chat.examples import hash_files, select_validation
 from lmforge.data.chat.preferences import PromptCounts, TokenizedPrompt, encode_completions, read_prompt_columns, read_prompts
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.dataset import PackedDataset
-from lmforge.data.packing import PackedSequence
+from lmforge.data.packing import PackedSequence, Packing
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
-from lmforge.stages.build_model import check_model
-from lmforge.stages.pretrained import find_pretrained, open_tuned_model
-from lmforge.train.trainer import RunInputs
+from lmforge.stages.check_model import check_model
+from lmforge.stages.pretrained import download_pretrained, find_pretrained, open_tuned_model
+from lmforge.train.inputs import RunInputs
 
 
 @dataclass(frozen=True)
-class PromptPacking:
+class PromptPacking(Packing):
     """One prompt in each sequence, without labels: what the order of a PackedDataset is made of."""
 
     prompts: Sequence[TokenizedPrompt]
     validation_prompts: Sequence[TokenizedPrompt]
-    sequence_length: int
 
     @property
     def num_sequences(self) -> int:
         return len(self.prompts)
 
-    def sequence(self, index: int) -> PackedSequence:
-        return PackedSequence.of_one_document(self.prompts[index].tokens, self.sequence_length)
+    def read(self, index: int, out: PackedSequence) -> None:
+        out.put_document(self.prompts[index].tokens)
 
 
-def check_prompts_and_rewards(config: AlignConfig) -> None:
-    """Raise UserError where prompts or reward functions cannot be used."""
+def prepare_prompts(config: AlignConfig, dist_ctx: DistributedContext) -> None:
+    """Have the model of a recipe on every host, and check prompts and reward functions there. Every rank calls it.
+
+    Raises UserError where one of them cannot be used.
+    """
     config.require_inputs()
+    download_pretrained(config, dist_ctx)
+    dist_ctx.run_once_per_host(partial(_check_prompts_and_rewards, config))
+
+
+def _check_prompts_and_rewards(config: AlignConfig) -> None:
     models = [spec for spec in config.rollout.reward_functions if is_model_folder(spec)]
     for spec in models:
         with prefix_errors("rollout.reward_functions"):
             check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
-    with load_reward_functions([spec for spec in config.rollout.reward_functions if spec not in models]) as rewards:
+    functions = [spec for spec in config.rollout.reward_functions if spec not in models]
+    with load_reward_functions(functions, options=reward_options(config.rollout)) as rewards:
         for files in filter(None, (config.data.files, config.data.validation_files)):
             names: set[str] = set()
             records = chain.from_iterable(read_prompt_columns(path, config.data.renamed) for path in files)
@@ -61,6 +72,12 @@ def check_prompts_and_rewards(config: AlignConfig) -> None:
                     rewards.check_serializable(columns)
             with prefix_errors(", ".join(map(str, files))):
                 rewards.check_columns(sorted(names))
+
+
+def reward_options(rollout: RolloutOptions) -> dict[str, str]:
+    """The options of reward functions of plugins, as JSON by name."""
+    entries = [entry for entry in registry.entries("reward") if entry.options is not None]
+    return {entry.name: own_options(rollout, entry).model_dump_json() for entry in entries}
 
 
 def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) -> tuple[list[TokenizedPrompt], PromptCounts]:
@@ -99,7 +116,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     check_model(config, model_config, batch_plan, tokenizer)
-    _check_sizes(config, batch_plan, world_size)
+    _check_lengths(config)
     prompts, validation_prompts, counts = _read_prompts(config, tokenizer)
     if is_conversational([*prompts, *validation_prompts]):
         # Only its stop token is checked: completions are learned from as they were sampled, without the template.
@@ -122,19 +139,12 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     )
 
 
-def _check_sizes(config: AlignConfig, batch_plan: BatchPlan, world_size: int) -> None:
+def _check_lengths(config: AlignConfig) -> None:
     options, length = config.rollout, config.data.sequence_length
     if options.max_completion_length >= length:
         raise UserError(
             f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
             f" data.sequence_length = {length}"
-        )
-    unit = world_size * options.num_generations
-    size = batch_plan.global_batch_size
-    if size % unit:
-        raise UserError(
-            f"train.global_batch_size = {size}: {world_size} ranks with groups of rollout.num_generations"
-            f" = {options.num_generations} completions need a multiple of {unit}; nearest: {max(1, round(size / unit)) * unit}"
         )
 
 
@@ -148,7 +158,7 @@ def _prompt_dataset(
     fixed += [] if data.validation_files else [data.validation_ratio]
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     return PackedDataset(
-        PromptPacking(prompts, validation_prompts, data.sequence_length),
+        PromptPacking(prompts, validation_prompts),
         name="prompts",
         location=", ".join(map(str, data.files)),
         plan=["prompts", xxhash.xxh3_128_hexdigest(content.encode())],

@@ -22,8 +22,8 @@ from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Extras
-from lmforge.data.dataset import PackedDataset, Packing
-from lmforge.data.packing import PackedSequence
+from lmforge.data.dataset import PackedDataset
+from lmforge.data.packing import PackedSequence, Packing
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.layers import LanguageModel
@@ -42,7 +42,7 @@ CHUNK_SEQUENCES = 64
 
 def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Tensor:
     """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids)
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
     logprobs: Tensor = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature))
     return logprobs
 
@@ -73,17 +73,23 @@ def with_extras(batch: Batch, **extras: Tensor) -> Batch:
     return Batch(**batch.tensors, extras=Extras(**present, **extras))
 
 
-class PackingWithReference:
+class PackingWithReference(Packing):
     """Sequences with the extra "reference_logprobs": fp32 [sequences, sequence_length], indexed like the sequences."""
 
     def __init__(self, packing: Packing, logprobs: np.ndarray) -> None:
         self._packing, self._logprobs = packing, logprobs
-        self.num_sequences = packing.num_sequences
 
-    def sequence(self, index: int) -> PackedSequence:
-        sequence = self._packing.sequence(index)
-        values = self._logprobs[index] if index < self.num_sequences else np.zeros(len(sequence.tokens), np.float32)
-        return replace(sequence, extras={**sequence.extras, "reference_logprobs": values})
+    @property
+    def num_sequences(self) -> int:
+        return self._packing.num_sequences
+
+    @property
+    def extras(self) -> list[str]:
+        return [*self._packing.extras, "reference_logprobs"]
+
+    def read(self, index: int, out: PackedSequence) -> None:
+        self._packing.read(index, out)
+        out.extras["reference_logprobs"][:] = self._logprobs[index] if index < self.num_sequences else 0
 
 
 def build_reference(trainer: Trainer, config: AlignConfig, temperature: float = 1.0) -> ReferenceModel:
@@ -119,6 +125,7 @@ def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelMo
         float8=config.train.float8,
         options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,
+        loads_weights=True,
     )
 
 
@@ -130,7 +137,7 @@ def precompute_reference_logprobs(
     Chunks of CHUNK_SEQUENCES are written as they are computed, so that an interrupted pass goes on where it was. Their
     folder is named by a hash of all that the numbers depend on.
     """
-    dist_ctx, packing, count = trainer.ctx.dist_ctx, dataset.packing, dataset.packing.num_sequences
+    dist_ctx, in_order, count = trainer.ctx.dist_ctx, replace(dataset, shuffle=False), dataset.packing.num_sequences
     depends_on = {
         "weights": find_required_pretrained(config).digest,
         "shape": to_config_json(trainer.inputs.model_config),
@@ -151,7 +158,7 @@ def precompute_reference_logprobs(
     for index in missing:
         # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
         first = index * CHUNK_SEQUENCES + dist_ctx.rank_info.rank * local_size
-        local = Batch.from_sequences([packing.sequence(number) for number in range(first, first + local_size)])
+        local = Batch.from_sequences(in_order.sequences(first, first + local_size))
         local = local.to(dist_ctx.device)
         logprobs = []
         for start in range(0, local_size, batch_size):

@@ -20,7 +20,7 @@ from lmforge.data.batch import Batch, Extras, Metrics
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.order import derive_key
-from lmforge.data.packing import PackedSequence
+from lmforge.data.packing import PackedSequences
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
@@ -97,8 +97,8 @@ class Rollouts:
         stop_token_ids: frozenset[int],
         reference: ReferenceModel | None,
     ) -> None:
-        """`trainer.inputs.train_dataset` gives the order of the prompts of its PromptPacking."""
-        packing = trainer.inputs.train_dataset.packing
+        """`trainer.inputs.packed_dataset` gives the order of the prompts of its PromptPacking."""
+        packing = trainer.inputs.packed_dataset.packing
         assert isinstance(packing, PromptPacking)
         self.data_wait_seconds = 0.0
         self._trainer, self._options, self._loss_config = trainer, options, loss_config
@@ -106,7 +106,13 @@ class Rollouts:
         self._dist_ctx, self._batch_plan = trainer.ctx.dist_ctx, trainer.inputs.batch_plan
         # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
         self._rank, self._world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
-        self._local_batch_size = self._batch_plan.global_batch_size // self._world_size
+        # Groups stay on one rank. Where their number does not divide, the first ranks have one more, and the others padding,
+        # so that all have as many micro-batches.
+        self._num_groups = self._batch_plan.global_batch_size // options.num_generations
+        share, larger_shares = divmod(self._num_groups, self._world_size)
+        self._first_group = self._rank * share + min(self._rank, larger_shares)
+        self._local_groups = share + (self._rank < larger_shares)
+        self._local_batch_size = self._local_groups * options.num_generations
         # The set of this rank: its completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
@@ -123,22 +129,23 @@ class Rollouts:
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         size = self._batch_plan.micro_batch_size
+        if missing := self._batch_plan.local_batch_size - batch.batch_size:
+            batch = Batch.cat([batch, _padding_like(batch, missing)])
         return [batch[start : start + size] for start in range(0, batch.batch_size, size)]
 
     def _make_set(self, set_index: int, step: int) -> Batch:
         options, num_generations = self._options, self._options.num_generations
         # The prompts of a step are those of all ranks, in the order of the ranks.
-        num_groups = self._local_batch_size // num_generations
-        order, seed = self._trainer.inputs.train_dataset, self._trainer.ctx.config.train.seed
+        order, seed = self._trainer.inputs.packed_dataset, self._trainer.ctx.config.train.seed
         prompts: list[TokenizedPrompt] = []
         seeds: list[int] = []
         for each in range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations):
-            first = (each * self._world_size + self._rank) * num_groups
-            for sample, index in enumerate(order.indices(first, first + num_groups), start=first):
+            first = each * self._num_groups + self._first_group
+            for sample, index in enumerate(order.indices(first, first + self._local_groups), start=first):
                 prompts += [self._packing.prompts[index]] * num_generations
                 seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
         completions = self.generate(prompts, seeds, step)
-        batch = Batch.from_sequences(list(map(self._to_sequence, prompts, completions)))
+        batch = self._to_batch(prompts, completions)
         old_logprobs = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
         with self._dist_ctx.raise_on_all():
             rewards, failed = self._scorer.score(completions_table_name(set_index, options), prompts, completions)
@@ -148,8 +155,11 @@ class Rollouts:
         differs = has_nonzero_std(groups)
         extras = {"old_logprobs": old_logprobs}
         if self._reference is not None:
-            parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(batch)]
-            extras["reference_logprobs"] = torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()
+            # In parts of a step, of which all ranks have as many.
+            steps = [
+                batch[start : start + self._local_batch_size] for start in range(0, batch.batch_size, self._local_batch_size)
+            ]
+            extras["reference_logprobs"] = torch.cat([self._reference_logprobs(each) for each in steps])
             ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in extras.values())
             rewards = subtract_kl_penalty(rewards, ours, theirs, self._loss_config)
         advantages = compute_advantages(rewards.view(groups.shape), self._loss_config).float().flatten()
@@ -161,6 +171,11 @@ class Rollouts:
         for name, values in {"advantages": advantages, **metrics}.items():
             extras[name] = values[:, None].expand(-1, batch.sequence_length).contiguous()
         return with_extras(batch, **extras)
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        assert self._reference is not None
+        parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(batch)]
+        return torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()[: batch.batch_size]
 
     def _completion_metrics(self, rewards: Tensor, failed: Tensor, completions: list[SampledCompletion]) -> dict[str, Tensor]:
         """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
@@ -210,11 +225,13 @@ class Rollouts:
                 self._trainer.ctx.watch.set_phase("sample", step)
         return completions
 
-    def _to_sequence(self, prompt: TokenizedPrompt, completion: SampledCompletion) -> PackedSequence:
-        tokens = [*prompt.tokens, *completion.tokens]
-        sequence = PackedSequence.of_one_document(tokens[:-1], self._batch_plan.sequence_length)
-        sequence.labels[len(prompt.tokens) - 1 : len(tokens) - 1] = completion.tokens
-        return sequence
+    def _to_batch(self, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]) -> Batch:
+        sequences = PackedSequences.empty(len(prompts), self._batch_plan.sequence_length)
+        for sequence, prompt, completion in zip(sequences, prompts, completions, strict=True):
+            tokens = [*prompt.tokens, *completion.tokens]
+            sequence.put_document(tokens[:-1])
+            sequence.labels[len(prompt.tokens) - 1 : len(tokens) - 1] = completion.tokens
+        return Batch.from_sequences(sequences)
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
@@ -268,7 +285,7 @@ class Rollouts:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on with the set of a `state_dict`, of any number of ranks."""
-        first = self._rank * self._local_batch_size
+        first = self._first_group * self._options.num_generations
         self._set_index = int(state.pop("set"))
         local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
         tensors = {name: local.pop(name) for name in BATCH_TENSORS}
@@ -276,6 +293,19 @@ class Rollouts:
 
     def close(self) -> None:
         self._scorer.reward_functions.close()
+
+
+def _padding_like(batch: Batch, num_sequences: int) -> Batch:
+    """Sequences of padding with the extras of a batch: NaN, which no metric counts, in what is not learned from."""
+    sequences = PackedSequences.empty(num_sequences, batch.sequence_length)
+    sequences.pad()
+    empty = Batch.from_sequences(sequences)
+    if batch.extras is None:
+        return empty
+    learned_from = ("old_logprobs", "reference_logprobs", "advantages")
+    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors}
+    shape = (num_sequences, batch.sequence_length)
+    return replace(empty, extras=Extras(**{name: torch.full(shape, value) for name, value in fill.items()}))
 
 
 def _trim_padding(batch: Batch) -> Batch:

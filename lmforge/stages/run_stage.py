@@ -3,7 +3,9 @@
 import shlex
 import signal
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,41 +15,46 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.cluster.standby import describe_standby, leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
-from lmforge.errors import RunFailed, UserError, typed_command
+from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
-from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
+from lmforge.report.page import write_run_report
 from lmforge.runs import Run
 from lmforge.stages.align import has_frozen_reference
 from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
+from lmforge.stages.own_code import NO_OWN_CODE, OpenedCode, OwnCode
 from lmforge.stages.setup import build_trainer
 from lmforge.train.determinism import set_determinism
+from lmforge.train.inputs import RunInputs
 from lmforge.train.loop import train
-from lmforge.train.metrics import format_duration
 from lmforge.train.resume import describe_config_changes, last_checkpoint_message, verify_finished
-from lmforge.train.trainer import BatchSource, ResumePoint, RunContext, RunInputs, Trainer
+from lmforge.train.trainer import BatchSource, ResumePoint, RunContext, Trainer
+from lmforge.untrusted import cut
+
+MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
 
 
 @dataclass(frozen=True)
 class StageSpec:
     """What a stage does in its own way.
 
-    prepare_data     downloads and converts what the recipe names; called once a host
+    prepare_data     downloads and converts what the recipe names; every rank calls it
     open_inputs      opens and checks data, tokenizer and model config for a number of ranks
-    build_objective  the loss
     build_batches    where batches come from, once the model is built; every rank calls it
     """
 
-    prepare_data: Callable[[Any], None]
+    prepare_data: Callable[[Any, DistributedContext], None]
     open_inputs: Callable[[Any, int], RunInputs]
-    build_objective: Callable[[Any], Objective]
     build_batches: Callable[[Trainer], BatchSource]
 
 
-def run_stage(config: StageConfig, spec: StageSpec) -> int:
+def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode = NO_OWN_CODE) -> int:
     """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
+    if leave_out_ranks(config.parallel.model_parallel_size):
+        return stand_by()
     dist_ctx = cluster.init_distributed(config.train.device, config.train.threads, collective_timeout(config))
     run = Run.from_config(config)
     try:
@@ -59,40 +66,64 @@ def run_stage(config: StageConfig, spec: StageSpec) -> int:
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
+                code = own.open(config)
             ctx = start_attempt(config, run, dist_ctx)
-            final_phase = "failed"
+            final_phase, error = "failed", None
             try:
-                status = _train(ctx, spec, inputs, point, estimator)
+                ctx = code.enter(ctx)
+                status = _train(ctx, spec, inputs, point, estimator, code)
                 final_phase = "interrupted" if status else "done"
                 return status
-            except RunFailed as failed:
-                raise type(failed)(f"{failed}; {last_checkpoint_message(run)}; log: {ctx.log_path}") from failed
+            except BaseException as problem:
+                error = _describe_failure(problem)
+                if isinstance(problem, Exception):
+                    ctx.log.write_failure(problem, ctx.watch.describe_progress())
+                code.callbacks.run_failed(ctx)
+                if isinstance(problem, RunFailed):
+                    raise type(problem)(f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}") from problem
+                raise
             finally:
                 ctx.watch.stop(final_phase)
+                ctx.events.add("end", None, state=final_phase, error=error)
+                _write_report(ctx, says_where=final_phase == "done")
+                ctx.trackers.finish(final_phase)
                 ctx.console.close()
+                ctx.log.close()
     finally:
         cluster.destroy_distributed()
         run.unlock()
 
 
-def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoint, estimator: MemoryEstimator) -> int:
+def _train(
+    ctx: RunContext,
+    spec: StageSpec,
+    inputs: RunInputs,
+    point: ResumePoint,
+    estimator: MemoryEstimator,
+    code: OpenedCode,
+) -> int:
     config, steps = ctx.config, ctx.config.train.steps
     if point.step >= steps:
         point = ctx.dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
     for line in [*point.messages, *describe_config_changes(point, config), *_notes_on_ranks(ctx.dist_ctx)]:
         ctx.console.info(line)
+    ranks = ctx.dist_ctx.rank_info
+    hosts = ranks.world_size // ranks.local_world_size
+    ctx.events.add("start", point.step, ranks=ranks.world_size, hosts=hosts, device=ctx.dist_ctx.device.type)
     if point.step >= steps:
         ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
         return 0
-    snapshot = ctx.log_path.with_suffix(".memory.pickle")
+    snapshot = ctx.log.path.with_suffix(".memory.pickle")
     if config.log.memory_snapshot:
         record_memory(ctx.dist_ctx.device)
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress, snapshot):
-        trainer = build_trainer(ctx, inputs, point, spec.build_objective(config))
+        options = estimator.setting(ctx.dist_ctx).options
+        trainer = build_trainer(ctx, inputs, point, code.objective, options)
         began = time.perf_counter()
         try:
             trainer.batch_source = spec.build_batches(trainer)
             done, stopped_by = train(trainer)
+            ctx.callbacks.call("on_run_end", ctx, done, "interrupted" if stopped_by else "done")
         except UserError as problem:
             # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
@@ -104,18 +135,39 @@ def _train(ctx: RunContext, spec: StageSpec, inputs: RunInputs, point: ResumePoi
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
 
 
+def _describe_failure(problem: BaseException) -> str:
+    """What ended the run, in one line: the text of an error that was foreseen, and the type of any other."""
+    is_foreseen = isinstance(problem, RunFailed | UserError)
+    text = str(problem) if is_foreseen else traceback.format_exception_only(problem)[-1]
+    return cut(" ".join(text.split()), MAX_ERROR_CHARACTERS)
+
+
+def _write_report(ctx: RunContext, says_where: bool) -> None:
+    """On rank 0. A run that stopped ends with the line that says how to go on, so nothing is said there."""
+    if not ctx.dist_ctx.is_rank0:
+        return
+    with suppress(OSError, ValueError):  # on a full disk there is no room in the log either
+        try:
+            path = write_run_report(ctx.run)
+            if says_where:
+                ctx.console.info(f"report: {path}")
+        except Exception as problem:  # how the run has ended is another matter
+            ctx.console.warn(f"no report: {_describe_failure(problem)}")
+
+
 def collective_timeout(config: StageConfig) -> timedelta:
     """Longer than the watchdog waits: it reports who hangs and ends the ranks with their status, which NCCL would abort."""
     return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
-    """A line where several ranks share the cores of one machine, which one process would use better."""
+    """Lines about ranks that stand by, and about several that share the cores of one machine, which one would use better."""
     ranks = dist_ctx.world_size
     if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
-        return []
+        return describe_standby()
     cores = f"{threads_per_rank(1)} cores"
-    return [f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"]
+    shared = f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"
+    return [*describe_standby(), shared]
 
 
 def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) -> int:

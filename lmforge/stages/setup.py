@@ -1,12 +1,14 @@
 """The one place where a Trainer is built: model, optimizer, weights, checkpointer; and the summary that is logged."""
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.config.sections import ParallelOptions
+from lmforge.errors import format_count
 from lmforge.interop.config_json import to_config_json
-from lmforge.model.attention import attention_backend_name
+from lmforge.model.attention_backend import describe_attention_backend
 from lmforge.monitor.other_trainings import other_trainings
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
@@ -14,17 +16,22 @@ from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
 from lmforge.plan.peak_flops import rank_peak_flops
+from lmforge.plugins import describe_plugins
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.inputs import RunInputs
 from lmforge.train.metrics import MetricsFile
 from lmforge.train.optimizer import named_optimizer_state
 from lmforge.train.resume import load_resume_point
-from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
+from lmforge.train.trainer import ResumePoint, RunContext, Trainer
 
 
-def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective) -> Trainer:
+def build_trainer(
+    ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective, options: ParallelOptions
+) -> Trainer:
     """Everything that the loop drives, with the weights of `point`; `batch_source` is left to the stage.
 
+    `options` are those of the recipe, with what depends on memory filled in.
     Every rank calls it. Raises UserError or RunFailed where the recipe does not fit the ranks or the disk.
     """
     config, dist_ctx = ctx.config, ctx.dist_ctx
@@ -35,7 +42,15 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
     begins = point.manifest is None
     fill = partial(fill_weights, config, dist_ctx, inputs.load_weights) if begins else None
     parallel_model, optimizer = build_model_and_optimizer(
-        config, inputs.model_config, objective, dist_ctx, dtype, compiled, fill
+        config,
+        inputs.model_config,
+        objective,
+        dist_ctx,
+        dtype,
+        compiled,
+        options,
+        fill,
+        loads_weights=inputs.load_weights is not None,
     )
     if compiled:
         ctx.watch.follow_compilation()
@@ -47,10 +62,6 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         assert point.manifest is not None
         detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.batch_offset)
     checkpointer = _build_checkpointer(ctx, inputs, parallel_model, dtype)
-    metrics_file = None
-    if dist_ctx.is_rank0:
-        tensorboard = ctx.run.path / "tensorboard" if config.log.tensorboard else None
-        metrics_file = MetricsFile(ctx.run.metrics_path, tensorboard)
     trainer = Trainer(
         ctx,
         inputs,
@@ -61,8 +72,8 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
         optimizer,
         detector,
         checkpointer,
-        metrics_file,
-        flops_per_token=training_flops_per_token(config, inputs.model_config),
+        _open_metrics_file(ctx),
+        flops_per_token=cache(partial(training_flops_per_token, config, inputs.model_config)),
         peak_flops=rank_peak_flops(dist_ctx, dtype),
         compiled=compiled,
     )
@@ -75,6 +86,10 @@ def build_trainer(ctx: RunContext, inputs: RunInputs, point: ResumePoint, object
     return trainer
 
 
+def _open_metrics_file(ctx: RunContext) -> MetricsFile | None:
+    return MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
+
+
 def _build_checkpointer(
     ctx: RunContext, inputs: RunInputs, parallel_model: ParallelModel, dtype: torch.dtype
 ) -> AsyncCheckpointer:
@@ -84,16 +99,17 @@ def _build_checkpointer(
         ctx.dist_ctx,
         RetentionPolicy(options.keep_last, options.keep_best, options.best_metric, options.best_mode == "max"),
         metadata={
-            "plan_hash": inputs.train_dataset.plan_hash,
             "global_batch_size": inputs.batch_plan.global_batch_size,
             "hf_config": to_config_json(inputs.model_config),
-            "recipe": ctx.config.model_dump(mode="json"),
+            "recipe": ctx.config.model_dump(mode="json", exclude={"plugins"}),
             "tokenizer_hash": inputs.tokenizer.hash,
             "written_by": {
                 "ranks": ctx.dist_ctx.world_size,
                 "engine": parallel_model.description,
                 "dtype": str(dtype),
                 "data": inputs.data_source,
+                "sources": dict(inputs.source_folders),
+                "plugins": describe_plugins(ctx.config.plugins),
             },
         },
         tokenizer=inputs.tokenizer,
@@ -111,7 +127,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
     log(
         f"model      {counts.total:,} parameters ({model_config.model_type}){partly},"
-        f" {trainer.flops_per_token:.3g} FLOPs a token"
+        f" {trainer.flops_per_token(config.data.sequence_length):.3g} FLOPs a token"
     )
     if trainer.resume_point.manifest is None:
         log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
@@ -119,12 +135,16 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     log(f"batch      {inputs.batch_plan}")
     on_gpu = dist_ctx.device.type == "cuda"
     device = torch.cuda.get_device_name(dist_ctx.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
-    ranks = "1 rank" if dist_ctx.world_size == 1 else f"{dist_ctx.world_size} ranks"
-    log(f"engine     {trainer.parallel_model.description}, {ranks} on {device}")
+    log(f"engine     {trainer.parallel_model.description}, {format_count(dist_ctx.world_size, 'rank')} on {device}")
     if not on_gpu and (others := other_trainings()):
         log(f"shared     other trainings use the cores too, and each is slower: process {', '.join(map(str, others))}")
     wrapped = model_config.family == "transformers"
-    attention = "transformers', dense mask" if wrapped else attention_backend_name(dist_ctx.device, model_config.head_dim)
+    attention = "transformers', dense mask"
+    if not wrapped:
+        context_parallel = config.parallel.context_parallel_degree > 1
+        attention = describe_attention_backend(
+            dist_ctx.device, trainer.dtype, model_config.head_dim, context_parallel=context_parallel
+        )
     float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
     log(
         f"compute    {str(trainer.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"

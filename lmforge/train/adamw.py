@@ -1,29 +1,37 @@
 """AdamW whose moments may be kept in bf16, which halves the optimizer's memory.
 
-With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses; here they serve the
-parameters that Muon leaves (muon.py).
+With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses. Here they serve
+`optimizer.implementation = foreach` and the parameters that Muon leaves (muon.py).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from lmforge.parallel.parallel_model import local_tensor
 
-# Elements that are worked on at once: it bounds the fp32 copies of moments in bf16, four times this many bytes each.
+# Elements that are worked on at once: it bounds the fp32 copies of weights and moments, four times this many bytes each.
 MAX_CHUNK_NUMEL = 2**25
-# The step, and elements of this rank's part of a parameter, its exp_avg, exp_avg_sq and gradient. All have one dimension.
-Chunk = tuple[int, tuple[Tensor, ...]]
+# An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly, however many.
+STEP_NOISE = 40_503
+# The steps before, and elements of this rank's part of a parameter, its exp_avg, exp_avg_sq and gradient, in one dimension.
+Chunk = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of `state_dtype`, fp32 or bf16.
 
+    torch's fused kernel computes a step, or with `foreach` one operator after another on lists of tensors.
+
     A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its
     steps are smaller than what bf16 tells apart, and rounded to nearest it could not fall once beta2 is above 0.996.
     The noise depends on the step only, so that a resumed run draws the same.
+
+    `found_inf`, set on the optimizer as for torch's fused ones (a scalar, 0 or 1, on the device of the parameters): where it
+    is 1, a step leaves parameters and state as they are, bit by bit.
     """
 
     def __init__(
@@ -34,17 +42,18 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         state_dtype: torch.dtype = torch.float32,
+        foreach: bool = False,
         **defaults: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **defaults})
-        self.state_dtype = state_dtype
+        self.state_dtype, self.foreach = state_dtype, foreach
 
     def get_or_init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter of `group`, made of zeros where there is none yet."""
         state = self.state[parameter]
         if not state:
-            # On the host, which computes with it.
-            state["step"] = torch.zeros(())
+            # On the device, where it is known whether a step counts.
+            state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
@@ -52,43 +61,88 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient. The host does not wait for the device."""
+        device = self.param_groups[0]["params"][0].device
+        skip = getattr(self, "found_inf", torch.zeros((), device=device)).bool()
         for group in self.param_groups:
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self.update_group(ready, group)
+            if ready:
+                self.update_group(ready, group, skip)
 
-    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of `parameters`, which are of `group`."""
-        (beta1, beta2), lr = group["betas"], group["lr"]
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
+        """One step of `parameters`, which are of `group`, or none where `skip` is true."""
         for chunks in _batch_chunks(self._chunks(parameters, group)):
             steps, tensors = zip(*chunks, strict=True)
-            params, exp_avgs, exp_avg_sqs, grads = zip(*tensors, strict=True)
+            stored = list(zip(*tensors, strict=True))
             # Everything is computed in fp32, masters and gradients in bf16 too; in fp32 these are the tensors themselves.
-            values, gradients = [param.float() for param in params], [grad.float() for grad in grads]
-            first, second = [moment.float() for moment in exp_avgs], [moment.float() for moment in exp_avg_sqs]
-            torch._foreach_lerp_(first, gradients, 1 - beta1)
-            torch._foreach_mul_(second, beta2)
-            torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-            denom = torch._foreach_div(second, [1 - beta2**step for step in steps])
-            torch._foreach_sqrt_(denom)
-            torch._foreach_add_(denom, group["eps"])
-            torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
-            torch._foreach_addcdiv_(values, first, denom, [-lr / (1 - beta1**step) for step in steps])
-            if params[0].dtype != torch.float32:
-                torch._foreach_copy_(params, values)
+            values, first, second, gradients = ([tensor.float() for tensor in each] for each in stored)
+            update = _foreach_update if self.foreach else _fused_update
+            update(values, gradients, first, second, list(steps), group, skip)
             if self.state_dtype != torch.float32:
-                torch._foreach_copy_(exp_avgs, first)
-                stochastic_round_(second, seed=steps[0])
-                torch._foreach_copy_(exp_avg_sqs, second)
+                stochastic_round_(second, steps[0])
+            # What was not updated is in bf16 again what it was: it needs no rounding.
+            for olds, news in zip(stored, (values, first, second), strict=False):
+                if olds[0].dtype != torch.float32:
+                    torch._foreach_copy_(olds, news)
+        counters = [self.get_or_init_state(parameter, group)["step"] for parameter in parameters]
+        torch._foreach_add_(counters, [(~skip).float()] * len(counters))
 
     def _chunks(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator[Chunk]:
         for parameter in parameters:
             state = self.get_or_init_state(parameter, group)
-            state["step"] += 1
             assert parameter.grad is not None
             flat = [local_tensor(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
             flat.append(local_tensor(parameter.grad).reshape(-1))
             for tensors in zip(*(tensor.split(MAX_CHUNK_NUMEL) for tensor in flat), strict=True):
-                yield int(state["step"]), tensors
+                yield state["step"].clone(), tensors
+
+
+def _fused_update(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    group: dict[str, Any],
+    skip: Tensor,
+) -> None:
+    """Update values and moments (fp32) in place by torch's kernel; `steps` count those before, and are overwritten."""
+    (beta1, beta2), lr, weight_decay, eps = (group[name] for name in ("betas", "lr", "weight_decay", "eps"))
+    numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": eps}
+    numbers |= {"amsgrad": False, "maximize": False}
+    adamw(values, gradients, first, second, [], steps, fused=True, found_inf=skip.float(), **numbers)
+
+
+def _foreach_update(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    group: dict[str, Any],
+    skip: Tensor,
+) -> None:
+    """The same, one operator after another. torch's own foreach AdamW cannot skip a step on the device."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    new_first = torch._foreach_lerp(first, gradients, 1 - beta1)
+    new_second = torch._foreach_mul(second, beta2)
+    torch._foreach_addcmul_(new_second, gradients, gradients, 1 - beta2)
+    # In fp32, 1 - 0.999 would be off by 6e-5 of itself.
+    step = torch.stack(steps).double() + 1
+    corrections = [(1 - beta**step).float().unbind() for beta in (beta1, beta2)]
+    denom = torch._foreach_div(new_second, corrections[1])
+    torch._foreach_sqrt_(denom)
+    torch._foreach_add_(denom, group["eps"])
+    torch._foreach_mul_(denom, corrections[0])
+    new_values = torch._foreach_mul(values, 1 - lr * group["weight_decay"])
+    torch._foreach_addcdiv_(new_values, new_first, denom, -lr)
+    for olds, news in ((values, new_values), (first, new_first), (second, new_second)):
+        assign_unless(skip, olds, news)
+
+
+def assign_unless(skip: Tensor, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Give each tensor its new value, rounded to its dtype; where `skip` (a bool scalar on their device) is true, none."""
+    for tensor, value in zip(tensors, values, strict=True):
+        torch.where(skip, tensor, value.to(tensor.dtype), out=tensor)
 
 
 def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
@@ -106,13 +160,16 @@ def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         yield batch
 
 
-def stochastic_round_(tensors: list[Tensor], seed: int) -> None:
+def stochastic_round_(tensors: Sequence[Tensor], step: Tensor) -> None:
     """Round fp32 tensors in place to numbers that bf16 holds: up or down at random, the nearer the likelier.
 
     The expected value is the number itself. bf16 is the upper half of fp32, and a carry out of the lower one rounds up.
+    Each element has a random number of its own, always the same one, which `step` (a scalar on the device) shifts.
     """
-    generator = torch.Generator(tensors[0].device).manual_seed(seed)
+    generator = torch.Generator(tensors[0].device).manual_seed(0)
+    shift = (step.long() * STEP_NOISE) % 2**16
     for tensor in tensors:
         bits = tensor.view(torch.int32)
-        bits += torch.randint(2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        noise = torch.randint(2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        bits += noise.add_(shift).bitwise_and_(2**16 - 1)
         bits &= -(2**16)

@@ -10,11 +10,13 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Metrics
 
@@ -34,6 +36,14 @@ class BadStep:
             if not math.isfinite(value):
                 return f"{name} is {value}"
         return f"loss is {self.loss:.4g}, a spike"
+
+    def write(self, folder: Path, batch: dict[str, Any]) -> Path:
+        """Write it, with what `batch` says of its batch, to a file for `lmforge show data`. Returns the file's path."""
+        path = folder / f"step-{self.step:08d}-batch-{self.batch_index}.json"
+        path.parent.mkdir(exist_ok=True)
+        numbers = {"loss": repr(self.loss), "grad_norm": repr(self.grad_norm)}
+        atomic_write_json(path, {"step": self.step, "reason": self.reason, **numbers, **batch})
+        return path
 
 
 class BadStepDetector:

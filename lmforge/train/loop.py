@@ -17,8 +17,9 @@ from lmforge.parallel.precision import compiled_graph_count, has_compiled_blocks
 from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from lmforge.train.optimizer import set_learning_rate, step_unless
+from lmforge.train.profiling import StepProfiler
 from lmforge.train.resume import roll_back
-from lmforge.train.trainer import Trainer
+from lmforge.train.trainer import RunContext, Trainer
 from lmforge.train.validation import validate, write_samples
 
 # By then everything has been compiled once.
@@ -68,15 +69,16 @@ def train(trainer: Trainer) -> tuple[int, int]:
     config, watch, console = trainer.ctx.config, trainer.ctx.watch, trainer.ctx.console
     detector, schedule = trainer.bad_step_detector, trainer.checkpoint_schedule
     metrics, stop_signals = MetricsAccumulator(trainer.ctx.dist_ctx), StopSignals(trainer.ctx.dist_ctx)
-    throughput, done = _Throughput(trainer), trainer.start_step
+    throughput, done, callbacks = _Throughput(trainer), trainer.start_step, trainer.ctx.callbacks
+    callbacks.call("on_run_start", trainer.ctx, done, trainer.parallel_model.model)
     console.start_progress(done)
-    with closing(stop_signals), _garbage_collection_paused():
+    with closing(stop_signals), closing(_build_profiler(trainer.ctx)) as profiler, _garbage_collection_paused():
         if done == 0 and config.validation.at_start:
             watch.set_phase("evaluate", 0)
             trainer.log({"step": 0, "tokens": 0, **throughput.exclude(validate, trainer, 0)})
         while done < config.train.steps:
             step, done = done, done + 1
-            with trainer.profiler.step(done):
+            with profiler.step(done):
                 lr, grad_norm = _run_step(trainer, throughput, metrics, step)
             console.update_progress(done)
 
@@ -107,19 +109,27 @@ def train(trainer: Trainer) -> tuple[int, int]:
                     console.info(line)
             if is_last or _is_due(config.validation.every_steps, done) or (save_request and schedule.needs_validation):
                 watch.set_phase("evaluate", done)
-                record |= throughput.exclude(validate, trainer, done)
+                record |= (scores := throughput.exclude(validate, trainer, done))
+                callbacks.call("on_validation_end", trainer.ctx, done, scores)
             if record:
                 watch.set_phase("save", done)
-                trainer.log({"step": done, "tokens": done * trainer.inputs.batch_plan.tokens, **record})
+                trainer.log({"step": done, "tokens": trainer.tokens_until(done), **record})
             if save_request:
                 watch.set_phase("save", done)
                 throughput.exclude(trainer.save, done, record, save_request == SaveRequest.KEPT, stopping)
+            callbacks.call("on_step_end", trainer.ctx, done, record)
+            trainer.report_saved()
             if signal:
                 return done, signal
             if _is_due(config.sample.every_steps, done):
                 watch.set_phase("sample", done)
                 throughput.exclude(write_samples, trainer, done)
     return done, 0
+
+
+def _build_profiler(ctx: RunContext) -> StepProfiler:
+    trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
+    return StepProfiler(ctx.config.log.profile_window, trace, ctx.dist_ctx.device, ctx.console.info)
 
 
 def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
@@ -194,7 +204,8 @@ class _Throughput:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._tokens = torch.zeros((), dtype=torch.float64, device=trainer.ctx.dist_ctx.device)
+        # Tokens, and the FLOPs that they take.
+        self._work = torch.zeros(2, dtype=torch.float64, device=trainer.ctx.dist_ctx.device)
         self._usual_step_seconds: float | None = None
         # Of the last validation, save and sample, by the name of the function.
         self._seconds_of: dict[str, float] = {}
@@ -205,12 +216,13 @@ class _Throughput:
         self._start_step, self._start_time, self._excluded_seconds = step, time.perf_counter(), 0.0
         self._unusual_steps, self._unusual_seconds = 0, 0.0
         self._start_data_seconds = self._trainer.batch_source.data_wait_seconds
-        self._tokens.zero_()
+        self._work.zero_()
 
     def add(self, batches: Sequence[Batch]) -> None:
         """Count the tokens of these batches; the host does not wait."""
         for batch in batches:
-            self._tokens += (batch.document_ids >= 0).sum()
+            tokens = (batch.document_ids >= 0).sum().double()
+            self._work += torch.stack([tokens, tokens * self._trainer.flops_per_token(batch.sequence_length)])
 
     def count_unusual_step(self, seconds: float) -> None:
         """Leave this step out of the estimate of the time that is left: it compiled, or was the first."""
@@ -233,19 +245,20 @@ class _Throughput:
         steps = max(1, step - self._start_step)
         seconds = max(1e-9, time.perf_counter() - self._start_time - self._excluded_seconds)
         # Ranks that share a model count the same sequences.
-        tokens = float(dist_ctx.all_reduce_sum(self._tokens.clone())) / trainer.parallel_model.model_parallel_size
-        flops = tokens / seconds / dist_ctx.world_size * trainer.flops_per_token
+        work = dist_ctx.all_reduce_sum(self._work.clone()) / trainer.parallel_model.model_parallel_size
+        tokens, flops = (work / seconds).tolist()
         rates = {
-            "tokens_per_second": tokens / seconds,
-            "mfu": flops / trainer.peak_flops if trainer.peak_flops else None,
+            "tokens_per_second": tokens,
+            "mfu": flops / dist_ctx.world_size / trainer.peak_flops if trainer.peak_flops else None,
             "step_seconds": seconds / steps,
             "data_seconds": (trainer.batch_source.data_wait_seconds - self._start_data_seconds) / steps,
             "memory_gib": peak_memory_gib(dist_ctx.device),
             "seconds_left": self._seconds_left(step, steps, seconds),
         }
         self.reset(step)
-        skipped_steps, stall_seconds = trainer.bad_step_detector.skipped_steps, trainer.checkpointer.blocking_seconds
-        counters = {"skipped_steps": skipped_steps, "save_stall_seconds": stall_seconds}
+        detector, stall_seconds = trainer.bad_step_detector, trainer.checkpointer.blocking_seconds
+        counters: dict[str, float] = {"skipped_steps": detector.skipped_steps, "batch_offset": detector.batch_offset}
+        counters["save_stall_seconds"] = stall_seconds
         return rates | {name: value for name, value in counters.items() if value}
 
     def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:

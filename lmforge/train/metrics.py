@@ -1,20 +1,23 @@
-"""Metrics and messages of a run: `metrics.jsonl`, TensorBoard where requested, and the console with the log."""
+"""Metrics and messages of a run: `metrics.jsonl`, and the console with the log."""
 
 import json
-import math
-import os
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
+from lmforge.atomic_files import without_non_finite
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Metrics
+from lmforge.errors import format_duration
+from lmforge.monitor.rank_log import redirect_terminal, stamp_lines, terminal_stderr
+from lmforge.terminal.cells import format_metrics
+from lmforge.terminal.live_area import LiveArea, can_redraw
+from lmforge.train.progress_panel import ProgressPanel
+from lmforge.train.run_events import has_torn_end
 
 
 class MetricsAccumulator:
@@ -53,132 +56,105 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def without_non_finite(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with None for NaN and infinity, which JSON lacks."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
-
-
 class MetricsFile:
-    """Appends one JSON object a log step; with `tensorboard`, the same numbers as events."""
+    """Appends one JSON object a log step."""
 
-    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         with open(path, "rb") as written:
-            size = written.seek(0, os.SEEK_END)
-            written.seek(max(0, size - 1))
-            is_torn = written.read() not in (b"", b"\n")
+            is_torn = has_torn_end(written)
         if is_torn:
-            # A killed process left half a line.
             self._file.write("\n")
-        self._events: Any = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(tensorboard))
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(without_non_finite(record)) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name, value in record.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as 42s, 3m05s or 2h07m."""
-    whole = int(max(0.0, seconds) + 0.5)
-    if whole < 60:
-        return f"{whole}s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-# What the console shows of a record.
-CONSOLE_METRICS = {
-    "loss": "loss {:.4f}",
-    "val/loss": "val {:.4f}",
-    "val/bits_per_byte": "({:.3f} bits/byte)",
-    "val/reward": "val reward {:.2f}",
-    "rewards/accuracy": "preferred {:.2f}",
-    "rewards/margin": "margin {:.2f}",
-    "reward": "reward {:.2f}",
-    "pass@1": "pass {:.2f}",
-    "kl": "KL {:.2f}",
-    "lr": "lr {:.2e}",
-    "grad_norm": "grad {:.2f}",
-    "tokens_per_second": "{:,.0f} tok/s",
-    "mfu": "MFU {:.0%}",
-    "memory_gib": "{:.1f} GiB",
-}
 
 
 class ConsoleLogger:
-    """Writes lines on the first rank: above a progress bar on a terminal, plain elsewhere, and all of it to the log."""
+    """Writes lines on the first rank, and all of them to the log. A terminal shows a panel while the run trains, and log
+    steps only there; elsewhere each log step is a line."""
 
-    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
-        self._is_rank0 = dist_ctx.is_rank0
-        self._steps = steps
+    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True) -> None:
+        self._is_rank0, self._steps = dist_ctx.is_rank0, steps
         self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
         self._console = Console(highlight=False)
-        self._progress: Progress | None = None
+        self._has_panel = panel and self._is_rank0 and can_redraw(self._console)
+        self._panel: ProgressPanel | None = None
+        self._area: LiveArea | None = None
+        self._last_line = ""
 
     def info(self, line: str) -> None:
         """One line for the reader."""
         if not self._is_rank0:
             return
-        if self._log_file is not None:
-            self._log_file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-            self._log_file.flush()
-        if self._console.is_terminal:
-            self._console.print(line, markup=False, soft_wrap=True)
+        self._write_log(line)
+        if self._area is not None:
+            self._area.print(line)
         else:
             print(line, flush=True)
+
+    def _write_log(self, line: str) -> None:
+        if self._log_file is not None:
+            self._log_file.write(stamp_lines(line))
+            self._log_file.flush()
 
     def warn(self, line: str) -> None:
         """One line for the reader that is not to be overlooked: on standard error too, where that is another place."""
         self.info(line)
-        if self._is_rank0 and not sys.stdout.isatty():
-            print(f"lmforge: {line}", file=sys.stderr, flush=True)
+        if self._is_rank0 and not self._console.is_terminal:
+            print(f"lmforge: {line}", file=terminal_stderr(), flush=True)
 
     def start_progress(self, step: int) -> None:
-        """Show the bar, on a terminal."""
-        if self._is_rank0 and self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                console=self._console,
-                transient=True,  # erased in the end: rich would draw it again below the last line
-            )
-            self._progress.add_task("", total=self._steps, completed=step)
-            self._progress.start()
+        """Show the panel, on a terminal."""
+        if self._has_panel:
+            self._panel = ProgressPanel(step, self._steps)
+            self._area = LiveArea(self._console, self._panel.draw)
+            self._area.start()
+            if terminal_stderr().isatty():
+                redirect_terminal(self._area.writer)
 
     def update_progress(self, step: int) -> None:
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step)
+        if self._panel is not None:
+            self._panel.step = step
 
     def log_metrics(self, record: dict[str, Any]) -> None:
-        """One readable line of a metrics record."""
-        parts = {name: words.format(record[name]) for name, words in CONSOLE_METRICS.items() if record.get(name) is not None}
-        if bits := parts.pop("val/bits_per_byte", None):
-            parts["val/loss"] += f" {bits}"
+        """One readable line of a metrics record, or the panel."""
+        parts = format_metrics(record)
         left = record.get("seconds_left")
         if left is not None:
             parts["seconds_left"] = f"{format_duration(left)} left"
-        self.info("  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()]))
-        description = ", ".join(parts[name] for name in ("loss", "seconds_left") if name in parts)
-        if self._progress is not None and description:
-            self._progress.update(self._progress.task_ids[0], description=description)
+        self._last_line = "  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()])
+        if self._panel is None:
+            self.info(self._last_line)
+        else:
+            self._write_log(self._last_line)
+            self._panel.add_record(record)
+
+    def log_sample(self, step: int, text: str) -> None:
+        """What the model wrote after `step` steps: a line, or in the panel the last one."""
+        line = f"  sample: {text!r}"
+        if self._panel is None:
+            self.info(line)
+        elif self._is_rank0:
+            self._write_log(line)
+            self._panel.add_sample(step, repr(text))
+
+    def stop_progress(self) -> None:
+        """Take the panel away; the line of the last log step remains."""
+        if self._area is None:
+            return
+        self._area.stop()
+        redirect_terminal(None)
+        self._area = self._panel = None
+        if self._last_line:
+            print(self._last_line, flush=True)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self.stop_progress()
         if self._log_file is not None:
             self._log_file.close()
             self._log_file = None

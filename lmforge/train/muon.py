@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lmforge.parallel.parallel_model import local_tensor
 from lmforge.parallel.precision import has_native_bf16
-from lmforge.train.adamw import AdamW
+from lmforge.train.adamw import AdamW, assign_unless
 
 # x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not
 # converge to 1 but brings all that are not tiny to between 0.7 and 1.2, which serves as well.
@@ -44,32 +44,32 @@ class Muon(AdamW):
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
 
-    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
         if not group["orthogonal"]:
-            super().update_group(parameters, group)
+            super().update_group(parameters, group, skip)
             return
         for shard_group, matrices in _group_by_mesh(parameters):
             for batch in _batch_matrices(matrices, 1 if shard_group is None else shard_group.size()):
-                self._update_matrices(batch, group, shard_group)
+                self._update_matrices(batch, group, shard_group, skip)
 
-    def _update_matrices(self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None) -> None:
+    def _update_matrices(
+        self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None, skip: Tensor
+    ) -> None:
         values = [local_tensor(matrix) for matrix in matrices]
         gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
         stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
-        # In fp32 these are the tensors themselves.
-        momenta = [momentum.float() for momentum in stored]
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        if self.state_dtype != torch.float32:
-            torch._foreach_copy_(stored, momenta)
+        momenta = torch._foreach_lerp([momentum.float() for momentum in stored], gradients, 1 - group["momentum"])
         dtype = _compute_dtype(values[0].device)
         ahead = [update.to(dtype) for update in torch._foreach_lerp(gradients, momenta, group["momentum"])]
         if shard_group is None:
             updates = _orthogonalize_by_shape(ahead)
         else:
             updates = _orthogonalize_sharded(ahead, [matrix.shape[0] for matrix in matrices], shard_group)
-        torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
-        for matrix, value, update in zip(matrices, values, updates, strict=True):
+        decayed = torch._foreach_mul(values, 1 - group["lr"] * group["weight_decay"])
+        for matrix, value, update in zip(matrices, decayed, updates, strict=True):
             value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+        assign_unless(skip, stored, momenta)
+        assign_unless(skip, values, decayed)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

@@ -3,17 +3,25 @@
 import difflib
 import math
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lmforge import registry
+from lmforge.config.extend import own_options
 from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 from lmforge.train.adamw import AdamW
 from lmforge.train.muon import Muon
+from lmforge.train.sgd import SGD
+
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Optimizers that would take a step whatever their `found_inf` says.
+_host_decides: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 
 def build_optimizer(
@@ -27,28 +35,47 @@ def build_optimizer(
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
     flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
-    if flat and (options.name == "muon" or options.state_dtype != "fp32"):
-        option = "name = muon" if options.name == "muon" else f"state_dtype = {options.state_dtype}"
+    entry = registry.get("optimizer", options.name)
+    needs_matrices = bool(entry.facts.get("needs_matrices"))
+    if flat and (needs_matrices or options.state_dtype != "fp32"):
+        option = f"name = {options.name}" if needs_matrices else f"state_dtype = {options.state_dtype}"
         reason = "fsdp1 keeps parameters flat, and what they were is lost on it"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
-    groups = _parameter_groups(model, options, shapes)
-    if options.name == "sgd":
-        momentum = 0.9 if options.momentum is None else options.momentum
-        # torch's fused SGD takes no DTensors.
-        return torch.optim.SGD(groups, lr=options.lr, momentum=momentum, foreach=True)
-    common: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
-    state_dtype = torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
-    if options.name == "muon":
-        momentum = 0.95 if options.momentum is None else options.momentum
-        return Muon(groups, momentum=momentum, state_dtype=state_dtype, **common)
-    if state_dtype != torch.float32:
-        return AdamW(groups, state_dtype=state_dtype, **common)
-    fused = options.implementation == "fused"
-    return torch.optim.AdamW(groups, fused=fused, foreach=not fused, **common)
+    groups = _parameter_groups(model, options, shapes, needs_matrices)
+    optimizer: torch.optim.Optimizer = entry.build(groups, options, own_options(options, entry))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise UserError(f"{entry.origin}: optimizer {entry.name} returned {kind}, not a torch.optim.Optimizer")
+    if not isinstance(optimizer, torch.optim.AdamW) and not hasattr(optimizer, "get_or_init_state"):
+        way = "give it get_or_init_state(parameter, group), which returns its tensors for a parameter"
+        raise UserError(f"{entry.origin}: optimizer {entry.name}: a checkpoint cannot tell what it keeps; {way}")
+    if not entry.facts.get("reads_found_inf"):
+        _host_decides.add(optimizer)
+    return optimizer
+
+
+def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
+    common, foreach = _common_numbers(options), options.implementation == "foreach"
+    if foreach or options.state_dtype != "fp32":
+        return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], foreach=foreach, **common)
+    return torch.optim.AdamW(groups, fused=True, **common)
+
+
+def build_muon(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
+    momentum = 0.95 if options.momentum is None else options.momentum
+    return Muon(groups, momentum=momentum, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options))
+
+
+def build_sgd(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
+    return SGD(groups, lr=options.lr, momentum=0.9 if options.momentum is None else options.momentum)
+
+
+def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:
+    return {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
 
 
 def _parameter_groups(
-    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size]
+    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size], marks_matrices: bool
 ) -> list[dict[str, Any]]:
     """Trainable parameters, those together to which the same numbers apply."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -65,7 +92,7 @@ def _parameter_groups(
         }
         if name in chosen:
             numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
-        if options.name == "muon":
+        if marks_matrices:
             numbers["orthogonal"] = id(parameter) in hidden
         groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameter)
     return list(groups.values())
@@ -120,51 +147,47 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _get_or_init_state(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    if isinstance(optimizer, AdamW):
-        return optimizer.get_or_init_state(parameter, group)
+    if hasattr(optimizer, "get_or_init_state"):
+        return dict(optimizer.get_or_init_state(parameter, group))
     state = optimizer.state[parameter]
-    if not state and isinstance(optimizer, torch.optim.AdamW):
-        # torch's fused step counts on the device, the other one on the host.
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else None)
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-    elif not state and group["momentum"]:
-        state["momentum_buffer"] = torch.zeros_like(parameter)
     return state
 
 
 def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: float) -> float:
     """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
 
-    The peak is reached after the warm-up, and the final learning rate at the last step. warmup-stable-decay stays
-    at the peak until `decay_steps` steps are left.
+    The peak is reached after the warm-up, and the final learning rate at the last step. Raises UserError for a schedule of a
+    plugin that returns no finite number from 0 on.
     """
     warmup = options.warmup(steps)
     if step < warmup:
         return peak_lr * (step + 1) / (warmup + 1)
-    if options.name == "constant":
+    entry = registry.get("schedule", options.name)
+    shape = entry.build(step, steps, options, own_options(options, entry))
+    if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
+        raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
+    if shape == 1:
         return peak_lr
-    last_at_peak = warmup
-    if options.name == "warmup-stable-decay":
-        last_at_peak = max(last_at_peak, steps - 1 - (options.decay_steps or max(1, steps // 5)))
-        if step <= last_at_peak:
-            return peak_lr
-    progress = min(1.0, (step - last_at_peak) / max(1, steps - 1 - last_at_peak))
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if options.name == "cosine" else 1 - progress
     return peak_lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """One step, or where `skip` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
 
-    torch's fused AdamW reads `skip` on the device. For the others the host waits for its value.
+    The host does not wait for its value, unless the parameters are on the host (with cpu_offload), or the optimizer is one of
+    a plugin that does not read `found_inf`.
     """
-    if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]:
-        # With cpu_offload the step reads it on the host, so the host waits for it.
-        optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device).float()  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif not bool(skip):
-        optimizer.step()
+    if optimizer in _host_decides:
+        if not skip:
+            optimizer.step()
+        return
+    # torch's fused optimizers read this, and so do ours.
+    optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

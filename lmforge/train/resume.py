@@ -1,22 +1,35 @@
 """Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded; and rollback."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from lmforge import checkpoint
+from lmforge.atomic_files import atomic_write_json
 from lmforge.checkpoint import CorruptCheckpoint, Manifest
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import launcher_identity
 from lmforge.config.stage import StageConfig
+from lmforge.data.mixture import describe_plan_change
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.plugins import describe_changes, describe_plugins
 from lmforge.runs import Run, remove_checkpoint
 from lmforge.train.bad_steps import BadStep
+from lmforge.train.inputs import RunInputs
 from lmforge.train.optimizer import named_optimizer_state
-from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
+from lmforge.train.trainer import ResumePoint, RunContext, Trainer
+from lmforge.untrusted import read_json
 
+StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
+
+# In the run's directory: `launcher_identity` of every rank of the last attempt.
+LAUNCHERS = ".launchers.json"
 NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
 # Options on which the plan hash depends: which sequences there are, and their order. The files themselves count too.
 DATA_OPTIONS = (
@@ -27,6 +40,32 @@ DATA_OPTIONS = (
     "rollout.num_iterations",
     "train.seed",
 )
+# Those of them that may change in what is to come.
+MIXTURE_OPTIONS = ("data.sources ", "data.phases ")
+
+
+def again_if_restarted(config: StageConfigT, run: Run, dist_ctx: DistributedContext) -> StageConfigT:
+    """The recipe, without what was to be done at the beginning alone where torchrun starts the ranks of this run anew.
+
+    That it does, a rank knows from the recorded processes of torchrun: after a host was lost or has joined, only some of the
+    ranks that start have been restarted, by torchrun's count. Every rank calls it.
+    """
+    launchers = dist_ctx.all_gather(launcher_identity())
+
+    def choose() -> StageConfigT:
+        with suppress(UserError, OSError):
+            if not set(read_json(run.path / LAUNCHERS, list[str])).isdisjoint(launchers):
+                return config.again()
+        return config
+
+    return dist_ctx.decide_on_rank0(choose)
+
+
+def record_launchers(run: Run, dist_ctx: DistributedContext) -> None:
+    """Write down which processes of torchrun have started this attempt, for `again_if_restarted`. Every rank calls it."""
+    launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
+    if dist_ctx.is_rank0 and launchers:
+        atomic_write_json(run.path / LAUNCHERS, launchers)
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
@@ -108,6 +147,7 @@ def roll_back(trainer: Trainer, last_bad_step: BadStep) -> int:
         _delete_checkpoints_after(ctx, point.step)
     detector.load_losses(point.manifest.bad_step_detector)
     detector.rolled_back_to(point.step, next_batch=last_bad_step.batch_index + 1)
+    ctx.events.add("rollback", last_bad_step.step, to=point.step, reason=cause)
     ctx.console.warn(f"{cause}: rolled back to step {point.step}, continuing with the batches after them")
     return point.step
 
@@ -135,9 +175,12 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
         differs = f"trained with another tokenizer than {inputs.data_source} was prepared with"
     elif manifest.global_batch_size != batch_size:
         differs = f"its global batch has {manifest.global_batch_size} sequences, this recipe's {batch_size}"
-    elif manifest.plan_hash != inputs.train_dataset.plan_hash:
+    elif manifest.plan_hash != inputs.train_dataset.plan_hash_at(manifest.consumed_sequences):
+        change = describe_plan_change(manifest.data_plan, inputs.train_dataset.plan_at(manifest.consumed_sequences))
         changes = [change for change in _changed_options(manifest, config) if change.startswith(DATA_OPTIONS)]
-        differs = f"trained with other data options ({', '.join(changes)})" if changes else "trained on other data"
+        if changes and (change is None or not any(each.startswith(MIXTURE_OPTIONS) for each in changes)):
+            change = f"trained with other data options ({', '.join(changes)})"
+        differs = change or "trained on other data"
     if differs:
         ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
         raise UserError(f"{point.checkpoint_folder}: {differs}; {ways}")
@@ -155,13 +198,17 @@ def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
 
 def describe_config_changes(point: ResumePoint, config: StageConfig) -> list[str]:
     """A line that names the options that differ from the checkpoint's recipe."""
-    changed = list(_changed_options(point.manifest, config)) if point.manifest else []
-    return [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
+    if point.manifest is None:
+        return []
+    changed = list(_changed_options(point.manifest, config))
+    plugins = describe_changes(point.manifest.written_by.get("plugins", {}), describe_plugins(config.plugins))
+    lines = [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
+    return lines + ([f"plugins differ from those of that checkpoint: {', '.join(plugins)}"] if plugins else [])
 
 
 def _changed_options(manifest: Manifest, config: StageConfig) -> Iterator[str]:
     """Each option that differs from the checkpoint's recipe, as `section.name then → now`."""
-    for section, options in config.model_dump(mode="json", exclude={"run", "launch", "watch"}).items():
+    for section, options in config.model_dump(mode="json", exclude={"plugins", "run", "launch", "watch"}).items():
         then = manifest.recipe.get(section, {})
         yield from (f"{section}.{name} {then.get(name)} → {now}" for name, now in options.items() if then.get(name) != now)
 

@@ -12,29 +12,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lmforge.atomic_files import atomic_write_json
-from lmforge.checkpoint import AsyncCheckpointer, Manifest, get_rng_state
-from lmforge.checkpoint.async_save import StateDict
+from lmforge.atomic_files import without_non_finite
+from lmforge.checkpoint import AsyncCheckpointer, Manifest, StateDict, get_rng_state
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
 from lmforge.data.batch import Batch
-from lmforge.data.dataset import PackedDataset
-from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed
-from lmforge.evaluate.tasks import QuestionTask
-from lmforge.model.config import ModelConfig
-from lmforge.model.layers import LanguageModel
 from lmforge.monitor.loss_curve import LossCurveThread
+from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.report.page import write_run_report
 from lmforge.runs import Run
+from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.bad_steps import BadStep, BadStepDetector
+from lmforge.train.callbacks import Callbacks
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.metrics import ConsoleLogger, MetricsFile, without_non_finite
+from lmforge.train.inputs import RunInputs
+from lmforge.train.metrics import ConsoleLogger, MetricsFile
 from lmforge.train.optimizer import learning_rate, named_optimizer_state
-from lmforge.train.profiling import StepProfiler
+from lmforge.train.run_events import RunEvents
 
 # After the last step there is no later one to save again at.
 FINAL_SAVE_ATTEMPTS = 3
@@ -50,31 +48,10 @@ class RunContext:
     dist_ctx: DistributedContext
     watch: Watchdog
     console: ConsoleLogger
-    log_path: Path
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """Everything a run is made from, opened and checked against each other. Nothing of the run has been written yet.
-
-    validation_dataset    None where nothing is validated, or the stage validates in its own way
-    data_source           where the data lies; goes into checkpoints and messages
-    data_summary          what the data is, in words
-    load_weights          fills a model with its first weights and returns the names it left out; None: random weights
-    sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
-    tasks                 tasks scored at each validation, each with its batch size
-    """
-
-    tokenizer: Tokenizer
-    train_dataset: PackedDataset
-    validation_dataset: PackedDataset | None
-    model_config: ModelConfig
-    batch_plan: BatchPlan
-    data_source: str
-    data_summary: str
-    load_weights: Callable[[LanguageModel], frozenset[str]] | None
-    sequences_per_sample: int = 1
-    tasks: tuple[tuple[QuestionTask, int], ...] = ()
+    log: RankLog
+    events: RunEvents
+    trackers: TrackerProcesses
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
 
 @dataclass(frozen=True)
@@ -118,7 +95,8 @@ class BatchSource(Protocol):
 class Trainer:
     """What the loop drives, in the order in which it is built.
 
-    `resume_point` says where training starts. `flops_per_token` and `peak_flops` (of a rank; None: unknown) give the MFU.
+    `resume_point` says where training starts. `flops_per_token` (by the sequence length) and `peak_flops` (of a rank;
+    None: unknown) give the MFU.
     `compiled`: whether blocks are to be compiled. `metrics_file` is None on all ranks but 0. `batch_source` is set last:
     references and rollouts need the model.
     """
@@ -133,19 +111,16 @@ class Trainer:
     bad_step_detector: BadStepDetector
     checkpointer: AsyncCheckpointer
     metrics_file: MetricsFile | None
-    flops_per_token: float
+    flops_per_token: Callable[[int], float]
     peak_flops: float | None
     compiled: bool = False
     checkpoint_schedule: CheckpointSchedule = field(init=False)
     batch_source: BatchSource = field(init=False)
-    profiler: StepProfiler = field(init=False)
 
     def __post_init__(self) -> None:
         is_rank0 = self.ctx.dist_ctx.is_rank0
         self.checkpoint_schedule = CheckpointSchedule(self.checkpointer, self.ctx.config, is_rank0)
-        self._loss_curve = LossCurveThread(self.ctx.run)
-        trace = self.ctx.run.path / "profile" / f"rank-{self.ctx.dist_ctx.rank_info.rank}.json"
-        self.profiler = StepProfiler(self.ctx.config.log.profile_window, trace, self.ctx.dist_ctx.device, self.ctx.console.info)
+        self._loss_curve = LossCurveThread(self.ctx.run, then=write_run_report)
 
     @property
     def start_step(self) -> int:
@@ -156,41 +131,51 @@ class Trainer:
         config = self.ctx.config
         return learning_rate(step, config.train.steps, config.schedule, config.optimizer.lr)
 
+    def tokens_until(self, step: int) -> int:
+        """The tokens that were read in so many steps: padding included, and the batches that a rollback left out."""
+        return self.inputs.train_dataset.tokens_until(self._consumed_sequences(step))
+
+    def _consumed_sequences(self, step: int) -> int:
+        return (step + self.bad_step_detector.batch_offset) * self.inputs.batch_plan.global_batch_size
+
     def log(self, record: dict[str, Any]) -> None:
         """Write a record to metrics.jsonl and to the console, and draw the loss curve where it is due."""
         if self.metrics_file is not None:
             self.metrics_file.write(record)
             self._loss_curve.draw_if_due()
         self.ctx.console.log_metrics(record)
+        self.ctx.trackers.report()
 
     def report_bad_step(self, bad_step: BadStep) -> None:
         """Warn that a step was skipped, and write which samples or completions it used, for `lmforge show data`."""
         if not self.ctx.dist_ctx.is_rank0:
             return
-        step, numbers = bad_step.step, {"loss": repr(bad_step.loss), "grad_norm": repr(bad_step.grad_norm)}
-        path = self.ctx.run.path / "bad" / f"step-{step:08d}-batch-{bad_step.batch_index}.json"
-        path.parent.mkdir(exist_ok=True)
         batch, words = self.batch_source.describe(bad_step.batch_index)
-        atomic_write_json(path, {"step": step, "reason": bad_step.reason, **numbers, **batch})
+        path = bad_step.write(self.ctx.run.path / "bad", batch)
         words = words or f"its samples are named in {path}"
-        self.ctx.console.warn(f"step {step}: {bad_step.reason}; not used, and {words}")
+        self.ctx.events.add("bad step", bad_step.step, reason=bad_step.reason)
+        self.ctx.console.warn(f"step {bad_step.step}: {bad_step.reason}; not used, and {words}")
 
     def save(self, step: int, metrics: dict[str, Any], kept: bool, stopping: bool) -> None:
         """Save a checkpoint of `step`; where the run is `stopping`, wait until it is written.
 
         Raises RunFailed where the last checkpoint of a run cannot be written.
         """
-        options, detector = self.ctx.config.checkpoint, self.bad_step_detector
+        options, detector, dataset = self.ctx.config.checkpoint, self.bad_step_detector, self.inputs.train_dataset
+        consumed = self._consumed_sequences(step)
         for attempt in range(FINAL_SAVE_ATTEMPTS):
             if attempt:
                 time.sleep(min(FINAL_RETRY_SECONDS, options.retry_seconds))
             self.checkpoint_schedule.record_save(kept)
+            self.ctx.events.add("checkpoint", step, kept=kept)
             self.checkpointer.save(
                 step,
                 self._state_dict(model_only=options.last_save_model_only and step == self.ctx.config.train.steps),
                 metrics=without_non_finite(metrics),
                 kept=kept,
-                consumed_sequences=(step + detector.batch_offset) * self.inputs.batch_plan.global_batch_size,
+                consumed_sequences=consumed,
+                plan_hash=dataset.plan_hash_at(consumed),
+                data_plan=dataset.plan_at(consumed),
                 rng=get_rng_state(),
                 bad_step_detector=detector.state_dict(),
             )
@@ -201,6 +186,13 @@ class Trainer:
                 return
         raise RunFailed(f"step {step}: {self.checkpointer.describe_failures()}")
 
+    def report_saved(self) -> None:
+        """Call the callbacks of checkpoints that are complete since the last call. Every rank calls it, at the same step."""
+        ctx = self.ctx
+        if ctx.callbacks.has("on_checkpoint_saved"):
+            for step in ctx.dist_ctx.broadcast(self.checkpointer.take_saved_steps()):
+                ctx.callbacks.call("on_checkpoint_saved", ctx, step, ctx.run.checkpoint_path(step))
+
     def _state_dict(self, model_only: bool) -> StateDict:
         state: StateDict = self.parallel_model.state_dict(self.optimizer, named_optimizer_state)
         if model_only:
@@ -210,8 +202,8 @@ class Trainer:
 
     def close(self) -> None:
         """Finish the save in flight, and close what was opened."""
-        self.profiler.close()
-        self.checkpointer.drain()
+        self.ctx.console.stop_progress()
+        self.checkpointer.close()
         if hasattr(self, "batch_source"):
             self.batch_source.close()
         if self.metrics_file is not None:

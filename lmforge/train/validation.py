@@ -7,22 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS
+from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, SampleOptions
 from lmforge.config.stage import StageConfig
+from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_task, run_task
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import uncompiled_blocks
-from lmforge.train.trainer import RunInputs, Trainer
+from lmforge.train.inputs import RunInputs
+from lmforge.train.trainer import Trainer
+from lmforge.untrusted import quoted
 
 # Most sequences of a batch of a task; the same on any number of ranks, or the last bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
-# val/NAME/… are metrics of alignment.
-RESERVED_TASK_NAMES = ("rewards", "logps", "tokens")
+# val/NAME/… are metrics of alignment, and of the sources of a mixture.
+RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "alignment"}
+RESERVED_TASK_NAMES |= {"loss": "each source", "bits_per_byte": "each source"}
 
 
 def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple[QuestionTask, int], ...]:
@@ -38,7 +43,8 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
             other = opened[task.name][0].path
             raise UserError(f"validation.tasks: {other} and {path} would both be logged as val/{task.name}/…; rename one")
         if task.name in RESERVED_TASK_NAMES:
-            raise UserError(f"validation.tasks: {path}: val/{task.name}/… are metrics of alignment; give the file another name")
+            owner = RESERVED_TASK_NAMES[task.name]
+            raise UserError(f"validation.tasks: {path}: val/{task.name}/… are metrics of {owner}; give the file another name")
         settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
         longest = check_task(task, inputs.tokenizer, inputs.model_config, prefix_ids, settings)
         opened[task.name] = task, max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest))
@@ -78,6 +84,25 @@ def validate(trainer: Trainer, step: int) -> dict[str, float]:
     return scores
 
 
+def check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for prompts of samples that are longer than what the model is trained on, or reads."""
+    sample, length, longest = config.sample, config.data.sequence_length, 0
+    if sample == SampleOptions():
+        return
+    # Encoding a text that cannot fit would take long. A tokenizer may shorten it first, by less than this.
+    most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
+    for prompt in sample.prompts:
+        count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1
+        longest = max(longest, count)
+        if count > length:
+            way = f"does not fit into data.sequence_length = {length} tokens; shorten it"
+            raise UserError(f"sample.prompts: {quoted(prompt)} {way}")
+    limit = max(length, model_config.max_position_embeddings)
+    if sample.every_steps is not None and longest + sample.max_tokens > limit:
+        total = longest + sample.max_tokens
+        raise UserError(f"sample.max_tokens: prompt and sample take {total} tokens, this model has positions for {limit}")
+
+
 def write_samples(trainer: Trainer, step: int) -> None:
     """Log what the model writes after the prompts of the recipe. Every rank calls it and generates the same text."""
     config = trainer.ctx.config
@@ -91,4 +116,5 @@ def write_samples(trainer: Trainer, step: int) -> None:
             seed=config.train.seed + step,
         )
     for prompt, completion in zip(config.sample.prompts, completions, strict=True):
-        trainer.ctx.console.info(f"  sample: {(prompt + completion.text)!r}")
+        trainer.ctx.events.add("sample", step, prompt=prompt, text=completion.text)
+        trainer.ctx.console.log_sample(step, prompt + completion.text)

@@ -1,16 +1,102 @@
-"""`lmforge download`: a model of the Hugging Face hub, into a folder or the hub's cache."""
+"""`lmforge download`: models and data sets of the Hugging Face hub, by name or as recipes and pipelines name them.
+
+What is downloaded here is found later by its name, also on hosts without a network that share the cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from lmforge import hub
-from lmforge.config.verbs import DownloadOptions
+from lmforge.config.load import STAGES, parse_config, read_config
+from lmforge.config.options import Options, parse_options, read_recipe, validate_options
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.verbs import DownloadOptions, PipelineOptions, PrepareOptions
+from lmforge.interop.peft_folder import base_model_of, is_peft_folder
+from lmforge.verbs.pipeline import plan_stages
+from lmforge.verbs.table import VERBS
+
+# Options of verbs that do not train which name a model, and what of it they read.
+MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from": False}
+
+
+@dataclass(frozen=True)
+class HubItem:
+    """A model or a data set by its name on the hub; `weights` are wanted of a model that is not only a tokenizer."""
+
+    name: str
+    kind: hub.Kind = "model"
+    weights: bool = True
 
 
 def run_download(options: DownloadOptions) -> int:
-    """Download a model and print what was downloaded. Raises UserError."""
-    name, revision = hub.parse_model_name(options.name, options.revision)
-    result = hub.download(name, revision, options.folder, report=lambda line: print(line, flush=True))
+    """Download what is named and print what was downloaded. Raises UserError."""
+    path = Path(options.name)
+    if path.suffix == ".toml":
+        return _download_all(path)
+    item = HubItem(options.name, "dataset" if options.dataset else "model", options.weights)
+    _download(item, options.revision, options.folder)
+    return 0
+
+
+def _download_all(file: Path) -> int:
+    """Download what a recipe or a pipeline names."""
+    items = list(dict.fromkeys(_items_of_file(file)))
+    # The same model with its weights and without them is downloaded once.
+    items = [item for item in items if item.weights or HubItem(item.name, item.kind) not in items]
+    for item in items:
+        _download(item, None, None)
+    if not items:
+        print(f"{file}: names nothing on the hub that is not a folder here")
+    return 0
+
+
+def _download(item: HubItem, revision: str | None, folder: Path | None) -> None:
+    name, revision = hub.parse_model_name(item.name, revision)
+    result = hub.download(
+        name,
+        revision,
+        folder,
+        kind=item.kind,
+        include_weights=item.weights,
+        report=lambda line: print(line, flush=True),
+    )
     sizes = [sum(file.size for file in files) for files in (result.downloaded, result.already_present)]
     print(
         f"{result.folder}: {name} at {result.commit}; fetched {len(result.downloaded)} files, {sizes[0]:,} bytes;"
         f" {len(result.already_present)} were there, {sizes[1]:,} bytes"
     )
-    return 0
+
+
+def _items_of_file(file: Path) -> Iterator[HubItem]:
+    table = read_recipe(file)
+    if "stages" not in table:
+        yield from _items_of_recipe(read_config(file))
+        return
+    for stage in plan_stages(validate_options(PipelineOptions, table, str(file)), file):
+        verb, *words = stage.arguments
+        if verb in STAGES:
+            yield from _items_of_recipe(parse_config(STAGES[verb], words))
+        elif verb != "download" and not issubclass(VERBS[verb].options, StageConfig):
+            yield from _items_of_verb(parse_options(VERBS[verb].options, words))
+
+
+def _items_of_recipe(config: StageConfig) -> Iterator[HubItem]:
+    source = config.model.source
+    if source is not None and is_peft_folder(source):
+        source = base_model_of(source)
+    if source is not None and hub.is_hub_name(source):
+        yield HubItem(str(source), weights=config.model.load_weights)
+    if isinstance(config, PretrainConfig):
+        for folder in (each.folder for each in config.data.all_sources if "://" in each.folder):
+            print(f"{folder}: is read over the network while training; copy it to a folder for hosts without one")
+
+
+def _items_of_verb(options: Options) -> Iterator[HubItem]:
+    if isinstance(options, PrepareOptions) and hub.is_hub_name(options.source):
+        yield HubItem(options.source, "dataset")
+    for name, weights in MODEL_OPTIONS.items():
+        given = getattr(options, name, None) or ()
+        for each in given if isinstance(given, tuple) else (given,):
+            if hub.is_hub_name(each):
+                yield HubItem(str(each), weights=weights)

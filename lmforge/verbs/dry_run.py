@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.align import AlignConfig
+from lmforge.config.mixture import tokens_by_length
 from lmforge.config.options import to_toml
 from lmforge.config.sections import OptimizerOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
-from lmforge.data.shards import TokenFolder
+from lmforge.errors import format_bytes
 from lmforge.hub import is_hub_name
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.model.config import ModelConfig
@@ -16,7 +17,7 @@ from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
-from lmforge.runs import MANIFEST, format_bytes
+from lmforge.verbs.describe_data import describe_data
 
 
 def dry_run(config: StageConfig, everything: bool = False) -> str:
@@ -32,22 +33,19 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     Raises UserError where they do not fit together.
     """
     rank_info = read_rank_info()
-    ranks = rank_info.world_size if rank_info.launched else config.launch.processes
+    ranks = rank_info.world_size if rank_info.launched else config.launch.world_size
     plan = plan_batches(config, ranks)
     steps = config.train.steps
     passes = config.train.epochs
-    length = f"{steps:,} steps = {steps * plan.tokens:,} tokens" if passes is None else f"{passes:g} passes over the data"
+    phases = config.data.phases if isinstance(config, PretrainConfig) else ()
+    by_length = tokens_by_length(phases, steps, plan.global_batch_size, plan.sequence_length)
+    total = sum(tokens for _, tokens in by_length)
+    length = f"{steps:,} steps = {total:,} tokens" if passes is None else f"{passes:g} passes over the data"
     lines = [f"batch      {plan}", f"run        {length}"]
     vocab_size = None
     if isinstance(config, PretrainConfig):
-        folder = config.data.folder
-        if (folder / MANIFEST).exists():
-            tokens = TokenFolder.open(folder)
-            vocab_size = tokens.tokenizer.vocab_size
-            num_tokens = tokens.split("train").num_tokens
-            lines.append(f"data       {folder}: {num_tokens:,} tokens, so {steps * plan.tokens / num_tokens:.2f} epochs")
-        else:
-            lines.append(f"data       {folder}: not there yet; `lmforge prepare SOURCE {folder}` makes it")
+        about_data, vocab_size = describe_data(config)
+        lines += about_data
     model = _model_config(config, vocab_size)
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
@@ -57,7 +55,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
         from lmforge.plan import parameter_counts  # with torch, which knows the layers
 
         counts = parameter_counts.count_parameters(config, model)
-        flops = parameter_counts.training_flops_per_token(config, model)
+        flops = parameter_counts.training_flops_per_token(config, model, config.data.sequence_length)
         at_rest = checkpoint_bytes(optimizer, master_dtype, counts)
         added = counts.total - parameter_count(model).total
         lines.append(
@@ -67,7 +65,8 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     check_parallel(config.parallel, model, plan)
     lines += _describe_sharding(config, ranks, at_rest)
     if passes is None:
-        lines.append(f"compute    {flops * steps * plan.tokens:.3g} FLOPs in the whole run")
+        whole = flops * total if not phases else sum(flops_per_token(model, length) * tokens for length, tokens in by_length)
+        lines.append(f"compute    {whole:.3g} FLOPs in the whole run")
     shown = "every option" if everything else "what differs from the defaults; --dry-run all prints every option"
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 
@@ -89,7 +88,7 @@ def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> li
     if choose_engine(parallel, world_size) in ("single", "ddp"):
         return []
     rank_info = read_rank_info()
-    dims = parallel_dims(parallel, world_size, rank_info.local_world_size if rank_info.launched else world_size)
+    dims = parallel_dims(parallel, world_size, rank_info.local_world_size if rank_info.launched else config.launch.processes)
     copies = f"{dims.replicate_degree} copies, each" if dims.is_hybrid else "one copy"
     where = "host memory" if parallel.cpu_offload else "its memory"
     ranks = dims.fsdp_degree * parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree

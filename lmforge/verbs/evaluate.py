@@ -7,25 +7,17 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from lmforge.atomic_files import create_file
 from lmforge.cluster.distributed import DistributedContext, init_distributed
-from lmforge.cluster.memory import check_fits
 from lmforge.config.verbs import EvaluateOptions
-from lmforge.errors import UserError
-from lmforge.evaluate.evaluation_data import open_evaluation_dataset
-from lmforge.evaluate.perplexity import evaluate_loss
+from lmforge.evaluate.measure_loss import measure_loss
 from lmforge.evaluate.tasks import TaskSettings, load_task, run_task
 from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.objectives.language import score_text
 from lmforge.parallel.precision import choose_dtype
-
-DEFAULT_SEQUENCE_LENGTH = 1024
-MIN_BATCH_LIMIT = 16  # sequences; batches up to this size are as they were requested, so that results do not depend on the data
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
@@ -51,37 +43,24 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
 
 
 def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
-    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what."""
+    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what.
+
+    Of several sources, each has its own, such as `loss/NAME`.
+    """
     loaded = _load_on_ranks(dist_ctx, options)
-    data = options.data or loaded.training_data
-    if data is None:
-        raise UserError(f"{options.model}: does not say what it was trained on; name files or token shards with --data")
-    length = options.sequence_length or (loaded.recipe or {}).get("data", {}).get("sequence_length") or DEFAULT_SEQUENCE_LENGTH
-    if loaded.config.max_sequence_length is not None:
-        length = min(length, loaded.config.max_sequence_length)
-    with dist_ctx.raise_on_all():
-        dataset, split = open_evaluation_dataset(loaded, data, options.split, length)
-    # More sequences than there are would be padding.
-    batch_size = min(options.batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size)))
-    with dist_ctx.raise_on_all():
-        # A lower bound: the batch, the residual stream and what a block adds to it.
-        bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
-        what, way = f"{batch_size:,} sequences of {length:,} tokens", "give a smaller --batch_size or --sequence_length"
-        check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)
-    token_bytes = torch.from_numpy(loaded.tokenizer.token_byte_lengths()).to(dist_ctx.device)
     silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:
         task = bar.add_task("evaluating", total=None)
-        result = evaluate_loss(
-            lambda batch: score_text(loaded.model, batch, token_bytes),
-            dataset,
+        return measure_loss(
+            loaded,
             dist_ctx,
-            num_sequences=options.sequences,
-            batch_size=batch_size,
+            data=options.data,
+            split=options.split,
+            sequences=options.sequences,
+            sequence_length=options.sequence_length,
+            batch_size=options.batch_size,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    measured = {"model": str(loaded.path), "data": str(data), "split": split, "sequence_length": length}
-    return {**measured, **result, "tokens": int(result["tokens"]), "bytes": int(result["bytes"])}
 
 
 def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
@@ -122,10 +101,16 @@ def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list
 
 
 def _print_loss(result: dict[str, Any]) -> None:
-    print(
-        f"{result['model']} on {result['data']} ({result['split']}, {result['tokens']:,} tokens, {result['bytes']:,} bytes of"
-        f" text): loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
-    )
+    sources = [name.removeprefix("loss") for name in result if name.startswith("loss/")]
+    for source in ["", *sources]:
+        tokens, num_bytes, loss, perplexity, bits_per_byte = (
+            result[name + source] for name in ("tokens", "bytes", "loss", "perplexity", "bits_per_byte")
+        )
+        title = f"  {source[1:]} (" if source else f"{result['model']} on {result['data']} ({result['split']}, "
+        print(
+            f"{title}{tokens:,} tokens, {num_bytes:,} bytes of text): loss {loss:.4f}, perplexity {perplexity:.2f},"
+            f" {bits_per_byte:.4f} bits per byte"
+        )
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:

@@ -33,12 +33,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def run_export(options: ExportOptions) -> int:
     """Write the folder and print where. Raises UserError."""
-    manifest, warnings = checkpoint.open_checkpoint(options.model, partial(_export, options))
+    manifest, warnings = export_checkpoint(options)
     for line in warnings:
         print(line, file=sys.stderr)
     what, layout = ("adapters of step", "PEFT") if options.adapters else ("step", "Hugging Face")
     print(f"{options.out}: {what} {manifest.step} of {options.model}, {options.dtype}, in the layout of {layout}")
     return 0
+
+
+def export_checkpoint(options: ExportOptions) -> tuple[Manifest, list[str]]:
+    """Write the folder. Returns the manifest of the checkpoint, and a line for each corrupt one that was skipped."""
+    return checkpoint.open_checkpoint(options.model, partial(_export, options))
 
 
 def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -> Manifest:
@@ -132,11 +137,11 @@ def _write_model_folder(
         dtype=DTYPES[options.dtype] if options.dtype else None,
         overwrite=options.overwrite,
         read_tensor=lambda name: _cast(name, read(name), options.dtype),
-        extra_files=_companion_files(Tokenizer.open(tokenizer_path), config, template) if tokenizer_path else None,
+        extra_files=companion_files(Tokenizer.open(tokenizer_path), config, template) if tokenizer_path else None,
     )
 
 
-def _companion_files(
+def companion_files(
     tokenizer: Tokenizer, config: ModelConfig, template: ChatTemplate | None
 ) -> dict[str, dict[str, Any] | str]:
     """Files that transformers needs for generation and tokenizer, where the run's tokenizer came without them."""

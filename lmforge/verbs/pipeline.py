@@ -4,6 +4,7 @@ A stage is a verb with its arguments, carried out in a process of its own, as if
 is written beside the runs, so that a pipeline that is started again begins with the first that is not.
 """
 
+import os
 import re
 import shlex
 import signal
@@ -16,12 +17,14 @@ from typing import Any
 import xxhash
 
 from lmforge.atomic_files import atomic_write_json
+from lmforge.cluster.node_group import read_node_group
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json
+from lmforge.verbs.pipeline_nodes import PipelineNodes, follow, lead
 from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.
@@ -104,8 +107,16 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
     Returns 0, or where it was interrupted what the stage ended with, 128 + signal if that was 0. Raises UserError and
     RunFailed, PeerLost where a stage says that a rank was lost.
     """
-    file = chosen.file
-    options = validate_options(PipelineOptions, read_recipe(file), str(file))
+    options = validate_options(PipelineOptions, read_recipe(chosen.file), str(chosen.file))
+    group = read_node_group()
+    if group is not None and group.rank > 0:
+        return follow(group, _run_command)
+    with lead(group, options.folder) as (nodes, outcome):
+        outcome.status = _run_stages(chosen.file, options, nodes)
+    return outcome.status
+
+
+def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | None) -> int:
     stages = plan_stages(options, file)
     state = _PipelineState(options.folder / f".{options.name or file.stem}.pipeline.json")
     for number, stage in enumerate(stages, start=1):
@@ -118,7 +129,7 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
         record = state.records[stage.name]
         words = [*stage.arguments, *(RESUME_ARGUMENTS if resumes else [])]
         print(f"\n{title}\n$ lmforge {shlex.join(words)}", flush=True)
-        status, interrupted = _run_command(words)
+        status, interrupted = _run_command(words, nodes.start_stage(words) if nodes else dict(os.environ))
         if status and not interrupted:
             hint = f"`lmforge run {shlex.quote(str(file))}` goes on with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:
@@ -147,9 +158,9 @@ def _newest_checkpoint(path: Path | None) -> list[int] | None:
     return [steps[-1], run.checkpoint_path(steps[-1]).stat().st_mtime_ns] if steps else None
 
 
-def _run_command(arguments: list[str]) -> tuple[int, int]:
+def _run_command(arguments: list[str], environment: dict[str, str]) -> tuple[int, int]:
     """The status of a command line, and the signal that interrupted this process, or 0. The signal is passed on."""
-    child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments])
+    child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments], env=environment)
     received: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:

@@ -1,60 +1,112 @@
 """`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary."""
 
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from lmforge import registry
+from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.verbs import PrepareOptions
 from lmforge.data.chat.library_functions import write_function_conversations
-from lmforge.data.prepare.prepare import ProgressCallback, prepare
-from lmforge.errors import UserError
+from lmforge.data.prepare.pack import pack_folder
+from lmforge.data.prepare.prepare import PreparationSummary, prepare
+from lmforge.data.prepare.ranks import OneRank, Ranks
+from lmforge.data.prepare.steps import ProgressCallback
+from lmforge.data.sources.plugin_unit import PluginReaders
+from lmforge.errors import UserError, format_count
 from lmforge.hub import resolve_model_folder
 from lmforge.untrusted import cut, describe_os_error
+from lmforge.verbs.verify import verify
 
 PRINT_EVERY_SECONDS = 5.0
 KINDS_SHOWN = 5
+REASONS = {
+    "hook": "by the hook",
+    "contaminated": "with a text of the evaluation",
+    "duplicate": "copies of earlier ones",
+}
 
 
 def run_prepare(options: PrepareOptions) -> int:
-    """Prepare a corpus and print a summary. Raises UserError."""
+    """Prepare a corpus, on all ranks where a launcher started several; rank 0 prints a summary. Raises UserError."""
     began = time.perf_counter()
     if options.source == "functions":
         counts = write_function_conversations(options.out)
         print(f"{options.out}: {counts['train']:,} requests for functions to train on, {counts['validation']:,} for validation")
         return 0
-    chosen = options.model_dump(exclude={"source", "out"})
-    if options.tokenizer is not None:
-        chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
-    try:
-        with _progress() as progress:
-            summary = prepare(options.source, options.out, progress=progress, warn=_warn, **chosen)
-    except OSError as problem:  # such as a folder in the place of a file
-        raise UserError(f"{describe_os_error(problem, options.out)}; mend that, or name another") from problem
+    if options.verify is not None:
+        return verify(options.verify)
+    if options.pack is not None:
+        return _pack(options.pack, options)
+    not_ours = {entry.option_name for entry in registry.entries("document_source") if entry.options is not None}
+    not_ours |= {"source", "out", "verify", "pack", "decontaminate", "environment", "plugins"}
+    chosen = options.model_dump(exclude=not_ours)
+    chosen["readers"] = PluginReaders.of_options(options)
+    with _join_ranks() as ranks:
+        with ranks.raise_on_all():
+            if options.tokenizer is not None:
+                chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
+            chosen["evaluation_texts"] = [text for path in options.decontaminate for text in _load_texts(path)]
+        try:
+            with _progress() as progress:
+                summary = prepare(options.source, options.out, progress=progress, ranks=ranks, **chosen)
+        except OSError as problem:  # such as a folder in the place of a file
+            raise UserError(f"{describe_os_error(problem, options.out)}; mend that, or name another") from problem
+        if ranks.rank_info.is_rank0:
+            _print_summary(summary, time.perf_counter() - began)
+    return 0
+
+
+def _pack(location: str, options: PrepareOptions) -> int:
+    """Pack a folder that was prepared before."""
+    assert options.best_fit_length is not None
+    with _join_ranks() as ranks, _progress() as progress:
+        index = pack_folder(location, options.best_fit_length, workers=options.workers, progress=progress, ranks=ranks)
+        if ranks.rank_info.is_rank0:
+            print(f"{location}: packed for best-fit, {index.describe()}")
+    return 0
+
+
+def _join_ranks() -> AbstractContextManager[Ranks]:
+    if read_rank_info().world_size == 1:
+        return nullcontext(OneRank())
+    from lmforge.cluster.distributed import init_distributed  # it takes torch, and a lone process does not
+
+    return init_distributed("cpu")
+
+
+def _load_texts(path: Path) -> list[str]:
+    from lmforge.evaluate.tasks import load_texts  # it takes torch too
+
+    return load_texts(path)
+
+
+def _print_summary(summary: PreparationSummary, seconds: float) -> None:
     if summary.already_done:
         print(f"{summary.folder}: prepared already, nothing to do")
     for split, tokens in summary.tokens.items():
         text = summary.text_bytes[split]
         ratio = f", {text / tokens:.2f} bytes a token" if tokens else ""
-        print(f"{split:<9} {tokens:>15,} tokens, {summary.documents[split]:,} documents, {text:,} bytes of text{ratio}")
+        documents = format_count(summary.documents[split], "document")
+        print(f"{split:<9} {tokens:>15,} tokens, {documents}, {text:,} bytes of text{ratio}")
+    for packing in summary.best_fit.values():
+        print(f"best-fit  {packing}")
     if summary.empty_documents:
-        print(f"left out  {summary.empty_documents:,} empty documents")
+        print(f"left out  {format_count(summary.empty_documents, 'empty document')}")
+    for reason, count in summary.removed_documents.items():
+        print(f"left out  {format_count(count, 'document')}: {REASONS[reason]}")
     if kinds := summary.skipped_kinds:
         named = ", ".join(f"{cut(suffix)} {count:,}" for suffix, count in islice(kinds.items(), KINDS_SHOWN))
         more = ", …" if len(kinds) > KINDS_SHOWN else ""
-        print(f"left out  {sum(kinds.values()):,} files of kinds that are not read ({named}{more})")
+        print(f"left out  {format_count(sum(kinds.values()), 'file')} of kinds that are not read ({named}{more})")
     if not summary.already_done:
-        print(f"{summary.folder}: ready, vocabulary of {summary.vocab_size:,}, in {time.perf_counter() - began:.0f}s")
-    return 0
-
-
-def _warn(line: str) -> None:
-    print(f"lmforge: {line}", file=sys.stderr, flush=True)
+        print(f"{summary.folder}: ready, vocabulary of {summary.vocab_size:,}, in {seconds:.0f}s")
 
 
 @contextmanager

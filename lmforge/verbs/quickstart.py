@@ -59,7 +59,7 @@ LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 STEPS_CONTINUED = 50
 # So few steps are to see the whole way, not a model: the batches of rollouts and what is measured are small then.
 TRIAL_STEPS = 10
-TRIAL_SEQUENCES = 16
+TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
@@ -96,8 +96,9 @@ def quickstart(options: QuickstartOptions) -> int:
     from lmforge.verbs.generate import run_generate
 
     run_evaluate(EvaluateOptions(model=base, sequences=sequences))
-    generated = GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=160, temperature=0.7, seed=0)
-    _print_command("generate", base, options.prompt, "--max_tokens", 160, "--temperature", 0.7, "--seed", 0)
+    max_tokens = TRIAL_MAX_TOKENS if _is_trial(options) else 160
+    generated = GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=max_tokens, temperature=0.7, seed=0)
+    _print_command("generate", base, options.prompt, "--max_tokens", max_tokens, "--temperature", 0.7, "--seed", 0)
     run_generate(generated)
 
     seconds = time.perf_counter() - start
@@ -168,7 +169,8 @@ def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: l
         words += [] if runs else ["--checkpoint.every_steps", max(options.steps // 2, options.steps - STEPS_CONTINUED)]
     if _is_trial(options):
         words += ["--validation.sequences", TRIAL_SEQUENCES]
-        words += ["--train.global_batch_size", TRIAL_SEQUENCES] if stage.verb == "align" else []
+        sizes = {"sft": TRIAL_SFT_BATCH_SIZE, "align": TRIAL_SEQUENCES}
+        words += ["--train.global_batch_size", sizes[stage.verb]] if stage.verb in sizes else []
     words += ["--run.overwrite"] if options.overwrite else []
     return [str(word) for word in words]
 

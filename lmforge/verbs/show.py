@@ -6,20 +6,23 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from lmforge.config.load import config_class
-from lmforge.config.options import read_recipe, validate_options
+from lmforge.config.load import read_config
 from lmforge.config.sections import OptimizerOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs import ShowOptions
+from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
+from lmforge.data.dataset import DataPlan
 from lmforge.data.shards import TokenFolder
-from lmforge.errors import UserError
+from lmforge.errors import UserError, format_bytes, format_count
 from lmforge.hub import is_hub_name
 from lmforge.interop.config_json import model_config_from_json
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.model.presets import PRESETS
-from lmforge.runs import MANIFEST, Run, format_bytes, read_checkpoint_manifest
+from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
 from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
+from lmforge.verbs.describe_data import describe_data
 from lmforge.verbs.dry_run import describe_cost, describe_recipe
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -31,8 +34,10 @@ def run_show(options: ShowOptions) -> int:
     if reading and options.tokenizer is None:
         raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
     of_data = options.thing == "data" and options.of is not None
-    if not of_data and (options.of is not None or options.samples is not None or options.tokenizer is not None):
-        raise UserError("show: a second THING, --samples and --tokenizer are for `lmforge show data` alone")
+    for_data = {"of": "a second THING", **{name: f"--{name}" for name in ("tokenizer", "samples", "sample", "picture")}}
+    given = [words for name, words in for_data.items() if name in options.changed()]
+    if given and not of_data:
+        raise UserError(f"show: {given[0]} is for `lmforge show data OF` alone")
     try:
         text = _show_data(options) if of_data else show(options.thing)
     except OSError as problem:  # such as a folder in the place of a file
@@ -42,10 +47,16 @@ def run_show(options: ShowOptions) -> int:
 
 
 def _show_data(options: ShowOptions) -> str:
-    from lmforge.verbs.show_data import show_examples, show_samples
+    from lmforge.verbs.data_report import is_reported, report_data
+    from lmforge.verbs.show_data import show_samples
+    from lmforge.verbs.show_examples import show_examples
 
     assert options.of is not None
-    return show_examples(options, options.tokenizer) if options.tokenizer else show_samples(options.of, options.samples)
+    if options.tokenizer:
+        return show_examples(options, options.tokenizer)
+    if options.picture or (is_reported(options.of) and options.samples is None and options.sample is None):
+        return report_data(options.of, options.picture)
+    return show_samples(options.of, options.samples, options.sample)
 
 
 def show(thing: str) -> str:
@@ -54,9 +65,7 @@ def show(thing: str) -> str:
     if thing == "presets":
         return _list_presets()
     if path.suffix == ".toml":
-        table = read_recipe(path)
-        config = validate_options(config_class(table, thing), table, thing).with_name(path.stem)
-        return f"recipe {thing}\n{describe_recipe(config)}"
+        return f"recipe {thing}\n{describe_recipe(read_config(path))}"
     if not path.exists():
         if thing in PRESETS:
             return _describe_model(get_preset(thing), f"preset {thing}")
@@ -107,7 +116,8 @@ def _describe_token_folder(path: Path) -> str:
     lines = [f"token shards {path}"]
     for name in folder.splits:
         split = folder.split(name)
-        lines.append(f"{name:<10} {split.num_tokens:,} tokens in {split.num_documents:,} documents")
+        lines.append(f"{name:<10} {split.num_tokens:,} tokens in {format_count(split.num_documents, 'document')}")
+    lines += [f"best-fit   {describe_best_fit(folder, length)}" for length in best_fit_lengths(folder)]
     separator = f"{tokenizer.decode([tokenizer.eos_token_id], include_special_tokens=True)!r} (id {tokenizer.eos_token_id})"
     lines.append(f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator} after each document; {tokenizer.hash}")
     lines.append(f"stored as  {folder.dtype}")
@@ -121,7 +131,6 @@ class _FileEntry:
 
 @dataclass(frozen=True)
 class _DataOptions:
-    folder: str
     sequence_length: Annotated[int, Field(ge=1)]
 
 
@@ -141,6 +150,7 @@ class _Writer:
     ranks: int
     engine: str
     dtype: str
+    data: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,14 @@ class _CheckpointSummary:
     recipe: _RecipeSummary
     written_by: _Writer
     files: dict[str, _FileEntry]
+    data_plan: DataPlan = field(default_factory=lambda: DataPlan())
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Those of the phases, which may have several sequence lengths."""
+        if phases := self.data_plan.get("phases"):
+            return sum(phase["samples"] * phase["sequence_length"] for phase in phases)
+        return self.consumed_sequences * self.recipe.data.sequence_length
 
 
 def _describe_checkpoint(path: Path) -> str:
@@ -164,14 +182,14 @@ def _describe_checkpoint(path: Path) -> str:
             raise UserError(f"{path / name}: {size:,} bytes instead of {file.bytes:,}")
     data, writer = manifest.recipe.data, manifest.written_by
     config = model_config_from_json(manifest.hf_config, str(path / MANIFEST), manifest.recipe.model.implementation)
-    length, consumed = data.sequence_length, manifest.consumed_sequences
+    consumed = manifest.consumed_sequences
     size = sum(file.bytes for file in manifest.files.values())
     return (
         f"checkpoint {path}\n"
-        f"step       {manifest.step:,}: {consumed:,} sequences, {consumed * length:,} tokens\n"
-        f"written by {writer.ranks} {'rank' if writer.ranks == 1 else 'ranks'}, engine {writer.engine}, {writer.dtype}\n"
+        f"step       {manifest.step:,}: {consumed:,} sequences, {manifest.consumed_tokens:,} tokens\n"
+        f"written by {format_count(writer.ranks, 'rank')}, engine {writer.engine}, {writer.dtype}\n"
         f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
-        + _describe_model(config, f"trained on {data.folder}", length)
+        + _describe_model(config, f"trained on {writer.data}", data.sequence_length)
     )
 
 
@@ -185,6 +203,13 @@ def _describe_run(run: Run) -> str:
         values = {name: last[name] for name in shown if name in last}
         words = (f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}" for name, value in values.items())
         lines.append(f"last       {', '.join(words)}")
+    if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):
+        try:
+            # Records of validation alone do not say it.
+            offset = next((record.get("batch_offset", 0) for record in reversed(records) if "step_seconds" in record), 0)
+            lines += describe_data(config, records[-1]["step"] if records else 0, offset)[0]
+        except UserError as problem:  # the run is shown without its data
+            lines.append(f"data       {problem}")
     lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
     for step in reversed(steps):
         try:

@@ -1,78 +1,113 @@
-"""`lmforge show data`: samples of a run or of a file, as the model is given them, with the tokens that the loss counts."""
+"""`lmforge show data`: samples of a run or a recipe, as the model is given them, with the tokens that the loss counts.
+
+Examples of a file are in show_examples.py.
+"""
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, Field
 
+from lmforge.config.batch_plan import batch_plan
+from lmforge.config.load import read_config
+from lmforge.config.options import validate_options
+from lmforge.config.ranges import COUNT
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import TunedConfig, renamed_fields
-from lmforge.config.verbs import ShowOptions
-from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
-from lmforge.data.chat.example_display import format_example
-from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, example_dataset
-from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
-from lmforge.data.dataset import PackedDataset, TokenDataset
+from lmforge.config.tuning import TunedConfig
+from lmforge.data.chat.example_display import RESET, format_example
+from lmforge.data.mixture import TrainingDataset
 from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, format_count
 from lmforge.runs import Run
+from lmforge.stages.training_data import TokenSources
 from lmforge.untrusted import read_json
 
 MAX_SAMPLES = 10_000  # printed at once
+RULE_STYLE = "\x1b[36m"
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
-def show_samples(source: Path, sample_range: str | None) -> str:
-    """The text of samples of a run, or of the batch that the file of a bad step names, as the model is given them.
+def show_samples(source: Path, sample_range: str | None, count: int | None = None) -> str:
+    """The text of samples of a run, a recipe, a folder of shards, or of the batch that the file of a bad step names.
 
-    Tokens of examples that the loss counts are in colour, or in brackets; of rollouts the completions are shown.
-    `sample_range` is FIRST:AFTER_LAST. Raises UserError where the data is not what was trained on.
+    They are as the model is given them: a line begins each document, and tokens that the loss counts are in colour, or in
+    brackets; of rollouts the completions are shown. `sample_range` is FIRST:AFTER_LAST; `count` asks for so many samples
+    instead, evenly spaced over all that is trained on. Raises UserError where the data is not what was trained on.
     """
     record = None
-    if source.is_file():
+    if source.is_file() and source.suffix != ".toml":
+        if count is not None:
+            raise UserError(f"{source}: --sample is for a run, a recipe or a folder of shards; give --samples FIRST:AFTER_LAST")
         record = _read_bad_step(source)
         title = f"step {record.step}: {record.reason}"
         if record.samples is None:
             return _show_completions(source, record, title, sample_range)
-        data, pack = Path(record.data), record.packing == "best-fit"
-        length, seed = record.sequence_length, record.seed
-        first, after = _parse_range(sample_range, record.samples)
-    elif (run := Run.open(source)).exists():
-        config = run.load_config()
-        data, pack = _data_folder(config)
-        length, seed = config.data.sequence_length, config.train.seed
-        title = f"run {source}"
-        first, after = _parse_range(sample_range, (0, 3))
+        run = Run.open(source.absolute().parent.parent)
+        if not run.exists():
+            raise UserError(f"{source}: its run is not in {run.path}, where the recipe says what it was trained on")
+        config, default = run.load_config(), record.samples
     else:
-        raise UserError(f"{source}: not a run, nor the file of a bad step")
-    dataset: PackedDataset
-    examples = ExampleFolder.open(data) if (data / EXAMPLES_MANIFEST).exists() else None
-    if examples is not None:
-        tokenizer = examples.tokenizer
-        dataset = example_dataset(examples, "train", sequence_length=length, pack=pack, seed=seed)
+        title, config = open_config(source)
+        default = (0, 3)
+    size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
+    tokenizer, dataset = _open_training_data(config, size)
+    if record is not None and record.samples and dataset.plan_hash_at(record.samples[1]) != record.plan_hash:
+        raise UserError(f"{dataset.location}: not what the run was given when {source} was written; prepare it as it was")
+    if count is None:
+        chosen: Sequence[int] = range(*parse_range(sample_range, default))
+        which = f"samples {chosen[0]} to {chosen[-1]}"
     else:
-        tokens = TokenFolder.open(data)
-        tokenizer, dataset = tokens.tokenizer, TokenDataset(tokens, sequence_length=length, seed=seed)
-    if record is not None and dataset.plan_hash != record.plan_hash:
-        raise UserError(f"{data}: is not what the run was given when {source} was written; prepare it as it was")
-    lines = [f"{title}; samples {first} to {after - 1} of {dataset.location}"]
-    samples = zip(range(first, after), dataset.sequences(first, after), dataset.indices(first, after), strict=True)
-    for number, sequence, index in samples:
-        is_token = sequence.document_ids >= 0
-        scored, documents = int((sequence.labels >= 0).sum()), len(set(sequence.document_ids[is_token]))
-        lines.append(f"\nsample {number} (sequence {index}): {documents} documents, {scored} scored tokens")
-        if examples is None:  # every token is scored, so colours would say nothing
-            lines.append(repr(tokenizer.decode(sequence.tokens[is_token].tolist(), include_special_tokens=True)))
-        else:
-            lines += [_render_example(example, tokenizer) for example in _split_documents(sequence)]
+        total = size * config.with_steps(dataset.sequences_per_epoch, size).train.steps
+        chosen = [at * total // min(count, total) for at in range(min(count, total))]
+        which = f"{format_count(len(chosen), 'sample')} of {total:,}, evenly spaced,"
+    samples = (f"\nsample {n} ({dataset.describe_sample(n)}): {_render(dataset.sequence(n), tokenizer)}" for n in chosen)
+    return "\n".join([f"{title}; {which} of {dataset.location}", *samples])
+
+
+def open_config(source: Path) -> tuple[str, StageConfig]:
+    """A title, and the config that says what is trained on: of a run, a recipe, or a folder of shards.
+
+    That of a folder is one epoch of its train split. Raises UserError for anything else.
+    """
+    if source.suffix == ".toml":
+        return f"recipe {source}", read_config(source)
+    if (run := Run.open(source)).exists():
+        return f"run {source}", run.load_config()
+    if not source.is_dir():
+        raise UserError(f"{source}: not a run, a recipe, a folder of shards, nor the file of a bad step")
+    transitions = TokenFolder.open(source).split("train").num_tokens - 1
+    length = max(1, min(transitions, PretrainConfig().data.sequence_length))
+    batch = 1 + transitions // length // COUNT["le"]  # more than one where steps would be more than an option takes
+    table = {
+        "data": {"folder": str(source), "sequence_length": length},
+        "train": {"epochs": 1, "global_batch_size": batch},
+        "schedule": {"warmup_steps": 0},  # of a small folder there are few steps
+    }
+    return f"folder {source}", validate_options(PretrainConfig, table, str(source))
+
+
+def _render(sequence: PackedSequence, tokenizer: Tokenizer) -> str:
+    """What a sequence holds, in a line; each of its documents after a line that says how long it is; and its padding."""
+    padding, scored = int((sequence.document_ids < 0).sum()), int((sequence.labels >= 0).sum())
+    documents = list(_split_documents(sequence))
+    lines = [f"{format_count(len(documents), 'document')}, {scored} scored tokens"]
+    for number, example in enumerate(documents):
+        tokens = format_count(int((sequence.document_ids == number).sum()), "token")
+        lines += [_rule(f"document {number + 1}: {tokens}"), render_example(example, tokenizer)]
+    if padding:
+        lines.append(_rule(f"padding: {format_count(padding, 'token')}, not scored"))
     return "\n".join(lines)
+
+
+def _rule(words: str) -> str:
+    return f"{RULE_STYLE}── {words} ──{RESET}" if sys.stdout.isatty() else f"── {words} ──"
 
 
 def _split_documents(sequence: PackedSequence) -> Iterator[TokenizedExample]:
@@ -85,7 +120,8 @@ def _split_documents(sequence: PackedSequence) -> Iterator[TokenizedExample]:
         yield TokenizedExample(np.concatenate([tokens, last]).astype(np.int32), scored)
 
 
-def _render_example(example: TokenizedExample, tokenizer: Tokenizer) -> str:
+def render_example(example: TokenizedExample, tokenizer: Tokenizer) -> str:
+    """An example with its scored tokens in colour, on a terminal, or in brackets."""
     return format_example(example, tokenizer, ansi=sys.stdout.isatty())
 
 
@@ -94,7 +130,7 @@ def _show_completions(source: Path, record: "BadStepFile", title: str, sample_ra
     from lmforge.stages.completions import read_completions
 
     completions = read_completions(source.parent.parent, record.model_dump())
-    first, after = _parse_range(sample_range, (0, len(completions)))
+    first, after = parse_range(sample_range, (0, len(completions)))
     lines = [f"{title}; answers {first} to {min(after, len(completions)) - 1} of {record.answers}"]
     for number, completion in enumerate(completions[first:after], start=first):
         cut = "" if completion["ended"] else ", cut"
@@ -103,7 +139,7 @@ def _show_completions(source: Path, record: "BadStepFile", title: str, sample_ra
     return "\n".join(lines)
 
 
-def _parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int, int]:
+def parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int, int]:
     """FIRST:AFTER_LAST as numbers, or as many of the default as are printed at once. Raises UserError."""
     if sample_range is None:
         return default[0], min(default[1], default[0] + MAX_SAMPLES)
@@ -115,81 +151,17 @@ def _parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[in
     return int(match[1]), int(match[2])
 
 
-def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple[int, str, TokenizedExample]]:
-    """The examples of the file, each with the number of its record and a title. Raises UserError."""
-    assert options.of is not None
-    file, fields = options.of, renamed_fields(options.fields, "--fields")
-    _, record = next(read_renamed_records(file, fields), ("", {}))
-    kind = _record_format(options, record)
-    if kind != "conversations" and options.mask != "assistant":
-        raise UserError(f"--mask {options.mask}: is for conversations, not for {kind}; leave it out")
-    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": fields}
-    if kind == "pairs":
-        for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
-            yield number, f"pair {number}, chosen", pair.chosen
-            yield number, f"pair {number}, rejected", pair.rejected
-    elif kind == "unpaired":
-        for number, labelled in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
-            yield number, f"record {number}, {'good' if labelled.desirable else 'bad'}", labelled.example
-    elif kind == "prompts":
-        for number, prompt in enumerate(read_prompts(file, tokenizer, **reading)):
-            yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
-    else:
-        assert options.format != "prompts"
-        examples = read_conversations(file, tokenizer, format=options.format, mask=options.mask, fields=fields)
-        for number, example in enumerate(examples):
-            yield number, f"record {number}", example
-
-
-def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
-    """What a file holds whose first record this is."""
-    if options.format == "prompts":
-        return "prompts"
-    if options.format == "auto":
-        if {"chosen", "rejected"} <= record.keys():
-            return "pairs"
-        if {"prompt", "completion", "label"} <= record.keys() and options.mask == "assistant":
-            return "unpaired"
-        if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
-            return "prompts"
-    if options.apply_chat_template:
-        raise UserError(
-            "--apply_chat_template: is for pairs, labelled completions and prompts; leave it out, or add --format prompts"
-        )
-    return "conversations"
-
-
-def show_examples(options: ShowOptions, model: Path) -> str:
-    """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and chat template encode them.
-
-    Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
-    from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
-
-    tokenizer = find_pretrained(model).tokenizer()
-    first, after = _parse_range(options.samples, (0, 3))
-    lines = []
-    for number, title, example in _read_examples(options, tokenizer):
-        if number >= after:
-            break
-        if number >= first:
-            in_loss = "no completion" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} in the loss"
-            lines.append(f"{title}: {len(example.tokens)} tokens, {in_loss}\n{_render_example(example, tokenizer)}\n")
-    if not lines:
-        raise UserError(f"{options.of}: has no record {first}")
-    return "\n".join(lines)
-
-
-def _data_folder(config: StageConfig) -> tuple[Path, bool]:
-    """The data folder of a run, and whether examples are packed."""
+def _open_training_data(config: StageConfig, global_batch_size: int) -> tuple[Tokenizer, TrainingDataset]:
+    """The tokenizer of a run and the samples that it is trained on."""
     if isinstance(config, PretrainConfig):
-        return config.data.folder, True
+        sources = TokenSources.open(config)
+        return sources.tokenizer, sources.training(global_batch_size)
     assert isinstance(config, TunedConfig)
     if config.kind == "prompts":
         raise UserError("the batches of rollouts are answers, which are in the run's folder completions")
-    from lmforge.stages.examples import examples_folder
-    from lmforge.stages.pretrained import find_required_pretrained
+    from lmforge.stages.examples import open_training_examples  # with torch, which reads checkpoints
 
-    return examples_folder(config, find_required_pretrained(config).tokenizer()), config.data.packing == "best-fit"
+    return open_training_examples(config, global_batch_size)
 
 
 class BadStepFile(BaseModel, extra="allow"):
@@ -198,11 +170,7 @@ class BadStepFile(BaseModel, extra="allow"):
     step: Count
     reason: str = Field(max_length=200)
     samples: tuple[Count, Count] | None = None
-    data: str = Field("", pattern=r"^[^\x00]*$")
-    sequence_length: int = Field(1, ge=1, le=2**24)
-    seed: Count = 0
     plan_hash: str = ""
-    packing: str = "best-fit"
     answers: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
     ranks: int = Field(1, ge=1, le=1_000_000)
     part: tuple[Count, Annotated[int, Field(ge=1)]] = (0, 1)
@@ -212,6 +180,6 @@ def _read_bad_step(file: Path) -> BadStepFile:
     with suppress(UserError):
         record = read_json(file, BadStepFile)
         samples = record.samples
-        if (samples and samples[0] < samples[1] and record.data and record.plan_hash) or "answers" in record.model_fields_set:
+        if (samples and samples[0] < samples[1] and record.plan_hash) or "answers" in record.model_fields_set:
             return record
     raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from lmforge.config import verbs as options
 from lmforge.config.align import AlignConfig
+from lmforge.config.launch import JobsOptions, LaunchVerbOptions, StopOptions
 from lmforge.config.options import Options
+from lmforge.config.planning import PlanConfig
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
+from lmforge.config.watching import LogsOptions, ReportOptions, RunsOptions, TopOptions
 
 
 @contextmanager
@@ -67,6 +70,9 @@ VERBS = {
     "sft": Verb(SftConfig, "lmforge.stages.run:sft", distributed=True),
     "align": Verb(AlignConfig, "lmforge.stages.run:align", distributed=True),
     "run": Verb(options.RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
+    "launch": Verb(LaunchVerbOptions, "lmforge.verbs.launch:run_launch"),
+    "jobs": Verb(JobsOptions, "lmforge.verbs.jobs:run_jobs"),
+    "stop": Verb(StopOptions, "lmforge.verbs.jobs:run_stop"),
     "evaluate": Verb(options.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
     "generate": Verb(options.GenerateOptions, "lmforge.verbs.generate:run_generate"),
     "chat": Verb(options.ChatOptions, "lmforge.verbs.chat:run_chat"),
@@ -75,6 +81,11 @@ VERBS = {
     "import": Verb(options.ImportOptions, "lmforge.verbs.export:run_import"),
     "download": Verb(options.DownloadOptions, "lmforge.verbs.download:run_download"),
     "bench": Verb(options.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
-    "doctor": Verb(options.DoctorOptions, "lmforge.bench.doctor:doctor", distributed=True),
+    "plan": Verb(PlanConfig, "lmforge.verbs.plan:run_plan"),
+    "doctor": Verb(options.DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
+    "logs": Verb(LogsOptions, "lmforge.verbs.logs:run_logs"),
+    "top": Verb(TopOptions, "lmforge.verbs.top:run_top"),
+    "runs": Verb(RunsOptions, "lmforge.verbs.list_runs:list_runs"),
+    "report": Verb(ReportOptions, "lmforge.verbs.report:run_report"),
     "show": Verb(options.ShowOptions, "lmforge.verbs.show:run_show"),
 }

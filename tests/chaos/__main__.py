@@ -41,9 +41,9 @@ def main() -> int:
         began = time.monotonic()
         until = began + 60 * chosen.minutes if chosen.minutes else float("inf")
         figures = lead_lanes(Path(folder), seed, chosen.faults, chosen.lanes, until, os.environ[IN_A_NAMESPACE] == "yes")
-        told = report(figures, seed, time.monotonic() - began)
+        result = report(figures, seed, time.monotonic() - began)
     if chosen.output:
-        chosen.output.write_text(json.dumps(told, indent=1) + "\n")
+        chosen.output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if figures.findings else 0
 
 

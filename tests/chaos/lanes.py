@@ -80,8 +80,8 @@ def _prepare(folder: str) -> None:
 
 def report(figures: Figures, seed: int, seconds: float) -> dict[str, object]:
     """Print the figures, and return them with what they were measured on."""
-    told = {name: value for name, value in vars(figures).items() if name not in ("faults", "moments", "findings")}
-    rows = {"faults": figures.faults.total(), **dict(figures.faults.most_common()), **told, "seconds": round(seconds)}
+    counts = {name: value for name, value in vars(figures).items() if name not in ("faults", "moments", "findings")}
+    rows = {"faults": figures.faults.total(), **dict(figures.faults.most_common()), **counts, "seconds": round(seconds)}
     width = max(map(len, rows))
     print("\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in rows.items()))
     for found in figures.findings:
@@ -95,6 +95,6 @@ def report(figures: Figures, seed: int, seconds: float) -> dict[str, object]:
         "faults": figures.faults.total(),
         "by_kind": dict(figures.faults.most_common()),
         "by_moment": dict(figures.moments.most_common()),
-        **told,
+        **counts,
         "findings": figures.findings,
     }

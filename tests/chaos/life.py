@@ -300,8 +300,8 @@ class Life:
 
     def _check_start(self, out: str, trained: list[int], expected: int) -> None:
         """It went on from the newest sound checkpoint and said so, and what it passed over."""
-        told = re.findall(r"^continuing .* from step (\d+)$", out, re.M)
-        begun = int(told[-1]) if told else 0
+        resumed = re.findall(r"^continuing .* from step (\d+)$", out, re.M)
+        begun = int(resumed[-1]) if resumed else 0
         if begun != expected or trained[0] != begun + 1:
             self._find(f"it went on from step {begun} (first trained {trained[0]}) and not from {expected}", out)
             self.figures.corrupt_loaded += any(self.run.checkpoint_path(begun) == each.folder for each in self._damaged)

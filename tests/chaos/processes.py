@@ -25,9 +25,9 @@ COMMAND = [sys.executable, "-m", "lmforge"]
 class Attempt:
     """The processes of one attempt at a run. `ended` has exit statuses by rank, negative for a signal; the launcher is -1."""
 
-    def __init__(self, pids: dict[int, int], told: dict[int, Path]) -> None:
+    def __init__(self, pids: dict[int, int], outputs: dict[int, Path]) -> None:
         self.pids = pids
-        self.told = told
+        self.outputs = outputs
         self.began = time.monotonic()
         self.ended: dict[int, int] = {}
         self.launched = -1 in pids
@@ -59,11 +59,11 @@ class Attempt:
 
     def said(self) -> str:
         """All that all of them said, in order of ranks."""
-        return "\n".join(path.read_text(errors="replace") for path in self.told.values())
+        return "\n".join(path.read_text(errors="replace") for path in self.outputs.values())
 
     def out(self) -> str:
         """What the first rank said, which speaks for the run."""
-        return self.told[min(self.told)].read_text(errors="replace")
+        return self.outputs[min(self.outputs)].read_text(errors="replace")
 
 
 def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None = None) -> Attempt:
@@ -72,8 +72,8 @@ def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None 
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     sys.stdout.flush()
-    pids, told = {}, {rank: folder / f"said-{rank}.txt" for rank in range(ranks)}
-    for rank, path in told.items():
+    pids, outputs = {}, {rank: folder / f"said-{rank}.txt" for rank in range(ranks)}
+    for rank, path in outputs.items():
         place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         path.unlink(missing_ok=True)
@@ -81,15 +81,15 @@ def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None 
         pids[rank] = os.fork()
         if pids[rank] == 0:
             _be_rank(words, {name: str(value) for name, value in place.items()} if ranks > 1 else {}, path, largest_file)
-    return Attempt(pids, told)
+    return Attempt(pids, outputs)
 
 
-def _be_rank(words: list[str], place: dict[str, str], told: Path, largest_file: int | None) -> None:
+def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_file: int | None) -> None:
     """What a forked rank does, as `python -m lmforge` would."""
     status = 1
     try:
         os.environ.update(place)
-        file = os.open(told, os.O_WRONLY | os.O_APPEND)
+        file = os.open(outputs, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -106,15 +106,15 @@ def _be_rank(words: list[str], place: dict[str, str], told: Path, largest_file: 
 
 def launched(words: list[str], ranks: int, folder: Path) -> Attempt:
     """The same through the command, which starts its ranks itself: only the launcher is a child of ours."""
-    told = folder / "said-0.txt"
+    outputs = folder / "said-0.txt"
     for path in folder.glob("said-*.txt"):
         path.unlink()
-    with open(told, "w") as file:
+    with open(outputs, "w") as file:
         words = [*words, "--launch.processes", str(ranks)]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen([*COMMAND, *words], stdout=file, stderr=subprocess.STDOUT, env=variables)
     process.returncode = 0  # it is waited for here, by its number
-    return Attempt({-1: process.pid}, {-1: told})
+    return Attempt({-1: process.pid}, {-1: outputs})
 
 
 def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -16,6 +16,7 @@ from lmforge.checkpoint import Manifest, RetentionPolicy, async_save
 from lmforge.cli import run as command
 from lmforge.runs import Run
 from tests.distributed.conftest import weights
+from tests.preloaded import preloaded
 
 Train = Callable[..., Run]
 
@@ -142,16 +143,15 @@ def test_a_save_that_fails_is_reported_and_tried_again_and_some_in_a_row_end_the
     elsewhere = tmp_path / "elsewhere"
     words = ["--run.folder", tmp_path, "--run.name", "a", "--train.steps", 100_000, "--checkpoint.folder", elsewhere]
     words += ["--checkpoint.retry_seconds", 0.2, "--checkpoint.max_failures", 3]
-    line = [sys.executable, "-m", "lmforge", "pretrain", *tiny_options, *map(str, words)]
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        run = Run(tmp_path / "a", elsewhere / "a")
-        while not run.checkpoint_steps():
-            assert process.poll() is None
-            time.sleep(0.05)
-        elsewhere.rename(tmp_path / "gone")
-        elsewhere.write_text("in the way")
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
+    process = preloaded().start(["pretrain", *tiny_options, *words], tmp_path)
+    run = Run(tmp_path / "a", elsewhere / "a")
+    while not run.checkpoint_steps():
+        assert process.poll() is None
+        time.sleep(0.05)
+    elsewhere.rename(tmp_path / "gone")
+    elsewhere.write_text("in the way")
+    status, errors = process.wait(timeout=120), process.errors.read_text()
+    assert status == 1, errors
     *failures, last = [line for line in errors.splitlines() if "old checkpoints could not be deleted" not in line]
     assert [line.rpartition(" ")[2] for line in failures] == ["1", "2", "3"]
     assert all(line.startswith(f"lmforge: {elsewhere / 'a'}: the checkpoint step-0") for line in failures)

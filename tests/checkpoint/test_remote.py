@@ -1,10 +1,6 @@
 """Checkpoints kept in an object store: a real server that speaks S3, started here."""
 
-import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from lmforge import checkpoint
 from lmforge.runs import MANIFEST, Run, parse_location
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import weights
+from tests.object_store import object_store
 
 BUCKET = "s3://models/runs"
 
@@ -23,40 +20,18 @@ BUCKET = "s3://models/runs"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A server with an empty bucket, and this process's settings to reach it."""
-    before = dict(os.environ)
-    said = tmp_path_factory.mktemp("s3") / "said.txt"
-    with open(said, "w") as out:
-        # Port 0: the system chooses one that is free, and the server says which.
-        server = subprocess.Popen(
-            [sys.executable, "-c", "from moto.server import main; main(['-H', '127.0.0.1', '-p', '0'])"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        while "http://127.0.0.1:" not in said.read_text():
-            assert server.poll() is None, said.read_text()
-            time.sleep(0.05)
-        port = said.read_text().split("http://127.0.0.1:")[1].split()[0]
-        os.environ |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "someone",
-            "AWS_SECRET_ACCESS_KEY": "something",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+    with object_store(tmp_path_factory.mktemp("s3")):
         parse_location("s3://models").mkdir()
         yield
-    finally:
-        server.kill()
-        server.wait()
-        os.environ.clear()
-        os.environ |= before
 
 
 @pytest.mark.usefixtures("store")
 def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_else_at_hand(
     tmp_path: Path, tiny_options: list[str], tiny_run: Path, lmforge: Command
 ) -> None:
-    options = [*tiny_options, "--schedule.name", "constant", "--checkpoint.folder", BUCKET, "--run.name", "a"]
+    # AdamW with a small epsilon makes a step of what rounding leaves of a gradient that is zero.
+    trained = [*tiny_options, "--schedule.name", "constant", "--optimizer.eps", "1e-3"]
+    options = [*trained, "--checkpoint.folder", BUCKET, "--run.name", "a"]
     done = lmforge("pretrain", *options, "--run.folder", tmp_path / "here", "--train.steps", 4, ranks=2)
     assert done.returncode == 0, done.stderr
     here = Run.open(tmp_path / "here" / "a")
@@ -79,7 +54,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_e
     assert [step for step in there.checkpoint_steps() if (there.checkpoint_path(step) / MANIFEST).exists()] == [4, 6]
     assert checkpoint.verify(there.checkpoint_path(6)).step == 6
 
-    done = lmforge("pretrain", *tiny_options, "--schedule.name", "constant", "--run.folder", tmp_path, "--run.name", "whole")
+    done = lmforge("pretrain", *trained, "--run.folder", tmp_path, "--run.name", "whole")
     assert done.returncode == 0, done.stderr
     theirs = weights(Run(tmp_path / "whole"))
     for name, tensor in weights(there).items():

@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.cluster.distributed import check_gpus_differ, device_index
+from lmforge.cluster.distributed import check_gpus_differ, device_index, exchange_gpus
 from lmforge.cluster.memory import set_allocator_defaults
 from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import UserError
@@ -31,7 +33,7 @@ def test_a_process_that_was_not_launched_is_the_only_rank() -> None:
 
 
 def test_the_variables_of_torchrun_are_read() -> None:
-    assert read_rank_info(TORCHRUN) == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, launched=True)
+    assert read_rank_info(TORCHRUN) == RankInfo(5, 8, 1, 4, launched=True, node=1, environment="torchrun")
     assert not read_rank_info(TORCHRUN).is_rank0
     assert read_rank_info({**TORCHRUN, "RANK": "0"}).is_rank0
 
@@ -43,7 +45,7 @@ def test_without_a_local_count_all_ranks_are_on_this_host() -> None:
 
 def test_one_rank_under_a_launcher_is_still_launched() -> None:
     alone = read_rank_info({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    assert alone == RankInfo(launched=True)
+    assert alone == RankInfo(launched=True, environment="torchrun")
 
 
 @pytest.mark.parametrize("absent", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -65,7 +67,8 @@ def test_impossible_ranks_are_refused(rank: int, ranks: int, local_rank: int, lo
     counts = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
     variables = {**TORCHRUN, **{name: str(count) for name, count in counts.items()}}
     if rank in range(ranks) and local_rank in range(local_ranks) and local_ranks <= ranks:
-        assert read_rank_info(variables) == RankInfo(rank, ranks, local_rank, local_ranks, launched=True)
+        node = rank // local_ranks
+        assert read_rank_info(variables) == RankInfo(rank, ranks, local_rank, local_ranks, True, node, "torchrun")
     else:
         with pytest.raises(UserError, match=f"rank {rank} of {ranks}"):
             read_rank_info(variables)
@@ -88,7 +91,7 @@ def test_ranks_that_torchrun_starts_know_their_rank_info(tmp_path: Path) -> None
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
     subprocess.run(launch, check=True, timeout=120, capture_output=True)
     infos = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
-    assert infos == [repr(RankInfo(rank, 3, rank, 3, launched=True)) for rank in range(3)]
+    assert infos == [repr(RankInfo(rank, 3, rank, 3, launched=True, environment="torchrun")) for rank in range(3)]
 
 
 def test_threads_are_the_usable_cores_divided_by_the_local_ranks() -> None:
@@ -112,6 +115,19 @@ def test_ranks_that_share_a_gpu_are_named() -> None:
     check_gpus_differ([("a", "x"), ("a", "y"), ("b", "x")])
     with pytest.raises(UserError, match=r"^ranks 1 and 3 have the same GPU of a; start one rank for each GPU"):
         check_gpus_differ([("a", "x"), ("a", "y"), ("b", "y"), ("a", "y")])
+
+
+def test_ranks_exchange_their_gpus_through_the_store_before_they_have_a_group() -> None:
+    address = "127.0.0.1"
+    server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+
+    def exchange(rank: int) -> list[tuple[str, str]]:
+        store = server if rank == 0 else dist.TCPStore(address, server.port, is_master=False)
+        return exchange_gpus(store, rank, 3, (f"host {rank // 2}", f"uuid {rank % 2}"))
+
+    with ThreadPoolExecutor(3) as ranks:
+        exchanged = list(ranks.map(exchange, range(3)))
+    assert exchanged == [[("host 0", "uuid 0"), ("host 0", "uuid 1"), ("host 1", "uuid 0")]] * 3
 
 
 def test_the_gpu_allocator_grows_segments_unless_the_user_has_set_it_up() -> None:

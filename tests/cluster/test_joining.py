@@ -1,80 +1,102 @@
 """A rank that does not join is named by those that wait for it."""
 
-import os
 import socket
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lmforge.cluster.joining import OUTSIDE, interface_towards
+from tests.conftest import Command
 from tests.preloaded import preloaded
 
-PROGRAM = """
-import sys
+# A rank of three, of which rank 1 never comes.
+WAITING = """
+import os
 from datetime import timedelta
 import torch.distributed as dist
 from lmforge.cluster.joining import report_missing_ranks
-rank = int(sys.argv[1])
-with report_missing_ranks(rank, 3, "test", patience_seconds=0.5):
-    if rank != 1:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
-        store.wait(["never"])
+with report_missing_ranks(int(os.environ["RANK"]), 3, "test", patience_seconds=0.5):
+    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
+    store.wait(["never"])
+"""
+# A rank of three, which joins a store of torchrun, and waits for its own report to be over.
+LATER = """
+import os, sys, threading
+from lmforge.cluster.joining import report_missing_ranks
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": sys.argv[2]}
+with report_missing_ranks(int(sys.argv[1]), 3, "test", patience_seconds=0.5):
+    for thread in threading.enumerate():
+        if thread.name == "joining":
+            thread.join(timeout=10)
+"""
+# One of two ranks, of which rank 1 is slow to connect for its report. Rank 0, which has the store, ends once rank 1 went on.
+SLOW = """
+import os, threading, time
+import torch.distributed as dist
+from lmforge.cluster.joining import report_missing_ranks
+connect = dist.TCPStore
+def slowly(*args, **options):
+    if threading.current_thread().name == "joining" and os.environ["RANK"] == "1":
+        time.sleep(0.5)
+    return connect(*args, **options)
+dist.TCPStore = slowly
+with report_missing_ranks(int(os.environ["RANK"]), 2, "test"):
+    store, rank, _ = next(dist.rendezvous("env://"))
+if rank == 1:
+    store.set("through", "")
+else:
+    store.wait(["through"])
+    print("registered", store.add("lmforge/joining--test/count", 0))
 """
 
 
-@pytest.mark.parametrize("agent", ["False", "True"], ids=["one task a rank", "torchrun's store"])
-def test_a_rank_that_does_not_join_is_named_by_one_that_waits(agent: str) -> None:
-    import torch.distributed as dist
-
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if agent == "True" else None
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("agent", ["False", "True"], ids=["one task a rank", "torchrun's store"])
+def test_a_rank_that_does_not_join_is_named_by_one_that_waits(agent: str, tmp_path: Path) -> None:
+    port, script = free_port(), tmp_path / "waiting.py"
+    script.write_text(WAITING)
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": agent}
-    reading, writing = os.pipe()
-    waiting = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank)],
-            env={**os.environ, **variables, "RANK": str(rank)},
-            stderr=writing,
-        )
-        for rank in (0, 2)
-    ]
-    os.close(writing)
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if agent == "True" else None
+    waiting = [preloaded().start([], tmp_path, script=script, variables={**variables, "RANK": rank}) for rank in ("0", "2")]
+    lines: list[str] = []
     try:
-        with os.fdopen(reading, encoding="utf-8") as errors:
-            line = next(line for line in errors if line.startswith("lmforge: 1 of 3"))
-        assert line.startswith("lmforge: 1 of 3 ranks has not joined yet (1): ")
+        while not lines:
+            assert all(rank.poll() is None for rank in waiting), [rank.errors.read_text() for rank in waiting]
+            time.sleep(0.02)
+            errors = "".join(rank.errors.read_text() for rank in waiting)
+            lines = [line for line in errors.splitlines() if line.startswith("lmforge: 1 of 3")]
     finally:
-        for process in waiting:
-            process.kill()
-            process.wait()
+        for rank in waiting:
+            rank.kill()
     del store
+    assert lines[0].startswith("lmforge: 1 of 3 ranks has not joined yet (1): ")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_looks_however_many_wait(rank: int) -> None:
+def test_one_rank_looks_however_many_wait(rank: int, program: Command) -> None:
     """The keys of the ranks are looked up by the first that joined, once each time it reports."""
-    import torch.distributed as dist
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     store.add("lmforge/joining--test/count", 1)  # another rank was first
-    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    program = PROGRAM.replace('store.wait(["never"])', "import time; time.sleep(3)")
-    finished = subprocess.run(
-        [sys.executable, "-c", program, str(rank)],
-        env={**os.environ, **variables, "RANK": str(rank), "WORLD_SIZE": "3"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "not joined" not in finished.stderr
+    finished = program(LATER, rank, port)
+    assert (finished.returncode, finished.stderr) == (0, "")
     assert store.add("lmforge/joining--test/count", 0) == 2
+
+
+def test_a_rank_goes_on_once_its_thread_has_connected(tmp_path: Path) -> None:
+    """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost connection."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    finished = preloaded().run([], tmp_path, script=script, ranks=2, timeout=60)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "registered 2\n", "")
 
 
 LIMITS = """
@@ -97,12 +119,11 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("TORCH_GLOO_LA
     ],
 )
 def test_the_limit_on_open_files_is_raised_to_what_all_ranks_need_or_connections_wait(
-    soft: int, hard: int, ranks: int, expected: str
+    soft: int, hard: int, ranks: int, expected: str, program: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TORCH_GLOO_LAZY_INIT"}
-    command = [sys.executable, "-c", LIMITS, *map(str, (soft, hard, ranks))]
-    found = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.strip() == expected
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    found = program(LIMITS, soft, hard, ranks)
+    assert found.stdout.strip() == expected, found.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the routes of Linux")

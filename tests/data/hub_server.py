@@ -1,4 +1,5 @@
-"""A Hugging Face hub on this machine, as far as models are looked up and fetched, with the faults that a test asks for."""
+"""A Hugging Face hub on this machine, as far as models and datasets are looked up and fetched, with the faults that a test asks
+for."""
 
 import hashlib
 import json
@@ -21,7 +22,7 @@ class Hub:
 
     models: files by the name of a model. gated, down: models whose files nobody may have; whether it answers at all.
     cut: bytes after which the body of a file breaks off, by the file's name; each cut is made `cuts_left` times.
-    spoilt: files that arrive with another content of the same length.
+    spoilt: files that arrive with another content of the same length. datasets: files by the name of a dataset.
     """
 
     models: dict[str, dict[str, bytes]]
@@ -30,6 +31,7 @@ class Hub:
     cut: dict[str, int] = field(default_factory=dict)
     cuts_left: int = 0
     spoilt: set[str] = field(default_factory=set)
+    datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     address: str = ""
 
@@ -40,10 +42,10 @@ class Hub:
 
 def described(name: str, content: bytes) -> dict[str, Any]:
     git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    told: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": git}
+    entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": git}
     if len(content) >= LARGE:
-        told["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-    return told
+        entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return entry
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -52,6 +54,36 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *words: Any) -> None: ...
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def answer_for_dataset(self) -> None:
+        """As far as `datasets` streams JSON lines: what is in a folder, and ranges of files."""
+        path, hub = self.path.partition("?")[0], self.hub
+        name = next((each for each in hub.datasets if f"datasets/{each}/" in path), None)
+        if name is None:
+            return self.answer(404, {"X-Error-Code": "RepoNotFound"}, b'{"error": "Repository not found"}')
+        files = hub.datasets[name]
+        if asked := re.fullmatch(rf"/api/datasets/{name}/tree/{COMMIT}/?(.*)", path):
+            below = [file.removeprefix(f"{asked[1]}/") for file in files if file.startswith(f"{asked[1]}/" if asked[1] else "")]
+            prefix = f"{asked[1]}/" if asked[1] else ""
+            found = [
+                {"type": "directory", "path": prefix + part} for part in {each.split("/")[0] for each in below if "/" in each}
+            ]
+            for each in below:
+                if "/" not in each:
+                    found.append({"type": "file", "path": prefix + each, "size": len(files[prefix + each])})
+            return self.answer(200, {}, json.dumps([{**each, "oid": "0" * 40} for each in found]).encode())
+        if path.startswith("/api/"):
+            siblings = [described(*each) for each in files.items()]
+            return self.answer(200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+        content = files.get(path.removeprefix(f"/datasets/{name}/resolve/{COMMIT}/"))
+        if content is None:
+            return self.answer(404, {"X-Error-Code": "EntryNotFound"}, b"{}")
+        first, last = map(int, re.findall(r"\d+", self.headers.get("Range") or f"bytes=0-{len(content) - 1}"))
+        headers = {"X-Repo-Commit": COMMIT, "ETag": '"x"', "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        return self.answer(206 if "Range" in self.headers else 200, headers, content[first : last + 1])
+
     def do_GET(self) -> None:
         hub = self.hub
         if self.path == "/api/agent-harnesses":  # of no concern to a model: who else uses the library
@@ -59,6 +91,8 @@ class Handler(BaseHTTPRequestHandler):
         hub.requests.append(("GET", self.path.partition("?")[0], self.headers.get("Range")))
         if hub.down:
             return self.answer(503, {}, b"{}")
+        if self.path.startswith(("/datasets/", "/api/datasets/")):
+            return self.answer_for_dataset()
         if asked := re.match(r"/api/models/([^/]+/[^/]+)(?:/revision/([^?]+))?(\?|$)", self.path):
             name, revision = asked[1], asked[2] or "main"
             if name not in hub.models:
@@ -91,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
         if length is not None:  # it dies in the middle
             self.close_connection = True
             self.connection.shutdown(2)
@@ -111,7 +146,11 @@ def serving(models: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
         server.server_close()
 
 
+# Other tests set these for all processes of theirs.
+ONLINE = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+
+
 def variables(hub: Hub | str, home: Path) -> dict[str, str]:
     """The environment of a process that is to use this hub, with a cache of its own."""
     address = hub if isinstance(hub, str) else hub.address
-    return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(home / "hub")}
+    return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")} | ONLINE

@@ -1,8 +1,10 @@
 """The extras of a batch are cut, joined and moved with its tokens."""
 
+import numpy as np
 import torch
 
 from lmforge.data.batch import Batch, Extras
+from lmforge.data.packing import PackedSequences
 
 
 def batch(sequences: int, first: float) -> Batch:
@@ -27,3 +29,22 @@ def test_a_batch_without_extras_stays_without() -> None:
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     plain = Batch(tokens, tokens, tokens, tokens.int())
     assert Batch.cat([plain, plain])[1:].to("cpu").extras is None
+
+
+def test_the_arrays_of_a_batch_are_one_piece_of_memory_and_its_tensors_are_no_copies() -> None:
+    """In several pieces the memory of each batch would come from the system page by page."""
+    sequences = PackedSequences.empty(3, 5, ["a", "b"], with_sources=True)
+    assert sequences.source_ids is not None
+    arrays = [sequences.tokens, sequences.labels, sequences.positions, sequences.document_ids, sequences.source_ids]
+    arrays += sequences.extras.values()
+    assert [array.dtype for array in arrays] == [np.int64] * 3 + [np.int32] * 2 + [np.float32] * 2
+    assert sum(array.nbytes for array in arrays) == arrays[0].base.nbytes
+    assert all(array.base is arrays[0].base for array in arrays)
+    for number, array in enumerate(arrays):
+        array[:] = number  # none lies over another
+    batch = Batch.from_sequences(sequences)
+    assert batch.source_ids is not None
+    tensors = [batch.tokens, batch.labels, batch.positions, batch.document_ids, batch.source_ids]
+    for number, tensor in enumerate([*tensors, batch.extra("a"), batch.extra("b")]):
+        assert tensor.tolist() == [[number] * 5] * 3
+        assert 0 <= tensor.data_ptr() - arrays[0].base.ctypes.data < arrays[0].base.nbytes

@@ -14,9 +14,9 @@ import pytest
 import xxhash
 
 from lmforge.data.batch import Batch
-from lmforge.data.chat.examples import ExampleFolder, best_fit, example_dataset, write_examples
+from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
 from lmforge.data.chat.spill_buffer import ExampleGroup
-from lmforge.data.packing import IGNORE_INDEX, TokenizedExample
+from lmforge.data.packing import IGNORE_INDEX, TokenizedExample, best_fit
 from lmforge.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random

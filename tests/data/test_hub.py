@@ -204,9 +204,28 @@ def test_what_cannot_be_had_is_refused_in_one_line(
     message = refused("show", "org/model")
     assert message.startswith("org/model: no such folder")
     assert "HF_HUB_OFFLINE is set" in message
+    assert "run `lmforge download org/model` where there is a network" in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     use(hub.address)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").write_bytes(b"years of work")
     message = refused("download", "org/model", tmp_path / "mine")
     assert "holds a model that was not downloaded by lmforge" in message
+
+
+def test_a_recipe_says_what_is_downloaded(hub: Hub, download: Download, refused: Refusal, tmp_path: Path) -> None:
+    recipe = tmp_path / "sft.toml"
+    recipe.write_text('[run]\nstage = "sft"\n[model]\nsource = "org/model"\n[data]\nfiles = ["a.jsonl"]\n')
+    assert f"org/model at {COMMIT}; fetched 6 files, " in download(recipe)
+    recipe.write_text('[model]\nsource = "org/model"\nload_weights = false\n[data]\nfolder = "s3://bucket/tokens"\n')
+    printed = download(recipe)
+    assert "s3://bucket/tokens: is read over the network while training" in printed
+    assert "fetched 0 files, 0 bytes; 5 were there" in printed
+    recipe.write_text("")
+    assert download(recipe) == f"{recipe}: names nothing on the hub that is not a folder here\n"
+    assert refused("download", recipe, "folder").startswith("--folder: not with a recipe")
+
+
+def test_of_a_model_the_tokenizer_alone_can_be_downloaded(hub: Hub, download: Download) -> None:
+    assert "fetched 5 files" in download("org/model", "--weights", "false")
+    assert hub.sent("model.safetensors") == []

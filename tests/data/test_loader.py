@@ -12,8 +12,9 @@ import torch
 
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.loader import READ_AHEAD_STEPS, BatchLoader
-from lmforge.data.packing import PackedSequence
+from lmforge.data.packing import PADDING_DOCUMENT_ID, PackedSequences
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
@@ -85,18 +86,48 @@ def test_steps_may_be_requested_out_of_order(dataset: TokenDataset) -> None:
             assert same(loader.batches(step)[0], global_batch(dataset, step, 4))
 
 
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
+def test_a_batch_that_ranks_do_not_divide_is_shared_out_and_padded_to_equal_micro_batches(
+    dataset: TokenDataset, ranks: int, micro_batch_size: int
+) -> None:
+    parts, shapes = [], set()
+    for rank in range(ranks):
+        with BatchLoader(
+            dataset,
+            global_batch_size=8,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            rng_seed=7,
+        ) as loader:
+            batches = loader.batches(5)
+        shapes.add(tuple(batch.batch_size for batch in batches))
+        part = Batch.cat(batches)
+        is_padding = (part.document_ids == PADDING_DOCUMENT_ID).all(1)
+        num_sequences = int((~is_padding).sum())
+        assert num_sequences in (8 // ranks, 8 // ranks + 1)
+        assert not is_padding[:num_sequences].any()
+        assert (part.labels[num_sequences:] == IGNORE_INDEX).all()
+        parts.append(part[:num_sequences])
+    assert len(shapes) == 1
+    assert set(*shapes) == {micro_batch_size}
+    with BatchLoader(dataset, global_batch_size=8, micro_batch_size=8, rng_seed=7) as loader:
+        assert same(Batch.cat(parts), loader.batches(5)[0])
+
+
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({"global_batch_size": 10, "micro_batch_size": 1, "data_parallel_size": 4}, "10 sequences does not divide by 4 ranks"),
-        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 sequences does not divide by 4 ranks"),
+        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 sequences for 4 ranks"),
         ({"global_batch_size": 0, "micro_batch_size": 1, "data_parallel_size": 1}, "0 sequences"),
-        ({"global_batch_size": 8, "micro_batch_size": 3, "data_parallel_size": 2}, "4 sequences a rank do not divide"),
         ({"global_batch_size": 8, "micro_batch_size": 0, "data_parallel_size": 1}, "micro-batches of 0"),
         ({"global_batch_size": 8, "micro_batch_size": 8, "data_parallel_size": 1, "data_parallel_rank": 1}, "rank 1 of 1"),
     ],
 )
-def test_what_does_not_divide_is_refused(dataset: TokenDataset, sizes: dict[str, int], complaint: str) -> None:
+def test_sizes_that_leave_a_rank_without_a_sequence_are_refused(
+    dataset: TokenDataset, sizes: dict[str, int], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         BatchLoader(dataset, **sizes)
 
@@ -114,9 +145,9 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_requested(tm
 def test_later_steps_are_read_while_one_is_used(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     read, sequences = queue.Queue[int](), dataset.sequences
 
-    def recorded(start: int, stop: int) -> list[PackedSequence]:
+    def recorded(start: int, stop: int, **options: Any) -> PackedSequences:
         read.put(start // 4)
-        return sequences(start, stop)
+        return sequences(start, stop, **options)
 
     monkeypatch.setattr(dataset, "sequences", recorded)
     with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:

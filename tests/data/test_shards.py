@@ -15,16 +15,17 @@ import pytest
 import xxhash
 
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards import (
+from lmforge.data.shard_format import (
     BLOCK_BYTES,
-    MAX_OPEN_SHARDS,
     RESTORE_HINT,
+    SHARD_SUFFIXES,
     SHARDS_MANIFEST,
     UNFINISHED,
-    TokenFolder,
     hash_tokenizer_files,
     write_shard,
 )
+from lmforge.data.shard_storage import MAX_OPEN_FILES
+from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from tests.conftest import Refusal
@@ -88,7 +89,20 @@ def test_a_flipped_bit_in_the_document_offsets_is_found(path: Path) -> None:
         TokenFolder.open(path).split("train").document_starts(100_300, 100_400)
 
 
-@pytest.mark.parametrize("suffix", [".tokens", ".documents"])
+def test_a_flipped_bit_in_the_checksums_is_found(path: Path) -> None:
+    flip_bit(path / "train-00001.checksums", 9)
+    with pytest.raises(UserError, match=r"train-00001\.checksums: the block at byte 0 does not match"):
+        TokenFolder.open(path).split("train").read(100_300, 100_400)
+
+
+def test_tokens_swapped_with_their_checksums_are_found(path: Path) -> None:
+    for suffix in (".tokens", ".checksums"):
+        swap(path / f"train-00000{suffix}", path / f"train-00001{suffix}")
+    with pytest.raises(UserError, match=r"train-00000\.checksums: the block at byte 0 does not match"):
+        TokenFolder.open(path).split("train").read(0, 10)
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".documents", ".checksums"])
 def test_a_truncated_shard_is_named_on_opening(path: Path, suffix: str) -> None:
     file = path / f"train-00001{suffix}"
     os.truncate(file, file.stat().st_size - 2)
@@ -104,7 +118,7 @@ def test_a_shard_truncated_while_open_is_named_with_the_place(path: Path) -> Non
         split.read(90_000, 90_100)
 
 
-@pytest.mark.parametrize("suffix", [".tokens", ".documents"])
+@pytest.mark.parametrize("suffix", [".tokens", ".documents", ".checksums"])
 def test_a_missing_shard_is_named_on_opening(path: Path, suffix: str) -> None:
     (path / f"train-00000{suffix}").unlink()
     with pytest.raises(UserError, match=rf"train-00000\{suffix}: missing"):
@@ -124,7 +138,7 @@ def test_two_swapped_token_files_of_one_size_are_found(path: Path) -> None:
 
 
 def test_two_shards_swapped_whole_are_found(path: Path) -> None:
-    for suffix in (".tokens", ".documents", ".json"):
+    for suffix in SHARD_SUFFIXES:
         swap(path / f"train-00000{suffix}", path / f"train-00001{suffix}")
     with pytest.raises(UserError, match=r"train-00000\.json: is not the one written for .*: changed or swapped"):
         TokenFolder.open(path).split("train").read(0, 10)
@@ -132,10 +146,10 @@ def test_two_shards_swapped_whole_are_found(path: Path) -> None:
 
 def test_an_input_error_that_passes_is_survived(path: Path) -> None:
     """The descriptor is made unreadable under the reader, as a stale network handle is; a new one is opened."""
-    split = TokenFolder.open(path).split("train")
+    folder = TokenFolder.open(path)
+    split = folder.split("train")
     expected = split.read(0, 1000).copy()
-    tokens = split._shard(0)._tokens
-    file = tokens._open_files(tokens.path)
+    file = folder.storage._open(str(path / "train-00000.tokens"))  # type: ignore[attr-defined]
     write_only = os.open(os.devnull, os.O_WRONLY)
     os.dup2(write_only, file.fileno())
     os.close(write_only)
@@ -145,7 +159,7 @@ def test_an_input_error_that_passes_is_survived(path: Path) -> None:
 
 
 def test_a_file_that_comes_back_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.data.shards.RETRY_DELAYS_SECONDS", (0.2, 0.5, 2.0))
+    monkeypatch.setattr("lmforge.data.shard_storage.RETRY_DELAYS_SECONDS", (0.2, 0.5, 2.0))
     split = TokenFolder.open(path).split("train")
     away = path / "away"
     (path / "train-00000.tokens").rename(away)
@@ -185,7 +199,7 @@ def test_a_broken_manifest_says_so(path: Path, text: str) -> None:
 def test_a_folder_of_a_later_format_says_so(path: Path) -> None:
     manifest = json.loads((path / SHARDS_MANIFEST).read_text())
     (path / SHARDS_MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(UserError, match="format 99, but this lmforge reads format 1"):
+    with pytest.raises(UserError, match="format 99, but this lmforge reads format 2"):
         TokenFolder.open(path)
 
 
@@ -204,7 +218,9 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(path: Path) -> None
 # Of each kind of JSON one, and numbers at and beyond every limit.
 STRANGE = [None, True, "x", "", -1, 0, 1.5, 2**63, -(2**63), 10**30, 1e308, [], {}, [None], ["x"], [-1], [2**64], {"x": None}]
 # Fields that say what was, and decide nothing: any value of their type is as good.
-INFORMATIVE = {"source", "plan", "skipped_files", "empty_documents", "text_bytes", "tokenizer_files"}
+INFORMATIVE = {"source", "plan", "skipped_files", "empty_documents", "text_bytes", "tokenizer_files", "removed_documents"}
+INFORMATIVE |= {"best_fit"}  # of concat packing: tests/data/test_best_fit.py has the other
+OPTIONAL = {"tokenizer_files", "removed_documents", "best_fit"}  # folders of earlier versions lack them
 
 
 def use_everything(path: Path) -> None:
@@ -255,7 +271,7 @@ def test_any_field_of_a_manifest_with_any_value_is_refused_in_one_line_or_read(p
                 assert len(message) < len(str(path)) + 300, (name, value)
         del table[name]
         write_manifests(path, folder, shard, with_checksum=checked)
-        with contextlib.nullcontext() if name == "tokenizer_files" else pytest.raises(UserError, match=f"{name}: missing"):
+        with contextlib.nullcontext() if name in OPTIONAL else pytest.raises(UserError, match=f"{name}: missing"):
             use_everything(path)
         table[name] = before
     assert read <= INFORMATIVE, "fields that decide something are refused"
@@ -316,7 +332,7 @@ def test_a_file_beside_the_tokenizer_that_is_gone_or_another_is_named(
 
 
 def test_more_shards_than_may_be_open_are_read_with_few_files_open(tmp_path: Path, folder_of: Writer) -> None:
-    count = MAX_OPEN_SHARDS + 40
+    count = MAX_OPEN_FILES // 2 + 40
     split = folder_of(tmp_path / "many", [[3]] * count).split("train")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
@@ -326,13 +342,13 @@ def test_more_shards_than_may_be_open_are_read_with_few_files_open(tmp_path: Pat
         # The second time only tokens are read again: manifests are known, and blocks were verified.
         for manifest in (tmp_path / "many").glob("train-*.json"):
             manifest.unlink()
-    assert len(os.listdir("/proc/self/fd")) <= before + 2 * MAX_OPEN_SHARDS
+    assert len(os.listdir("/proc/self/fd")) <= before + MAX_OPEN_FILES
 
 
 def test_several_threads_read_while_shards_are_closed_and_opened(
     tmp_path: Path, folder_of: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.data.shards.MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr("lmforge.data.shard_storage.MAX_OPEN_FILES", 4)
     split = folder_of(tmp_path / "many", [[50]] * 12).split("train")
     raw = np.concatenate([np.fromfile(tmp_path / "many" / f"train-{i:05d}.tokens", "<u2") for i in range(12)])
     wrong: list[int] = []

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.sources import text_sources
+from lmforge.data.sources import text_sources, units
 from lmforge.data.sources.text_sources import TextSource, open_text_source
 from lmforge.errors import UserError
 from tests.seeds import fresh_random, fresh_seed
@@ -65,6 +65,16 @@ def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch:
     for size in (1, 2, 7, 13, 100, 5000, 10**9):
         monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", size)
         assert texts(open_text_source(str(tmp_path / "a.jsonl"))) == expected
+
+
+def test_a_small_corpus_has_many_small_units_and_a_large_one_no_more_than_it_needs(tmp_path: Path) -> None:
+    for size, unit_bytes in ((3 << 20, 2 << 20), (100 << 20, 2 << 20), (8 << 30, 8 << 20), (100 << 30, 16 << 20)):
+        path = tmp_path / f"{size}.jsonl"
+        path.touch()
+        os.truncate(path, size)  # without blocks on the disk
+        sizes = [unit.size for unit in open_text_source(str(path)).units()]
+        assert sum(sizes) == size
+        assert max(sizes) == unit_bytes
 
 
 def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
@@ -135,7 +145,7 @@ def test_a_file_without_a_suffix_named_by_itself_is_text(tmp_path: Path) -> None
 def test_a_text_of_long_lines_and_blank_ones_is_read_where_no_line_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_sources, "MAX_LINE_CHARACTERS", 50)
+    monkeypatch.setattr(units, "MAX_LINE_CHARACTERS", 50)
     text = "\n".join("\n" * (size % 3) + "x" * size for size in range(50))
     (tmp_path / "a.txt").write_text(text)
     assert texts(open_text_source(str(tmp_path / "a.txt"))) == [text]
@@ -246,28 +256,17 @@ def test_a_parquet_file_without_the_field_names_those_it_has(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        (
-            "a.csv",
-            b"text,id\nhello,1\n",
-            ".csv files are not read: convert its rows to .jsonl or .parquet, with the text in one",
-        ),
-        ("A.TSV", b"text\tid\n", ".tsv files are not read: convert its rows to .jsonl or .parquet, with the text in one field"),
-        ("a.csv.gz", gzip.compress(b"text,id\n", mtime=0), ".csv files are not read: convert its rows to .jsonl or .parquet"),
         ("a.xlsx", b"PK\x03\x04", ".xlsx files are not read: convert its rows to .jsonl or .parquet"),
         ("a.pdf", b"%PDF-1.7\n", ".pdf files are not read: extract its text to a .txt"),
         ("a.docx", b"PK\x03\x04", ".docx files are not read: extract its text to a .txt"),
-        (
-            "a.tar.gz",
-            gzip.compress(b"tar", mtime=0),
-            ".tar files are not read: unpack it; of packed files",
-        ),
+        ("a.zip", b"PK\x03\x04", ".zip files are not read: unpack it; of packed files .gz, .zst and .tar are read"),
         ("a.txt.bz2", b"BZh9", ".bz2 files are not read: unpack it"),
+        ("a.strange", b"hello", ".strange files are not read: if it is plain text, name its suffix in --text_suffixes"),
         (
-            "a.strange",
-            b"hello",
-            ".strange files are not read: if it is plain text, rename it to .txt",
+            "corpus",
+            b"hello\0\1\2",
+            "a binary file: if it is plain text, name its suffix in --text_suffixes; if not, extract its text",
         ),
-        ("corpus", b"hello\0\1\2", "a binary file: if it is plain text, rename it to .txt; if not, extract its text"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_with_what_to_do(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
@@ -309,7 +308,7 @@ def test_a_long_line_of_another_range_is_passed_over(tmp_path: Path, monkeypatch
 
 
 def test_a_row_of_a_table_with_a_line_that_is_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_sources, "MAX_LINE_CHARACTERS", 50)
+    monkeypatch.setattr(units, "MAX_LINE_CHARACTERS", 50)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", "c", "x" * 51]}), tmp_path / "a.parquet", row_group_size=2)
     assert refusal(tmp_path).startswith(f"{tmp_path}/a.parquet, row 2 of group 2: a line of more than 50 characters")
     (tmp_path / "a.parquet").unlink()

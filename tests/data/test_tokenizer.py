@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
+from lmforge.data.tokenizer import (
+    CHAT_SPECIAL_TOKENS,
+    EOS_TOKEN,
+    MIN_VOCAB_SIZE,
+    UNKNOWN_TOKEN,
+    Tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    train_tokenizer,
+)
 from lmforge.errors import UserError
 
 SAMPLE = ["def f(x):\n    return x + 1\n\n\n# the end of it, isn't it?\n", "Ça va? 日本語 ☃️ 🏳️‍🌈 \t\r\n" * 3] * 20
@@ -113,6 +122,48 @@ def test_the_same_text_trains_the_same_tokenizer(trained: Tokenizer) -> None:
     assert train_tokenizer(SAMPLE, 500).hash == trained.hash
 
 
+@settings(max_examples=100, deadline=None)
+@given(TEXTS)
+def test_a_token_of_the_byte_tokenizer_is_a_byte(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(text)
+    assert [tokenizer.id_to_bytes(id) for id in ids] == [bytes([byte]) for byte in text.encode()]
+    assert tokenizer.decode(ids) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS)
+def test_a_token_of_the_character_tokenizer_is_a_character(text: str) -> None:
+    tokenizer = character_tokenizer(text + "▁")
+    ids = tokenizer.encode(text)
+    assert [tokenizer.id_to_bytes(id) for id in ids] == [character.encode() for character in text]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(tokenizer.encode("▁")) == "▁" == tokenizer.id_to_bytes(tokenizer.encode("▁")[0]).decode()
+    decoder = tokenizer.stream_decoder()
+    assert "".join(map(decoder.feed, ids)) == text
+
+
+def test_characters_are_in_order_after_the_special_tokens_and_others_are_one_token() -> None:
+    tokenizer = character_tokenizer("banana\n")
+    assert tokenizer.encode("\nabn") == [6, 7, 8, 9]
+    assert [tokenizer.id_to_token(id) for id in range(6)] == [EOS_TOKEN, *CHAT_SPECIAL_TOKENS, UNKNOWN_TOKEN]
+    assert tokenizer.encode("ax☃") == [7, 5, 5]
+    assert tokenizer.decode([7, 5, 8]) == "ab"
+    assert tokenizer.vocab_size == 10
+
+
+def test_transformers_reads_the_built_in_tokenizers_as_they_are_saved(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = "Hallo, Welt\n  ▁ üa"
+    for number, ours in enumerate([byte_tokenizer(), character_tokenizer(text)]):
+        ours.save(tmp_path / str(number))
+        theirs = AutoTokenizer.from_pretrained(tmp_path / str(number))
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+        assert theirs.eos_token == EOS_TOKEN
+
+
 def test_specials_come_first_and_stand_for_no_text(trained: Tokenizer) -> None:
     assert [trained.token_to_id(token) for token in (EOS_TOKEN, *CHAT_SPECIAL_TOKENS)] == [0, 1, 2, 3, 4]
     assert trained.eos_token_id == 0
@@ -170,6 +221,11 @@ def test_saving_and_opening_keeps_everything(trained: Tokenizer, tmp_path: Path)
     assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
     assert Tokenizer.open(tmp_path / "b" / "tokenizer.json").hash == trained.hash
+
+
+def test_a_folder_may_have_the_name_of_a_sentencepiece_file(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "small.model")
+    assert Tokenizer.open(tmp_path / "small.model").hash == trained.hash
 
 
 # --- others' ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run in every rank: pretraining runs whose ranks write down what torch was told while they trained.
+"""Run in every rank: pretraining runs whose ranks write down what torch was set to while they trained.
 
 deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without the verb
 """
@@ -22,13 +22,13 @@ if __name__ == "__main__":
         config = load_config(words)
 
         def watched(*arguments: Any, name: str = config.run.name, **options: Any) -> Any:
-            told = {
+            settings = {
                 "algorithms": torch.are_deterministic_algorithms_enabled(),
                 "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
                 "cudnn": torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark,
                 "environment": {variable: os.environ.get(variable) for variable in REQUIRED_ENVIRONMENT},
             }
-            Path(sys.argv[1], f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(told))
+            Path(sys.argv[1], f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(settings))
             return step(*arguments, **options)
 
         loop.train_step = watched  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from lmforge.bench.parity import ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.generate.sampling import SamplingParams
-from lmforge.model import build_model
+from lmforge.model import build_model, incremental
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
@@ -20,6 +20,7 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.train.loop import train_step
 from lmforge.train.optimizer import build_optimizer
 from tests.decoding import decode
+from tests.distributed.strategies import CollectiveCounter
 
 SIZES = {"vocab_size": 131, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
 CONFIGS = {
@@ -54,7 +55,12 @@ if __name__ == "__main__":
             optimizer, texts = build_optimizer(parallel_model.model, OptimizerOptions(), parallel_model.parameter_shapes), []
             for step in range(2):
                 with parallel_model.unsharded() as model, parallel_model.autocast():
-                    texts.append(generate(model, seed + step, dist_ctx.rank_info.rank))
+                    # A small model is decoded with copies of its weights, a large one by its own forward, as in step 1.
+                    incremental.MAX_COPY_BYTES = 2**30 * (1 - step)
+                    with CollectiveCounter() as collectives:
+                        texts.append(generate(model, seed + step, dist_ctx.rank_info.rank))
+                    # Weights are gathered once, before the first token.
+                    assert not collectives.counts, f"{engine} {dtype} step {step}: {collectives.counts}"
                 first = 2 * dist_ctx.rank_info.rank
                 batch = task.batch(step, config.vocab_size)[first : first + 2]
                 train_step(

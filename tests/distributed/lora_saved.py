@@ -2,7 +2,7 @@
 
     lora_saved.py FOLDER
 
-Writes FOLDER/told.json: by engine, what the optimizer had state of, the losses after saving, those of the engine that
+Writes FOLDER/result.json: by engine, what the optimizer had state of, the losses after saving, those of the engine that
 took over, and what the model sees of a batch when it is whole, with adapters and without.
 """
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     ranks = cluster.init_distributed("cpu", threads=1)
     task = ParityData(sequences=4, sequence_length=32, steps=4, seed=1)
-    told = {}
+    result = {}
     for engine, following in ENGINES.items():
         first, optimizer = trained_by(engine, lambda model: init_weights(model, 1))
         for number in (0, 2):
@@ -71,7 +71,7 @@ if __name__ == "__main__":
         dcp.load(state, checkpoint_id=folder / engine)
         second.load_state_dict(its_optimizer, state)
         losses = [[step(*each, number) for number in (0, 2)] for each in ((first, optimizer), (second, its_optimizer))]
-        told[engine] = {"trained": trained, "losses": losses, "whole": whole}
+        result[engine] = {"trained": trained, "losses": losses, "whole": whole}
     if ranks.is_rank0:
-        (folder / "told.json").write_text(json.dumps(told))
+        (folder / "result.json").write_text(json.dumps(result))
     cluster.destroy_distributed()

@@ -1,6 +1,7 @@
-"""Run in every rank: gradients of preference and policy objectives under each engine, against one process.
+"""Run in every rank: gradients of objectives under each engine, against one process. All logits are capped.
 
-objective_ranks.py SEED     fails where an engine gives another loss or gradient than one process, or narrows the extras
+objective_ranks.py SEED WHICH     fails where an engine gives another loss or gradient than one process, or narrows the
+                                  extras; WHICH is all, or sample: one dtype of each case, by turns
 """
 
 import sys
@@ -18,13 +19,15 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
+from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.policy import PolicyLossConfig, PolicyObjective
 from lmforge.objectives.preference import PreferenceObjective, dpo
 from lmforge.parallel.parallelize import parallelize
+from tests.model.foreign import described
 from tests.objectives.oracle import drawn_pairs, logprobs_under, moved, packed, with_extras
 
 # A head that tensor parallel shares out by rows, and one that it leaves whole on each rank.
-SHAPES = {
+SHAPES: dict[Any, ModelConfig] = {
     vocabulary: ModelConfig(
         vocab_size=vocabulary,
         hidden_size=32,
@@ -33,22 +36,31 @@ SHAPES = {
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.2,
+        final_logit_softcapping=2.0,
     )
     for vocabulary in (64, 61)
 }
+# transformers' own, whose head has a bias; it is not split.
+SHAPES["61, with a bias"] = described("phi", vocab_size=61, num_hidden_layers=2)
 STRATEGIES = {
     "ddp": ParallelOptions(engine="ddp"),
     "fsdp1": ParallelOptions(engine="fsdp1"),
     "fsdp2": ParallelOptions(engine="fsdp2"),
     "fsdp2, recompute": ParallelOptions(engine="fsdp2", activation_checkpointing="full"),
     "tensor": ParallelOptions(engine="fsdp2", tensor_parallel_degree=2),
+    # The passes that a GPU compiles, as they are written.
+    "fsdp2, fused": ParallelOptions(engine="fsdp2"),
+    "tensor, fused": ParallelOptions(engine="fsdp2", tensor_parallel_degree=2),
+    "pipeline": ParallelOptions(engine="fsdp2", pipeline_parallel_degree=2),
 }
 OBJECTIVES: dict[str, Any] = {
+    "next token": NextTokenObjective(z_loss=0.1),
     "dpo": PreferenceObjective(partial(dpo, beta=0.1), uses_reference=True),
     "grpo": PolicyObjective(
         PolicyLossConfig(epsilon=0.5, epsilon_high=1.0, loss_aggregation="sequence", kl_estimator="k3", beta=0.04)
     ),
 }
+DTYPES = (torch.float32, torch.bfloat16)
 # Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound (-0.69 and 0.69) the
 # gradient jumps by all that a token gives: no bf16 log-probability is as far off as these are from the bounds.
 LOG_RATIOS = torch.tensor([0.0, -1.1, 1.1])
@@ -73,44 +85,54 @@ def in_fp32(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor,
     return objective.loss(model, batch)
 
 
+def has_bias(shape: ModelConfig) -> bool:
+    return shape.family == "transformers"
+
+
 def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 if __name__ == "__main__":
-    seed, ranks = int(sys.argv[1]), cluster.init_distributed("cpu", threads=1)
-    for vocabulary, shape in SHAPES.items():
-        for name, objective in OBJECTIVES.items():
+    seed, which, ranks = int(sys.argv[1]), sys.argv[2], cluster.init_distributed("cpu", threads=1)
+    torch.compiler.set_stance("force_eager")
+    for shape_number, (vocabulary, shape) in enumerate(SHAPES.items()):
+        for objective_number, (name, objective) in enumerate(OBJECTIVES.items()):
+            if has_bias(shape) and name != "next token":
+                continue
             model = init_weights(build_model(shape), seed)
             batch = whole_batch(model, seed)
             weight = objective.num_items(batch)
-            total, _ = objective.loss(model, batch)
+            total, alone = objective.loss(model, batch)
             (total / weight).backward()
             expected = {key: parameter.grad for key, parameter in model.named_parameters()}
             norm = torch.cat([gradient.flatten() for gradient in expected.values() if gradient is not None]).norm()
-            for engine, strategy in STRATEGIES.items():
-                for dtype in (torch.float32, torch.bfloat16):
+            for number, (engine, strategy) in enumerate(STRATEGIES.items(), start=shape_number + objective_number):
+                is_pipeline = strategy.pipeline_parallel_degree > 1
+                if (has_bias(shape) and strategy.splits_model) or (is_pipeline and name != "next token"):
+                    continue
+                for dtype in DTYPES if which == "all" else [DTYPES[number % 2]]:
                     # What fp32 leaves of sums in another order; of bf16 products it is the order of magnitude.
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
-                    loss = partial(in_fp32, objective)
-                    made = parallelize(
-                        init_weights(build_model(shape), seed), loss, dist_ctx=ranks, dtype=dtype, options=strategy
-                    )
+                    loss = objective.loss if is_pipeline else partial(in_fp32, objective)  # a pipeline sends no extras
+                    whole_model = init_weights(build_model(shape), seed)
+                    whole_model.lm_head.fused = engine.endswith("fused")
+                    made = parallelize(whole_model, loss, dist_ctx=ranks, dtype=dtype, options=strategy)
                     part, parts = ranks.rank_info.rank // made.model_parallel_size, ranks.world_size // made.model_parallel_size
                     size = batch.batch_size // parts
                     mine = batch[part * size : (part + 1) * size]
-                    told = made.forward_backward([mine[:1], mine[1:]], weight, lambda phase: None)
+                    metrics = made.forward_backward([mine[:1], mine[1:]], weight, lambda phase: None)
                     where = f"{name} under {engine} in {dtype}, vocabulary {vocabulary}"
                     assert abs(made.clip_grad_norm(0.0) - norm) <= tolerance * norm, where
-                    if engine != "fsdp1":
+                    if engine != "fsdp1" and not is_pipeline:
                         for key, parameter in made.model.named_parameters():
                             assert parameter.grad is not None
                             apart = (whole(parameter.grad) - expected[key]).norm()  # type: ignore[operator]
                             assert apart <= tolerance * norm, f"{where}: {key}"
-                    found = (
-                        ranks.all_reduce_sum(torch.stack([each["loss"][0] for each in told]).sum()) / made.model_parallel_size
-                    )
-                    assert abs(found - total.detach()) <= tolerance * max(1.0, abs(float(total.detach()))), where
+                    for metric in alone.keys() & {"loss", "z_loss"}:
+                        found = ranks.all_reduce_sum(torch.stack([each[metric][0] for each in metrics]).sum())
+                        found /= 1 if is_pipeline else made.model_parallel_size  # of a pipeline the last stage has it
+                        assert abs(found - alone[metric][0]) <= tolerance * max(1.0, abs(float(alone[metric][0]))), where
             if ranks.is_rank0:
                 print(f"{name}, vocabulary {vocabulary}: the same")
     cluster.destroy_distributed()

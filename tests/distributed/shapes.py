@@ -58,6 +58,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "fsdp2, CPU offload",
             "fsdp2, checkpointing selective-blocks",
             "fsdp2, 2 micro-batches reduced once",
+            "fsdp2 grad-shard, 2 micro-batches",
             "fsdp2, prefetch 2, embedding not wrapped",
             "context 2, checkpointing selective-ops",
         ),

@@ -41,7 +41,7 @@ class CollectiveCounter(TorchDispatchMode):
 if __name__ == "__main__":
     folder, seed, kind, which = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     dist_ctx = cluster.init_distributed("cpu", threads=1)
-    steps = 4 if which == "sample" else 10
+    steps = 3 if which == "sample" else 10
     data = ParityData(sequences=4 * dist_ctx.world_size, sequence_length=48, seed=seed, steps=steps)
     for shape, cases in select_cases(kind, which, dist_ctx.world_size).items():
         cases = [replace(case, model_config=SHAPES[shape]) for case in cases]

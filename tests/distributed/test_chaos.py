@@ -21,9 +21,9 @@ def test_runs_that_are_killed_stopped_filled_up_and_damaged_end_as_if_nothing_ha
     command = [sys.executable, "-m", "tests.chaos", "--faults", str(FAULTS), "--seed", str(seed), "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    told = json.loads(output.read_text())
-    assert told["faults"] >= FAULTS
+    report = json.loads(output.read_text())
+    assert report["faults"] >= FAULTS
     for nothing in ("wrong_losses", "wrong_weights", "unnamed_hangs", "corrupt_loaded", "unsound_under_final_names"):
-        assert told[nothing] == 0, done.stdout
-    assert told["lives"] >= 1
-    assert told["steps_trained"] >= 60
+        assert report[nothing] == 0, done.stdout
+    assert report["lives"] >= 1
+    assert report["steps_trained"] >= 60

@@ -19,7 +19,7 @@ RANKS = 2
 def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs with the option, with dropout and micro-batches, and one without."""
     folder = tmp_path_factory.mktemp("deterministic")
-    more = ["--model.dropout", "0.1", "--train.micro_batch_size", "2"]
+    more = ["--model.dropout", "0.1", "--train.micro_batch_size", "3", "--train.steps", "4"]
     lines = [recipe(folder, name, *more, "--deterministic") for name in ("a", "b")] + [recipe(folder, "usual", *more)]
     (folder / "cases.json").write_text(json.dumps(lines))
     on_ranks(RANKS, HERE / "deterministic_ranks.py", folder, folder, folder / "cases.json")
@@ -29,9 +29,9 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_rank_is_told(folder: Path) -> None:
     for rank in range(RANKS):
         for name in ("a", "b"):
-            told = json.loads((folder / f"{name}-{rank}.json").read_text())
-            assert (told["algorithms"], told["cudnn"], told["warn_only"]) == (True, True, False)
-            assert told["environment"] == {variable: values[0] for variable, values in REQUIRED_ENVIRONMENT.items()}
+            settings = json.loads((folder / f"{name}-{rank}.json").read_text())
+            assert (settings["algorithms"], settings["cudnn"], settings["warn_only"]) == (True, True, False)
+            assert settings["environment"] == {variable: values[0] for variable, values in REQUIRED_ENVIRONMENT.items()}
         assert not json.loads((folder / f"usual-{rank}.json").read_text())["algorithms"]
 
 

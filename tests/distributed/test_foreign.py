@@ -110,9 +110,9 @@ def test_a_run_is_opened_evaluated_shown_and_exported_without_being_told_what_it
     for thing in (run.path, tmp_path / "out"):
         for words in (["show"], ["generate", "To be", "--max_tokens", "5"]):
             assert lmforge_here([words[0], str(thing), *words[1:]]) == 0, words
-    told = capfd.readouterr().out
-    assert told.count(f"{kind}: 3 layers, width 32") == 2
-    assert "To be" in told
+    printed = capfd.readouterr().out
+    assert printed.count(f"{kind}: 3 layers, width 32") == 2
+    assert "To be" in printed
 
 
 def test_a_run_is_not_continued_by_the_other_implementation_or_another_folder(

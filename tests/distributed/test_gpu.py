@@ -1,6 +1,14 @@
-"""What only a GPU shows, on one: strategies, offload, scoring, NCCL, host memory of saves, snapshots."""
+"""What only a GPU shows, on one: strategies, compilation, memory, optimizers, offload, scoring, decoding, NCCL, traces.
 
+Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
+"""
+
+import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,46 +16,76 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.checkpoint.async_save import _host_tensor
+from lmforge.checkpoint.async_save import _HostStaging
 from lmforge.cluster.distributed import DistributedContext, destroy_distributed
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
+from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
+from lmforge.data.labels import FUSED_LOGITS_BYTES, fused_chunk_tokens
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.flops import parameter_count
 from lmforge.model.init_weights import init_weights
+from lmforge.model.layers import HeadOptions
 from lmforge.monitor.flight_recorder import recent_collectives
+from lmforge.objectives.cross_entropy import cross_entropy_and_z_loss
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.ddp import DDPModel
+from lmforge.parallel.dims import parallel_dims
+from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
+from lmforge.parallel.precision import compiled_graph_count
+from lmforge.plan.activations import activation_bytes
+from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
 from lmforge.runs import Run
 from lmforge.stages.reference import ReferenceModel, reference_logprobs
+from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.loop import train_step
+from lmforge.train.optimizer import build_optimizer
 from tests.conftest import Command
 from tests.distributed.conftest import losses
+from tests.objectives.oracle import whole_logits
 
 pytestmark = pytest.mark.gpu
 
 
-def test_every_strategy_of_one_gpu_agrees_with_one_process(lmforge: Command) -> None:
-    done = lmforge("doctor", "--parity", "--device", "cuda", "--steps", 5)
+def test_every_strategy_of_one_gpu_agrees_with_one_process(lmforge: Command, gpu_device: torch.device) -> None:
+    done = lmforge("doctor", "--parity", "--device", gpu_device.type, "--steps", 3)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: DDP and FSDP1 shard nothing on one, and are refused")
+def test_every_strategy_of_two_gpus_agrees_with_one_process(lmforge: Command) -> None:
+    done = lmforge("doctor", "--parity", "--device", "cuda", "--steps", 3, "--processes", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+Trained = dict[int, float]
+
+
+def trained(lmforge: Command, options: list[str], folder: Path, name: str, device: str, *words: object) -> Trained:
+    """The losses of a run of `tiny_options`, by step."""
+    where = ["--train.device", device, "--run.folder", folder, "--run.name", name]
+    done = lmforge("pretrain", *options, *where, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(Run(folder / name))
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_offloaded_weights_train_as_those_on_the_gpu(
-    lmforge: Command, tiny_options: list[str], tmp_path: Path, implementation: str
+    lmforge: Command, tiny_options: list[str], tmp_path: Path, implementation: str, gpu_device: torch.device
 ) -> None:
-    found = {}
-    for offload in ("false", "true"):
-        words = ["--train.device", "cuda", "--parallel.engine", "fsdp2", "--parallel.cpu_offload", offload]
-        words += ["--optimizer.implementation", implementation, "--run.folder", str(tmp_path), "--run.name", offload]
-        done = lmforge("pretrain", *tiny_options, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found[offload] = losses(Run(tmp_path / offload))
+    words = ["--parallel.engine", "fsdp2", "--optimizer.implementation", implementation, "--parallel.cpu_offload"]
+    found = {
+        offload: trained(lmforge, tiny_options, tmp_path, offload, gpu_device.type, *words, offload)
+        for offload in ("false", "true")
+    }
     assert found["true"] == pytest.approx(found["false"], rel=1e-4)
 
 
-def small_model(config: ModelConfig = SMALL_MODEL, **options: Any) -> Any:
-    device = torch.device("cuda", 0)
+def small_model(device: torch.device, config: ModelConfig = SMALL_MODEL, **options: Any) -> ParallelModel:
     return parallelize(
         init_weights(build_model(config, device), 0),
         reference_logprobs,
@@ -58,11 +96,11 @@ def small_model(config: ModelConfig = SMALL_MODEL, **options: Any) -> Any:
 
 
 def test_scoring_long_sequences_keeps_no_matrix_of_scores() -> None:
-    length, sequences = 4096, 2
-    model = small_model()
+    device, length, sequences = torch.device("cuda", 0), 4096, 2
+    model = small_model(device)
     tokens = torch.zeros(sequences, length, dtype=torch.int64)
     positions = torch.arange(length).expand(sequences, -1)
-    batch = Batch(tokens, tokens, positions, torch.zeros(sequences, length, dtype=torch.int32)).to(torch.device("cuda", 0))
+    batch = Batch(tokens, tokens, positions, torch.zeros(sequences, length, dtype=torch.int32)).to(device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ReferenceModel(model).logprobs(batch)
@@ -70,32 +108,390 @@ def test_scoring_long_sequences_keeps_no_matrix_of_scores() -> None:
     assert torch.cuda.max_memory_allocated() - before < scores
 
 
-def test_a_model_with_small_heads_trains_with_dense_masks() -> None:
+def test_a_model_with_small_heads_trains_with_dense_masks(gpu_device: torch.device) -> None:
     config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    batch = ParityData(sequences=2).batch(0, 64).to(torch.device("cuda", 0))
-    assert torch.isfinite(ReferenceModel(small_model(config)).logprobs(batch)).all()
+    batch = ParityData(sequences=2).batch(0, 64).to(gpu_device)
+    assert torch.isfinite(ReferenceModel(small_model(gpu_device, config)).logprobs(batch)).all()
 
 
-def test_collectives_of_nccl_are_in_the_report_of_a_stall() -> None:
-    small_model(engine="fsdp2")  # initializes the process group of one rank
+@pytest.mark.parametrize(
+    "options", [{}, {"implementation": "foreach"}, {"state_dtype": "bf16"}, {"name": "muon"}, {"name": "sgd"}]
+)
+def test_no_optimizer_lets_the_host_wait_for_the_gpu(options: dict[str, Any]) -> None:
+    objective, device = NextTokenObjective(), torch.device("cuda", 0)
+    dist_ctx = DistributedContext(RankInfo(), device, None)
+    model = parallelize(
+        init_weights(build_model(SMALL_MODEL, device), 0),
+        objective.loss,
+        dist_ctx=dist_ctx,
+        dtype=torch.bfloat16,
+        options=ParallelOptions(engine="single"),
+    )
+    optimizer = build_optimizer(model.model, OptimizerOptions(**options))
+    detector = BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=32)
+    batches = [ParityData(sequences=4).batch(step, SMALL_MODEL.vocab_size).to(device) for step in range(3)]
+    for step, batch in enumerate(batches):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step makes what it needs
+        try:
+            train_step(
+                model,
+                optimizer,
+                [batch],
+                objective.num_items,
+                lr=1e-3,
+                max_grad_norm=1.0,
+                is_bad_step=partial(detector.check, step + 1),
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_collectives_of_nccl_are_in_the_report_of_a_stall(gpu_device: torch.device) -> None:
+    small_model(gpu_device, engine="fsdp2")  # initializes the process group of one rank
     try:
-        dist.all_reduce(torch.ones(3, device="cuda"))
-        torch.cuda.synchronize()
-        assert "all_reduce" in {record.operation for record in recent_collectives()}
+        dist.all_reduce(torch.ones(3, device=gpu_device))
+        if gpu_device.type == "cuda":
+            torch.cuda.synchronize()
+        found = {record.operation for record in recent_collectives()}
+        assert any("all_reduce" in operation or "allreduce" in operation for operation in found), found
     finally:
         destroy_distributed()
 
 
-def test_host_memory_for_saves_is_page_locked_and_no_larger_than_the_tensor() -> None:
-    like = torch.empty(3 * 2**20 + 1, dtype=torch.uint8, device="cuda")
-    copy = _host_tensor(like, page_locked=True)
+def test_host_memory_for_saves_is_page_locked_no_larger_than_the_tensor_and_given_back_in_the_end() -> None:
+    tensor = torch.empty(3 * 2**20 + 1, dtype=torch.uint8, device="cuda")
+    staging = _HostStaging(tensor.device)
+    copy = staging.start_copy({"a": tensor})["a"]
     assert copy.is_pinned()
-    assert copy.untyped_storage().nbytes() == like.nbytes
+    assert copy.untyped_storage().nbytes() == tensor.nbytes
+    staging.close()
+    assert not copy.is_pinned()
 
 
 def test_a_run_writes_what_the_gpu_held(lmforge: Command, tiny_options: list[str], tmp_path: Path) -> None:
-    words = ["--train.device", "cuda", "--log.memory_snapshot", "true", "--run.folder", str(tmp_path), "--run.name", "a"]
-    done = lmforge("pretrain", *tiny_options, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    trained(lmforge, tiny_options, tmp_path, "a", "cuda", "--log.memory_snapshot", "true")
     (snapshot,) = (tmp_path / "a" / "logs").rglob("*.memory.pickle")
     assert pickle.loads(snapshot.read_bytes())["segments"]
+
+
+# --- one rank, in this process ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def language_model(
+    device: torch.device,
+    config: ModelConfig = SMALL_MODEL,
+    dtype: torch.dtype = torch.float32,
+    compile_model: bool = False,
+    **options: Any,
+) -> Iterator[ParallelModel]:
+    """A model that is trained on next tokens. At the end the process group of fsdp2 is destroyed."""
+    torch._dynamo.reset()
+    try:
+        yield parallelize(
+            build_model(config, "meta"),
+            NextTokenObjective().loss,
+            dist_ctx=DistributedContext(RankInfo(), device, None),
+            dtype=dtype,
+            options=ParallelOptions(**options),
+            compile_model=compile_model,
+            init_weights=lambda model: init_weights(model, 0),
+        )
+    finally:
+        destroy_distributed()
+
+
+def gradients(model: ParallelModel, device: torch.device) -> list[torch.Tensor]:
+    """Of two micro-batches, on the CPU."""
+    batches = [ParityData(sequences=2).batch(number, SMALL_MODEL.vocab_size).to(device) for number in range(2)]
+    model.forward_backward(batches, torch.tensor(99.0, device=device), lambda phase: None)
+    return [gradient.detach().float().cpu().clone() for gradient in model._local_grads()]
+
+
+def test_ddp_with_one_rank_of_nccl_computes_the_gradient_of_one_process(gpu_device: torch.device) -> None:
+    with language_model(gpu_device) as alone:
+        expected = gradients(alone, gpu_device)
+    backend = "cpu:gloo,cuda:nccl" if gpu_device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, objective = init_weights(build_model(SMALL_MODEL, gpu_device), 0), NextTokenObjective()
+        dist_ctx = DistributedContext(RankInfo(), gpu_device, None)
+        ddp = DDPModel(model, objective.loss, dist_ctx, parallel_dims(ParallelOptions(), 1, 1), None, None)
+        found = gradients(ddp, gpu_device)
+    finally:
+        destroy_distributed()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "mode"), [("single", "full"), ("fsdp2", "selective-ops")])
+def test_checkpointed_blocks_are_compiled_and_compute_the_same(engine: str, mode: str, gpu_device: torch.device) -> None:
+    with language_model(gpu_device) as plain:
+        expected = gradients(plain, gpu_device)
+    options: dict[str, Any] = {"engine": engine, "activation_checkpointing": mode}
+    with language_model(gpu_device, compile_model=True, **options) as model:
+        before = compiled_graph_count()
+        found = gradients(model, gpu_device)
+        assert compiled_graph_count() > before
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+MEMORY_MODEL = ModelConfig(
+    vocab_size=8192,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
+
+
+ACTIVATION_MODEL = replace(MEMORY_MODEL, vocab_size=512, hidden_size=256, intermediate_size=768)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_on_a_gpu_are_those_of_the_formula(mode: str, gpu_device: torch.device) -> None:
+    sequences, length = 2, 256
+    batch = ParityData(sequences=sequences, sequence_length=length).batch(0, ACTIVATION_MODEL.vocab_size).to(gpu_device)
+    options: dict[str, Any] = {"engine": "fsdp2", "activation_checkpointing": mode}
+    with language_model(gpu_device, ACTIVATION_MODEL, torch.bfloat16, **options) as model:
+        model.model_with_loss(batch)[0].backward()  # gathered weights have their memory from here on
+        tracker = ActivationTracker()
+        with tracker:
+            total, _ = model.model_with_loss(batch)
+        measured = tracker.live_bytes()
+        assert total.requires_grad
+    predicted = activation_bytes(
+        ACTIVATION_MODEL,
+        sequences,
+        length,
+        dtype_bytes=2,
+        activation_checkpointing=mode,
+        dense_mask=gpu_device.type == "cpu",
+    )
+    # The kernels of a GPU may keep a second copy of their output, in the layout of the next product; and the log-sum-exps of
+    # compiled attention are not seen.
+    blocks, heads = ACTIVATION_MODEL.num_hidden_layers if mode == "none" else 0, ACTIVATION_MODEL.num_attention_heads
+    copies, unseen = (blocks * sequences * length * heads * each for each in (2 * ACTIVATION_MODEL.head_dim, 4))
+    assert 0.98 * (predicted - unseen) <= measured <= 1.02 * (predicted + copies)
+
+
+@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
+def test_between_steps_a_gpu_holds_what_is_predicted(master_dtype: str) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    dtype = torch.float32 if master_dtype == "fp32" else torch.bfloat16
+    model = parallelize(
+        build_model(MEMORY_MODEL, "meta").to(dtype),
+        NextTokenObjective().loss,
+        dist_ctx=DistributedContext(RankInfo(), device, None),
+        dtype=torch.bfloat16,
+        options=ParallelOptions(engine="single"),
+        init_weights=lambda model: init_weights(model, 0),
+    )
+    optimizer_options = OptimizerOptions()
+    optimizer = build_optimizer(model.model, optimizer_options, model.parameter_shapes)
+    batch = ParityData(sequences=2).batch(0, MEMORY_MODEL.vocab_size).to(device)
+    train_step(
+        model,
+        optimizer,
+        [batch],
+        NextTokenObjective().num_items,
+        lr=1e-3,
+        max_grad_norm=1.0,
+        set_phase=lambda phase: None,
+    )
+    count = parameter_count(MEMORY_MODEL)
+    counts = ParameterCounts(count.total, count.total, count.block_matrices)
+    predicted = count.total * dtype.itemsize + optimizer_state_bytes(optimizer_options, master_dtype, counts)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    # A batch, metrics and workspaces of cuBLAS beside it; gradients are gone, or as large as the weights at most. Working
+    # weights in bf16 beside fp32 masters are another half of them.
+    assert predicted <= held <= predicted + 1.5 * count.total * dtype.itemsize + 80 * 2**20
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd", "adamw"])
+def test_an_optimizer_learns_as_on_a_cpu(
+    lmforge: Command, tiny_options: list[str], tmp_path: Path, optimizer: str, gpu_device: torch.device
+) -> None:
+    words: list[object] = ["--optimizer.name", optimizer]
+    words += {"sgd": ["--optimizer.lr", 1.0], "adamw": ["--optimizer.state_dtype", "bf16"]}.get(optimizer, [])
+    found = {
+        device: trained(lmforge, tiny_options, tmp_path, f"on-{device}", device, *words) for device in ("cpu", gpu_device.type)
+    }
+    on_cpu, on_gpu = found["cpu"], found[gpu_device.type]
+    assert on_gpu[6] < on_gpu[1]
+    # Muon orthogonalizes in bf16 on a GPU, and states in bf16 are rounded.
+    assert on_gpu == pytest.approx(on_cpu, rel=0.02)
+
+
+def test_a_deterministic_run_that_resumes_is_the_same_to_the_last_bit(
+    lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device
+) -> None:
+    words = ["--train.deterministic", "true", "--schedule.name", "constant"]
+    whole = trained(lmforge, tiny_options, tmp_path, "whole", gpu_device.type, *words)
+    trained(lmforge, tiny_options, tmp_path, "parts", gpu_device.type, *words, "--train.steps", 4)
+    assert trained(lmforge, tiny_options, tmp_path, "parts", gpu_device.type, *words) == whole
+
+
+def test_a_gpu_decodes_what_a_cpu_decodes(lmforge: Command, tiny_run: Path, gpu_device: torch.device) -> None:
+    found = []
+    for device in ("cpu", gpu_device.type):
+        words = ["--temperature", 0, "--max_tokens", 24, "--dtype", "fp32", "--device", device]
+        done = lmforge("generate", tiny_run, "def ", "import ", *words)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1]
+
+
+def test_cuda_graphs_decode_what_single_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, of a fused model and of one computed by its own forward. Sequences grow and leave: three shapes."""
+    prompts = [[5, 6, 7], [8] * 250, [9, 10]]
+    for fused in (True, False):
+        found = []
+        for graphs in (True, False):
+            with monkeypatch.context() as patch:
+                if not fused:
+                    patch.setattr("lmforge.model.incremental.can_fuse", lambda model, dtype: False)
+                model = init_weights(build_model(SMALL_MODEL, torch.device("cuda")), 0)
+                decoder = model.incremental_decoder(3, 600, device=torch.device("cuda"), dtype=torch.float32)
+                assert decoder._graphs is not None
+                if not graphs:
+                    decoder._graphs = None
+                steps = [decoder.prefill(prompts)]
+                with torch.no_grad():
+                    for step in range(24):
+                        if step == 12:
+                            decoder.select_sequences([2, 1])
+                        tokens = torch.arange(len(decoder._lengths), device="cuda") + step
+                        steps.append(decoder.decode_step(tokens))
+                if graphs:
+                    assert not decoder._graphs._failed
+                    assert sum(each is not None for each in decoder._graphs._recorded.values()) == 3
+            found.append(torch.cat(steps))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_sharded_run_in_bf16_writes_samples_and_goes_on(
+    lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device
+) -> None:
+    heads = ["--model.hidden_size", 64, "--parallel.engine", "fsdp2", "--train.dtype", "bf16"]
+    found = trained(lmforge, tiny_options, tmp_path, "a", gpu_device.type, *heads, "--sample.every_steps", 3)
+    assert found[6] < found[1]
+
+
+def test_a_trace_of_steps_has_the_kernels_of_the_gpu(lmforge: Command, tiny_options: list[str], tmp_path: Path) -> None:
+    trained(lmforge, tiny_options, tmp_path, "a", "cuda", "--log.profile_steps", "3:4")
+    events = json.loads((tmp_path / "a" / "profile" / "rank-0.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+
+
+def test_when_memory_runs_out_the_run_says_what_would_fit_and_what_it_held(
+    program: Command, tiny_options: list[str], tmp_path: Path
+) -> None:
+    text = """
+import sys, torch
+torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.get_device_properties(0).total_memory)
+from lmforge.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+    sizes = ["--model.hidden_size", 1024, "--model.intermediate_size", 4096, "--model.num_hidden_layers", 8]
+    where = ["--train.device", "cuda", "--run.folder", tmp_path, "--run.name", "a"]
+    done = program(text, "pretrain", *tiny_options, *sizes, *where)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "out of memory" in done.stderr
+    (snapshot,) = (tmp_path / "a" / "logs").rglob("*.memory.pickle")
+    assert str(snapshot) in done.stderr
+
+
+def test_heads_of_every_size_that_flex_attention_takes_learn_alike(gpu_device: torch.device) -> None:
+    """Grouped heads of 16 to 128, in bf16 as in fp32."""
+    for head_dim in (16, 64, 128):
+        config = replace(SMALL_MODEL, head_dim=head_dim)
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            with language_model(gpu_device, config, dtype) as model:
+                batch = ParityData(sequences=2).batch(0, config.vocab_size).to(gpu_device)
+                total, _ = model.forward_backward([batch], torch.tensor(99.0, device=gpu_device), lambda phase: None)[0]["loss"]
+                found.append(total.item())
+        assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+@pytest.mark.parametrize(("softcap", "z_weight"), [(None, 0.0), (30.0, 1e-3)])
+def test_compiled_loss_passes_in_bf16_are_the_loss_in_fp64_to_what_bf16_rounds(softcap: float | None, z_weight: float) -> None:
+    """Several chunks of a real vocabulary. Logits are rounded to 8 bits, and so is their gradient."""
+    vocab, width, tokens = 50257, 256, 25_000
+    assert fused_chunk_tokens(vocab, 2) < tokens
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, width, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(vocab, width, device="cuda", generator=generator) / 8).bfloat16().requires_grad_()
+    bias = torch.randn(vocab, device="cuda", generator=generator).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
+    labels[torch.rand(tokens, device="cuda", generator=generator) < 0.3] = -100
+    head = HeadOptions(bias, softcap, fused=True)
+    total, z_loss, _ = cross_entropy_and_z_loss(hidden, weight, labels, z_weight, head)
+    ours = torch.autograd.grad(total / tokens, (hidden, weight, bias))
+    assert [gradient.dtype for gradient in ours] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    expected, expected_z, sums = 0.0, 0.0, [torch.zeros_like(each, dtype=torch.float64) for each in (hidden, weight, bias)]
+    for part in torch.arange(tokens, device="cuda").split(2000):  # whole logits in fp64 of all tokens would not fit
+        every = whole_logits(hidden[part], weight, labels[part], bias, softcap, z_weight)
+        expected, expected_z = expected + float(every.cross_entropy.detach()), expected_z + float(every.z_loss.detach())
+        gradients = torch.autograd.grad((every.cross_entropy + every.z_loss) / tokens, (hidden, weight, bias))
+        for sum_, gradient in zip(sums, gradients, strict=True):
+            sum_ += gradient
+    assert total.item() - z_loss.item() == pytest.approx(expected, rel=1e-4)
+    assert z_loss.item() == pytest.approx(expected_z, rel=1e-4)
+    for mine, reference in zip(ours, sums, strict=True):
+        assert (mine.double() - reference).norm() <= 2e-2 * reference.norm()
+
+
+def test_compiled_loss_passes_in_fp32_are_torchs_operators() -> None:
+    hidden = torch.randn(3000, 128, device="cuda").requires_grad_()
+    weight = (torch.randn(5003, 128, device="cuda") / 8).requires_grad_()
+    labels, found = torch.randint(0, 5003, (3000,), device="cuda"), {}
+    for fused in (False, True):
+        total, *_ = cross_entropy_and_z_loss(hidden, weight, labels, 1e-3, HeadOptions(softcap=5.0, fused=fused))
+        found[fused] = [total, *torch.autograd.grad(total, (hidden, weight))]
+    for mine, reference in zip(found[True], found[False], strict=True):
+        assert (mine - reference).norm() <= 1e-5 * reference.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_compiled_loss_passes_need_the_logits_of_a_chunk_and_the_gradient_of_the_head(softcap: float | None) -> None:
+    vocab, width = 128_256, 256
+    tokens = 3 * fused_chunk_tokens(vocab, 2)
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    for _ in range(2):  # the first time compiles
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cross_entropy_and_z_loss(hidden, weight, labels, 0.0, HeadOptions(softcap=softcap, fused=True))[0].backward()
+    # The head's gradient as it is summed, as it is scaled, and in bf16; twice that of the hidden states.
+    gradients = 10 * weight.numel() + 2 * hidden.nbytes
+    assert torch.cuda.max_memory_allocated() - before < FUSED_LOGITS_BYTES * 1.1 + gradients
+
+
+def test_the_loss_of_a_compiled_model_is_compiled_too() -> None:
+    model = parallelize(
+        init_weights(build_model(SMALL_MODEL, torch.device("cuda", 0)), 0),
+        NextTokenObjective().loss,
+        dist_ctx=DistributedContext(RankInfo(), torch.device("cuda", 0), None),
+        dtype=torch.bfloat16,
+        options=ParallelOptions(),
+        compile_model=True,
+    )
+    assert model.model.lm_head.fused
+    batch = ParityData(sequences=2).batch(0, SMALL_MODEL.vocab_size).to(torch.device("cuda", 0))
+    (metrics,) = model.forward_backward([batch], torch.tensor(9.0, device="cuda"), lambda phase: None)
+    model.model.lm_head.fused = False
+    (by_operators,) = model.forward_backward([batch], torch.tensor(9.0, device="cuda"), lambda phase: None)
+    assert metrics["loss"][0].item() == pytest.approx(by_operators["loss"][0].item(), rel=1e-5)

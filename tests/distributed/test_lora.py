@@ -47,13 +47,13 @@ def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials,
 
 def test_what_is_saved_under_one_strategy_goes_on_under_another(tmp_path: Path) -> None:
     on_ranks(2, HERE / "lora_saved.py", tmp_path, tmp_path)
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert len(told) == 3
-    for saved in told.values():
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result) == 3
+    for saved in result.values():
         assert len(saved["trained"]) == 2 * 4 * 7
         assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in saved["trained"])
         mine, theirs = saved["losses"]
         assert mine == pytest.approx(theirs, rel=TOLERANCE)
         seen, bare = saved["whole"]
-        assert (seen, bare) == pytest.approx(told["ddp"]["whole"], rel=TOLERANCE)
+        assert (seen, bare) == pytest.approx(result["ddp"]["whole"], rel=TOLERANCE)
         assert seen != pytest.approx(bare, rel=100 * TOLERANCE)

@@ -1,12 +1,16 @@
-"""Preference and policy objectives on several ranks: what a batch is worth does not depend on who computes it."""
+"""Objectives on several ranks: what a batch is worth does not depend on who computes it."""
 
 from pathlib import Path
+
+import pytest
 
 from tests.distributed.conftest import HERE
 from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
 
 
-def test_losses_and_gradients_of_preference_and_policy_are_those_of_one_process_under_every_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["sample", pytest.param("all", marks=pytest.mark.slow)])
+def test_losses_and_gradients_of_all_objectives_are_those_of_one_process_under_every_engine(tmp_path: Path, which: str) -> None:
+    """In the sample each objective, each engine and each vocabulary is in both dtypes, each case of the three in one."""
     seed = fresh_seed()
-    assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed).count("the same") == 4
+    assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed, which).count("the same") == 7

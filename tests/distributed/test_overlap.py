@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.data.labels import CHUNK_TOKENS
+from lmforge.data.labels import cpu_chunk_tokens
 from tests.preloaded import preloaded
 
 BLOCKS = 3
 LENGTH = 640
+VOCAB_SIZE = 4096
 ROWS_A_RANK = 4
 LM_HEAD_WEIGHT = "model.lm_head"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
@@ -110,7 +111,7 @@ def test_gradients_of_a_block_are_on_their_way_while_the_block_before_computes(t
 
 
 def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(traces: dict[int, Trace]) -> None:
-    chunks = -(-ROWS_A_RANK * LENGTH // CHUNK_TOKENS)
+    chunks = -(-ROWS_A_RANK * LENGTH // cpu_chunk_tokens(VOCAB_SIZE, 4))
     assert chunks > 1
     for trace in traces.values():
         begin, end = trace.forward(LM_HEAD_WEIGHT)

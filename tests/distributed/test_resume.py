@@ -1,6 +1,7 @@
 """Law 5, seen from outside: a run that was stopped, in any way, and continued is the run that was not.
 
-One history holds most of it: two ranks, asked to stop, continued, killed without warning, continued to the end.
+One history holds most of it: two ranks, of which one is killed, which the launcher starts again, asked to stop, continued,
+killed without warning, continued to the end.
 """
 
 import json
@@ -8,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +20,12 @@ import torch
 
 from lmforge.cli import run as lmforge_here
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, run_cases, weights
+from tests.preloaded import Forked, preloaded, rank_variables
 from tests.seeds import fresh_random
 
-STEPS = 28
+PACED_RUN = HERE / "faults" / "paced_run.py"
+STEPS = 20
 SCHEDULE = ["--train.steps", str(STEPS), "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "20"]
 # A validation just before a checkpoint leaves sharded weights gathered, and must not show in what is saved.
 SCHEDULE += ["--validation.every_steps", "4"]
@@ -41,40 +42,83 @@ class Ended:
     errors: str
 
 
-def started(words: list[str], folder: Path, meanwhile: Callable[[subprocess.Popen[str]], None]) -> Ended:
+class Pace:
+    """The steps that ranks of `paced_run.py` may take."""
+
+    def __init__(self, folder: Path, last_step: int) -> None:
+        self._file = folder / "pace"
+        self.variables = {"PACE": str(self._file)}
+        self.allow(last_step)
+
+    def allow(self, last_step: int) -> None:
+        self._file.write_text(str(last_step))
+
+
+def started(words: list[str], folder: Path, meanwhile: Callable[[Forked], None], pace: Pace | None = None) -> Ended:
     """Carry out a command line in processes of their own, doing something to them meanwhile."""
-    out, errors = folder / "out.txt", folder / "errors.txt"
-    with open(out, "w") as told, open(errors, "w") as complained:
-        process = subprocess.Popen([sys.executable, "-m", "lmforge", *words], stdout=told, stderr=complained, text=True)
-        try:
-            meanwhile(process)
-            status = process.wait(timeout=300)
-        finally:
-            kill_tree(process)
-    return Ended(status, out.read_text(), errors.read_text())
+    process = preloaded().start(words, folder, script=PACED_RUN if pace else None, variables=pace.variables if pace else None)
+    try:
+        meanwhile(process)
+        status = process.wait(timeout=300)
+    finally:
+        if process.poll() is None:
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
+    return Ended(status, process.out.read_text(), process.errors.read_text())
 
 
-def kill_tree(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a process and everything it started: the launcher first, which can then clean up nothing."""
-    if process.poll() is None:
-        ranks = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        for rank in ranks:
-            rank.kill()
-        process.wait()
-        psutil.wait_procs(ranks, timeout=60)
-
-
-def reach(run: Run, step: int, process: subprocess.Popen[str]) -> None:
-    """Wait until the run's metrics tell of a step."""
+def reach(run: Run, step: int, *processes: Forked) -> None:
+    """Wait until the run's metrics have a step."""
     while not (records := run.read_metrics()) or records[-1]["step"] < step:
-        assert process.poll() is None, f"ended with status {process.returncode} before step {step}"
+        for process in processes:
+            assert process.poll() is None, (
+                f"ended with status {process.poll()} before step {step}: {process.errors.read_text()}"
+            )
         time.sleep(0.005)
 
 
 def heard(run: Run) -> set[int]:
     """The process ids of the ranks that publish what they do."""
-    return {json.loads(told)["process"] for file in run.health_folder.glob("rank-?.json") if (told := file.read_text())}
+    return {json.loads(text)["process"] for file in run.health_folder.glob("rank-?.json") if (text := file.read_text())}
+
+
+def lose_rank(run: Run, step: int, process: Forked, pace: Pace, lost: set[int]) -> set[int]:
+    """Kill one of two ranks at a random moment from `step` on, in the steps after it, in a save or while it waits.
+
+    Returns all that have then run; `lost` are those of before.
+    """
+    chance = fresh_random()
+    pace.allow(step + 3)
+    reach(run, step, process)
+    time.sleep(chance.uniform(0, 0.1))
+    ranks = starting_ranks(run, process, lost)
+    os.kill(chance.choice(sorted(ranks)), signal.SIGKILL)
+    return lost | ranks
+
+
+def starting_ranks(run: Run, process: Forked, lost: set[int]) -> set[int]:
+    """The two ranks that run, once both publish what they do: what is there may still be of those before them, `lost`."""
+    while len(ranks := heard(run) - lost) < 2:
+        assert process.poll() is None, f"ended with status {process.poll()} before its ranks had begun"
+        time.sleep(0.005)
+    return ranks
+
+
+def kill_both_ranks(words: list[str], folder: Path, run: Run, step: int, seconds: float) -> list[int]:
+    """Carry out a command line on two ranks, and kill both `seconds` after `step`. Returns their statuses."""
+    folder.mkdir()
+    pace = Pace(folder, STEPS - 1)  # it is not over when it is to be killed
+    ranks = [
+        preloaded().start(words, folder, script=PACED_RUN, variables={**variables, **pace.variables})
+        for variables in rank_variables(2)
+    ]
+    try:
+        reach(run, step, *ranks)
+        time.sleep(seconds)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.wait(timeout=60) for rank in ranks]
 
 
 def how_to_continue(ended: Ended) -> list[str]:
@@ -109,27 +153,36 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
     folder = tmp_path_factory.mktemp("resume")
     chance = fresh_random()
     broken = Run(folder / "broken")
+    asked_by = chance.choice((signal.SIGTERM, signal.SIGUSR1))
 
-    def ask_to_stop(process: subprocess.Popen[str]) -> None:
-        reach(broken, 2, process)
+    pace = Pace(folder, 0)
+
+    def lose_a_rank_and_ask_to_stop(process: Forked) -> None:
+        step = chance.randrange(2, 5)
+        lost = lose_rank(broken, step, process, pace, set())
+        starting_ranks(broken, process, lost)
+        pace.allow(step + 5)
+        reach(broken, step + 4, process)
         # The launcher asks its ranks to stop for either.
-        process.send_signal(chance.choice((signal.SIGTERM, signal.SIGUSR1)))
+        process.send_signal(asked_by)
+        allowed = step + 5
+        while process.poll() is None:
+            allowed += 1
+            pace.allow(allowed)
+            time.sleep(0.5)  # the launcher passes the signal on in a moment
 
-    stopped = started(["pretrain", *recipe(folder, "broken", *SCHEDULE, "--launch.processes", "2")], folder, ask_to_stop)
-    assert stopped.status == 128 + signal.SIGTERM, stopped
+    words = ["pretrain", *recipe(folder, "broken", *SCHEDULE, "--launch.processes", "2")]
+    stopped = started(words, folder, lose_a_rank_and_ask_to_stop, pace)
+    assert stopped.status == 128 + asked_by, stopped
     stopped_at = broken.checkpoint_steps()[-1]
-    assert stopped_at < STEPS - 4, "stopped too late for what follows"
+    assert stopped_at < STEPS - 3
     places = {"single": (1, []), "ddp on 2": (2, ["--parallel.engine", "ddp"]), "fsdp2 on 3": (3, [])}
     for place in places:
         shutil.copytree(broken.path, folder / place, ignore=shutil.ignore_patterns(".lock"))
 
-    def kill(process: subprocess.Popen[str]) -> None:
-        reach(broken, chance.randrange(stopped_at + 1, STEPS - 1), process)
-        time.sleep(chance.uniform(0, 0.1))
-        kill_tree(process)
-
-    killed = started(how_to_continue(stopped), folder, kill)
-    assert killed.status == -signal.SIGKILL, killed
+    killed_after = chance.randrange(stopped_at + 1, STEPS - 1)
+    killed = kill_both_ranks(how_to_continue(stopped), folder / "killed", broken, killed_after, chance.uniform(0, 0.1))
+    assert killed == [-signal.SIGKILL] * 2
     print(f"killed after step {max(losses(broken))}, with checkpoints {broken.checkpoint_steps()}")
 
     lines: dict[int, list[list[str]]] = {
@@ -146,40 +199,35 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
 def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_go_on(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
+    # The launcher, asked by either signal, asks its ranks by this one: processes that a rank has started would die of SIGUSR1.
     assert said.startswith(f"stopped by SIGTERM after step {history.stopped_at}, which is saved; to continue: ")
-    assert history.stopped.errors == ""
+    assert history.stopped.errors.endswith("lmforge: all ranks are started again (1 of 3)\n")
     assert max(losses(history.elsewhere["single"])) == STEPS
 
 
-def test_stopped_killed_and_continued_gives_the_same_bits(history: History) -> None:
+def test_a_rank_killed_all_started_again_stopped_killed_and_continued_give_the_same_bits(history: History) -> None:
+    assert history.stopped.errors.count("was killed by SIGKILL\n") == 1, history.stopped
     assert_identical(history.broken, history.unbroken)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_after_a_rank_is_killed_the_launcher_starts_all_again_and_the_end_is_the_same_bits(
-    history: History, recipe: Recipe, tmp_path: Path, kills: int
+@pytest.mark.slow
+def test_after_two_kills_the_launcher_has_started_all_ranks_twice_and_the_end_is_the_same_bits(
+    history: History, recipe: Recipe, tmp_path: Path
 ) -> None:
     """At random moments: in a step, in a save, or while the ranks start."""
-    chance = fresh_random()
-    run = Run(tmp_path / "restarted")
+    run, pace = Run(tmp_path / "restarted"), Pace(tmp_path, 0)
 
-    def kill_ranks(process: subprocess.Popen[str]) -> None:
+    def kill_ranks(process: Forked) -> None:
         lost: set[int] = set()
-        for step in sorted(chance.sample(range(2, STEPS - 8), kills)):
-            reach(run, step, process)
-            time.sleep(chance.uniform(0, 0.1))
-            # The step may be one that ranks of before had reached: those that are starting now have to show themselves.
-            while len(ranks := heard(run) - lost) < 2:
-                assert process.poll() is None, f"ended with status {process.returncode} before its ranks had begun"
-                time.sleep(0.005)
-            os.kill(chance.choice(sorted(ranks)), signal.SIGKILL)
-            lost |= ranks
+        for step in sorted(fresh_random().sample(range(2, STEPS - 8), 2)):
+            lost = lose_rank(run, step, process, pace, lost)
+        pace.allow(STEPS)
 
     words = ["pretrain", *recipe(tmp_path, "restarted", *SCHEDULE, "--launch.processes", "2", "--run.overwrite")]
-    ended = started(words, tmp_path, kill_ranks)
+    ended = started(words, tmp_path, kill_ranks, pace)
     assert ended.status == 0, ended
-    assert ended.errors.count("was killed by SIGKILL\n") == kills, ended
-    assert f"all ranks are started again ({kills} of 3)" in ended.errors
+    assert ended.errors.count("was killed by SIGKILL\n") == 2, ended
+    assert "all ranks are started again (2 of 3)" in ended.errors
     assert_identical(run, history.unbroken)
 
 
@@ -194,7 +242,10 @@ def test_continued_on_other_ranks_and_strategies_losses_agree(history: History, 
 def test_three_ranks_under_ddp_go_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     """Of three, the order of a sum shows: it follows from where DDP puts a gradient in its buckets."""
     more = ["--parallel.engine", "ddp", "--schedule.name", "constant"]
-    cases = [recipe(tmp_path, "unbroken", *more), *(recipe(tmp_path, "broken", *more, "--train.steps", n) for n in ("4", "10"))]
+    cases = [
+        recipe(tmp_path, "unbroken", *more),
+        *(recipe(tmp_path, "broken", *more, "--train.steps", n) for n in ("3", str(RECIPE_STEPS))),
+    ]
     run_cases(3, cases, tmp_path)
     broken, unbroken = Run(tmp_path / "broken"), Run(tmp_path / "unbroken")
     for name in ("loss", "grad_norm"):
@@ -208,13 +259,14 @@ def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(recipe:
     """At the keyboard, or by a scheduler that warns before the time is up."""
     number = fresh_random().choice((signal.SIGINT, signal.SIGUSR1))
     print(f"interrupted by {number.name}")
-    broken, unbroken = Run(tmp_path / "broken"), Run(tmp_path / "unbroken")
+    broken, unbroken, pace = Run(tmp_path / "broken"), Run(tmp_path / "unbroken"), Pace(tmp_path, 3)
 
-    def interrupt(process: subprocess.Popen[str]) -> None:
+    def interrupt(process: Forked) -> None:
         reach(broken, 2, process)
         process.send_signal(number)
+        pace.allow(STEPS - 1)
 
-    ended = started(["pretrain", *recipe(tmp_path, "broken", *SCHEDULE)], tmp_path, interrupt)
+    ended = started(["pretrain", *recipe(tmp_path, "broken", *SCHEDULE)], tmp_path, interrupt, pace)
     assert ended.status == 128 + number
     assert ended.errors == ""
     assert broken.checkpoint_steps()[-1] < STEPS

@@ -9,7 +9,7 @@ from lmforge.runs import Run
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, losses, run_cases, weights, with_needs
 from tests.tools import has_compiler
 
-# fp32 sums in another order differ by some 1e-7 a step, which AdamW passes on; after 10 steps losses may differ by 1e-6.
+# fp32 sums in another order differ by some 1e-7 a step, which AdamW passes on; after some steps losses may differ by 1e-6.
 # Weights are compared to the largest weight of their tensor.
 LOSS_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 5e-6
@@ -18,7 +18,6 @@ STRATEGIES: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),
     "single in 4 micro-batches": (1, ["--train.micro_batch_size", "3"]),
     "fsdp2 on 2 in 3 micro-batches": (2, ["--train.micro_batch_size", "2"]),
-    "fsdp2 on 2 compiled": (2, ["--train.compile", "on"]),
     "ddp on 3": (3, ["--parallel.engine", "ddp"]),
     "fsdp2 on 4": (4, ["--train.micro_batch_size", "1"]),
 }
@@ -38,6 +37,7 @@ SLOW: dict[str, tuple[int, list[str]]] = {
     "ddp on 4": (4, ["--parallel.engine", "ddp"]),
     "tied ddp": (2, [*TIED, "--parallel.engine", "ddp"]),
     "gpt2 fsdp2": (2, GPT2),
+    "fsdp2 on 2 compiled": (2, ["--train.compile", "on"]),
 }
 
 
@@ -76,7 +76,7 @@ def assert_same(run: Run, reference: Run) -> None:
         assert difference.max() < WEIGHT_TOLERANCE, name
 
 
-@pytest.mark.parametrize("name", with_needs((name,) for name in STRATEGIES if name != "single"))
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
 def test_losses_and_weights_do_not_depend_on_the_strategy_or_the_micro_batches(runs: dict[str, Run], name: str) -> None:
     assert_same(runs[name], runs["single"])
 
@@ -87,7 +87,7 @@ def test_nor_do_those_of_other_models(runs: dict[str, Run], name: str, reference
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", with_needs((name,) for name in SLOW))
 def test_losses_and_weights_are_the_same_under_the_other_strategies(
     runs: dict[str, Run], slow_runs: dict[str, Run], name: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_losses_and_weights_are_the_same_under_the_other_strategies(
 
 def test_training_lowers_the_loss(runs: dict[str, Run]) -> None:
     by_step = losses(runs["single"])
-    assert by_step[RECIPE_STEPS] < by_step[1] - 0.1
+    assert by_step[RECIPE_STEPS] < by_step[1] - 0.03
 
 
 def test_other_models_and_other_steps_differ(runs: dict[str, Run]) -> None:

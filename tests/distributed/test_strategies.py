@@ -111,6 +111,8 @@ COLLECTIVES = {
     "fsdp2, CPU offload": (GATHERED_TWICE, 7, 2),
     "fsdp2, 2 micro-batches": (2 * GATHERED_TWICE, 2 * 7, 2),
     "fsdp2, 2 micro-batches reduced once": (2 * GATHERED_TWICE, 7, 2),
+    # What stays gathered for the backward pass stays so for all micro-batches of a step.
+    "fsdp2 grad-shard, 2 micro-batches": (GATHERED_ONCE, 2 * 7, 2),
     "fsdp2, prefetch 2, embedding not wrapped": (6 + 4, 6, 2),
     # The all-reduce over copies of the model waits for the last micro-batch.
     "fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches": (2 * GATHERED_TWICE, 2 * 7, 2 + 7),

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,22 +14,22 @@ import psutil
 import pytest
 
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe
+from tests.distributed.conftest import HERE, Recipe
 from tests.distributed.test_resume import heard, reach, started
-from tests.preloaded import preloaded
+from tests.preloaded import Forked, preloaded
 
-FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
+FAULTY_RANK = HERE / "faults" / "faulty_rank.py"
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every_steps", "100000", "--watch.stall_seconds", "2"]
 
 
 class Going:
     """A run on two ranks that goes on while it is looked at."""
 
-    def __init__(self, run: Run, has_ended: Callable[[], bool], told: Callable[[], list[Path]]) -> None:
-        self.run, self._has_ended, self._told = run, has_ended, told
+    def __init__(self, run: Run, has_ended: Callable[[], bool], outputs: Callable[[], list[Path]]) -> None:
+        self.run, self._has_ended, self._outputs = run, has_ended, outputs
 
     def said(self) -> str:
-        return "".join(file.read_text() for file in self._told())
+        return "".join(file.read_text() for file in self._outputs())
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """What the run prints that matches, as soon as it does."""
@@ -81,21 +80,26 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_wait
         assert run.steps() == 7
         awake.touch()
         run.wait_for(r"^lmforge: making progress again after \d+ s in reduce \(rank 1 was stuck in data\)")
+        events = [json.loads(line) for line in run.run.events_path.read_text().splitlines()]
+        stall, over = (event for event in events if event["kind"] in ("stall", "stall over"))
+        assert (stall["kind"], over["kind"]) == ("stall", "stall over")
+        assert stall["reason"].endswith("rank 1 is stuck, rank 0 waits for it")
+        assert over["reason"].startswith("making progress again after ")
 
 
-def test_a_stopped_rank_is_told_from_a_sleeping_one_and_its_peers_end_when_nobody_goes_on(
+def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_when_nobody_goes_on(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "watched")
 
-    def stop_one(process: subprocess.Popen[str]) -> None:
-        told = Going(run, lambda: process.poll() is not None, lambda: [tmp_path / "out.txt", tmp_path / "errors.txt"])
+    def stop_one(process: Forked) -> None:
+        going_run = Going(run, lambda: process.poll() is not None, lambda: [process.out, process.errors])
         reach(run, 3, process)
-        stopped = int(str(told.heartbeat(0)["process"]))
+        stopped = int(str(going_run.heartbeat(0)["process"]))
         os.kill(stopped, signal.SIGSTOP)
         try:
-            told.wait_for(rf"^  rank 0 .* stuck +process {stopped} is stopped \(SIGSTOP\)")
-            told.wait_for(r"^lmforge: no rank has made progress for .* this run ends itself, with status 75")
+            going_run.wait_for(rf"^  rank 0 .* stuck +process {stopped} is stopped \(SIGSTOP\)")
+            going_run.wait_for(r"^lmforge: no rank has made progress for .* this run ends itself, with status 75")
         finally:
             os.kill(stopped, signal.SIGCONT)
 
@@ -105,7 +109,7 @@ def test_a_stopped_rank_is_told_from_a_sleeping_one_and_its_peers_end_when_nobod
     assert json.loads((run.health_folder / "rank-1.json").read_text())["phase"] == "failed"
 
 
-def test_ranks_in_different_collectives_are_told_as_such(recipe: Recipe, tmp_path: Path) -> None:
+def test_ranks_in_different_collectives_are_reported_as_such(recipe: Recipe, tmp_path: Path) -> None:
     with going(recipe, tmp_path, FAULT="skip") as run:
         run.wait_for(r"^lmforge: STALL: .* the ranks wait for each other, each in another collective")
         run.wait_for(r"all stacks: ")
@@ -122,9 +126,9 @@ def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is
 ) -> None:
     with going(recipe, tmp_path, "--parallel.engine", engine, FAULT="forward", SLEEP="0.3") as run:
         run.wait_for(r"^rank 1: forward takes .* \(.* s against .* s a step\); the others wait for it")
-        told_at = run.steps()
-        while run.steps() < told_at + 10:
+        reported_at = run.steps()
+        while run.steps() < reported_at + 10:
             time.sleep(0.05)
         assert not re.search(r"^rank 0: ", run.said(), re.M), run.said()
-        # Building may stand still where the machine is busy with other work, and is then told of.
+        # Building may stand still where the machine is busy with other work, and is then reported.
         assert not re.search(r"STALL: .* at step [1-9]", run.said()), run.said()

@@ -151,6 +151,7 @@ def test_single_requests_give_the_results_of_the_exported_model(opened: LoadedMo
 UNKNOWN = "no_such_task: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them"
 
 
+@pytest.mark.slow
 def test_evaluate_prints_the_scores_of_the_harness(
     folder: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
+from lmforge.data.dataset import TokenDataset, join_datasets
 from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.evaluate.perplexity import evaluate_loss
@@ -40,10 +40,10 @@ def sums(
     model, tokenizer = tiny_model_and_tokenizer
     whole = score_text(
         model,
-        Batch.from_sequences([stream.sequence(number * stream.sequences_per_epoch // rows) for number in range(rows)]),
+        Batch.from_sequences(stream.read([number * stream.sequences_per_epoch // rows for number in range(rows)])),
         torch.from_numpy(tokenizer.token_byte_lengths()),
     )
-    nats, targets, text_nats, text_bytes = whole.tolist()
+    nats, targets, text_nats, text_bytes = whole.sum(0).tolist()
     return nats, targets, text_nats, text_bytes
 
 
@@ -55,14 +55,14 @@ def test_sequences_are_scored_once_each_in_any_batch_size(
     rows: int | None,
     batch_size: int,
 ) -> None:
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     measured = evaluate_loss(
         score,
         stream,
         ALONE,
         num_sequences=rows,
         batch_size=batch_size,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: progress.append((done, total)),
     )
     total = min(rows or stream.sequences_per_epoch, stream.sequences_per_epoch)
     nats, targets, text_nats, text_bytes = sums(tiny_model_and_tokenizer, stream, total)
@@ -72,7 +72,7 @@ def test_sequences_are_scored_once_each_in_any_batch_size(
     assert measured["loss"] == pytest.approx(nats / targets, rel=1e-6)
     assert measured["perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-5)
     assert measured["bits_per_byte"] == pytest.approx(text_nats / math.log(2) / text_bytes, rel=1e-6)
-    assert told[-1] == (total, total)
+    assert progress[-1] == (total, total)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -94,11 +94,50 @@ def test_the_parts_of_all_ranks_add_up_in_equally_many_forward_passes(
             score, stream, DistributedContext(RankInfo(rank, ranks, rank, ranks), CPU, None), num_sequences=rows, batch_size=2
         )
         passes.append(len(scored))
-        shares.append(torch.stack(scored).sum(0))
+        shares.append(torch.cat(scored).sum(0))
     assert len(set(passes)) == 1
     assert torch.stack(shares).sum(0).tolist() == pytest.approx(sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6)
 
 
+@pytest.mark.parametrize("num_sequences", [None, 9])
+def test_each_source_has_the_loss_that_it_has_alone_and_one_collective_serves_all(
+    score: ScoreFn, tiny_tokens: Path, monkeypatch: pytest.MonkeyPatch, num_sequences: int | None
+) -> None:
+    folder = TokenFolder.open(tiny_tokens)
+    sources = {
+        split: TokenDataset(folder, split=split, sequence_length=250, shuffle=False) for split in ("validation", "train")
+    }
+    reduced: list[torch.Size] = []
+    all_reduce_sum = DistributedContext.all_reduce_sum
+
+    def counted(dist_ctx: DistributedContext, tensor: torch.Tensor) -> torch.Tensor:
+        reduced.append(tensor.shape)
+        return all_reduce_sum(dist_ctx, tensor)
+
+    monkeypatch.setattr(DistributedContext, "all_reduce_sum", counted)
+    joined = join_datasets(sources)
+    measured = evaluate_loss(score, joined, ALONE, num_sequences=num_sequences, batch_size=4)
+    assert reduced == [(2, 4)]
+    assert measured["tokens"] == measured["tokens/train"] + measured["tokens/validation"]
+    nats = sum(measured[f"loss/{name}"] * measured[f"tokens/{name}"] for name in sources)
+    assert measured["loss"] == pytest.approx(nats / measured["tokens"], rel=1e-12)
+    if num_sequences is None:
+        for name, dataset in sources.items():
+            alone = evaluate_loss(score, dataset, ALONE, num_sequences=None, batch_size=4)
+            # fp32 products of other batches round otherwise.
+            assert {rate: measured[f"{rate}/{name}"] for rate in alone} == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_source_of_which_no_sequence_is_measured_has_no_loss(score: ScoreFn, tiny_tokens: Path) -> None:
+    folder = TokenFolder.open(tiny_tokens)
+    sources = {
+        split: TokenDataset(folder, split=split, sequence_length=250, shuffle=False) for split in ("train", "validation")
+    }
+    measured = evaluate_loss(score, join_datasets(sources), ALONE, num_sequences=1, batch_size=1)
+    assert measured["loss/train"] == measured["loss"]
+    assert "loss/validation" not in measured
+
+
 def test_a_loss_of_nothing_is_zero(stream: TokenDataset) -> None:
-    measured = evaluate_loss(lambda batch: torch.zeros(4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
+    measured = evaluate_loss(lambda batch: torch.zeros(2, 4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
     assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "tokens": 0.0, "bytes": 0.0}

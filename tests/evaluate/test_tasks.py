@@ -80,7 +80,7 @@ def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: LoadedMo
     mean = sum(plain) / 4
     assert result["metrics"] == {"acc": mean, "acc_norm": sum(normalised) / 4}
     assert result["standard_errors"]["acc"] == pytest.approx(math.sqrt(mean * (1 - mean) / 3))
-    assert [told["correct_choice"] for told in result["answers"]] == right
+    assert [answer["correct_choice"] for answer in result["answers"]] == right
 
 
 def test_written_answers_are_compared_with_texts_and_patterns(opened: LoadedModel, tmp_path: Path) -> None:
@@ -97,15 +97,15 @@ def test_written_answers_are_compared_with_texts_and_patterns(opened: LoadedMode
     )
     lines = [{"prompt": "The king", "answers": ["never", f"  {first.text} "]}, *WRITTEN]
     result = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, TaskSettings(max_tokens=9))
-    told = result["answers"]
-    assert told[0]["text"] == told[1]["text"] == first.text
-    assert told[0]["scores"] == {"exact_match": True, "contains": True}
-    assert told[1]["scores"] == {"exact_match": False, "contains": False}
-    assert told[2]["scores"]["regex"] is (re.search("[a-z]", told[2]["text"]) is not None)
-    assert told[3]["scores"] == {"regex": False}
+    answers = result["answers"]
+    assert answers[0]["text"] == answers[1]["text"] == first.text
+    assert answers[0]["scores"] == {"exact_match": True, "contains": True}
+    assert answers[1]["scores"] == {"exact_match": False, "contains": False}
+    assert answers[2]["scores"]["regex"] is (re.search("[a-z]", answers[2]["text"]) is not None)
+    assert answers[3]["scores"] == {"regex": False}
     # Each metric is over the questions that it is for.
     assert result["metrics"]["exact_match"] == pytest.approx(1 / 3)
-    assert result["metrics"]["regex"] == 0.5 * told[2]["scores"]["regex"]
+    assert result["metrics"]["regex"] == 0.5 * answers[2]["scores"]["regex"]
     assert result["questions"] == 4
 
 
@@ -247,7 +247,7 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{", ":2: not valid JSON: "),
         ("[1]", ":2: expected an object, got [1]"),
@@ -264,10 +264,10 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "record 1 has no choices and record 2 has some"),
     ],
 )
-def test_the_error_of_a_bad_record_has_its_number(line: str, told: str, tmp_path: Path) -> None:
+def test_the_error_of_a_bad_record_has_its_number(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
-    with pytest.raises(UserError, match=rf"bad\.jsonl.*{re.escape(told)}"):
+    with pytest.raises(UserError, match=rf"bad\.jsonl.*{re.escape(message)}"):
         load_task(path)
 
 
@@ -295,8 +295,8 @@ def test_several_processes_print_the_scores_of_one_process_once(
     assert several.returncode == 0, several.stderr
     assert json.loads(several.stdout) == one_process
     # Other thread counts, other sums.
-    told, again = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in "ab")
-    for one, other in zip(told, again, strict=True):
+    first, again = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in "ab")
+    for one, other in zip(first, again, strict=True):
         assert other.pop("logprobs", []) == pytest.approx(one.pop("logprobs", []), rel=1e-5)
         assert one == other
     refused = preloaded().run([*words, str(tmp_path / "b.jsonl")], tmp_path, ranks=2)
@@ -316,8 +316,8 @@ def test_evaluate_prints_the_scores_of_several_files_and_writes_the_answers(
     results = json.loads(evaluate(tiny_run, "--tasks", *files, "--output", "json", *common))
     assert [(result["task"], result["questions"]) for result in results] == [("chosen", 4), ("written", 3)]
     assert results[0]["metrics"].keys() == {"acc", "acc_norm"}
-    told = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [(each["task"], each["record"]) for each in told] == [
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [(each["task"], each["record"]) for each in answers] == [
         *[("chosen", record) for record in range(1, 5)],
         *[("written", record) for record in range(1, 4)],
     ]

@@ -40,6 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7},
     # Logits divided by a number.
     "granite": {"num_key_value_heads": 2, "logits_scaling": 4.0},
+    # Capped logits, and capped attention scores.
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 2.0},
+    # A head with a bias.
+    "phi": {"partial_rotary_factor": 0.5},
     # Slopes instead of positions, no sdpa.
     "bloom": {"n_head": 4, "n_layer": 3},
     # Learned positions, a base model within the base model.

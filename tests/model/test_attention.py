@@ -1,12 +1,17 @@
 """Who sees whom: documents, padding, windows, and the backends that agree on it."""
 
+import math
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lmforge.model.attention import attend, create_attention_mask, uses_flex_attention
+from lmforge.model.attention import AttentionMask, attend, create_attention_mask
 from tests.model.conftest import MODEL_TYPES, Rows, built, drawn_config, logits, one_document, packed
 
 
@@ -48,6 +53,36 @@ def test_a_long_row_taken_in_pieces_is_the_same_as_taken_whole(length: int, draw
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
     for found, wanted in zip(torch.autograd.grad(pieces, (q, k, v), upstream), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [70, 600])
+def test_compiled_attention_in_bf16_on_a_cpu_is_that_in_fp32_and_stores_its_weights(length: int, draw: random.Random) -> None:
+    documents = (torch.arange(length) > draw.randrange(length)).int()[None].repeat(2, 1)
+    mask = create_attention_mask(documents, draw.choice([None, 40]))
+    q, k, v = (torch.randn(2, heads, length, 16).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    wide = [each.detach().float().requires_grad_() for each in (q, k, v)]
+    expected = attend(*wide, mask)
+    upstream = torch.randn_like(expected)
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = torch.compile(attend, backend="aot_eager_decomp_partition", dynamic=False)(q, k, v, mask)
+    chunks = [(0, 256), (256, 512), (512, 600)] if length == 600 else [(0, length)]
+    weights = sorted((2, 2, 2 * (stop - start), stop) for start, stop in chunks)
+    of_scores = [each for each in saved.values() if each.dtype != torch.bool and each.numel() >= min(map(math.prod, weights))]
+    assert (
+        sorted(tuple(each.unflatten(0, (2, 2)).shape) if each.ndim == 3 else tuple(each.shape) for each in of_scores) == weights
+    )
+    assert all(each.dtype == torch.bfloat16 for each in of_scores)
+    # Two roundings to bf16 (2**-9) of scores up to 4 in size, and one each of the weights and the result.
+    torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.02)
+    gradients = torch.autograd.grad(found, (q, k, v), upstream.bfloat16()), torch.autograd.grad(expected, wide, upstream)
+    for narrow, exact in zip(*gradients, strict=True):
+        assert (narrow.float() - exact).norm() <= 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -111,10 +146,24 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, dr
     torch.testing.assert_close(found, attend(q, k, v, create_attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
 
 
-def test_flex_attention_is_for_gpus_and_heads_that_are_large_enough() -> None:
-    cuda = torch.device("cuda", 0)
-    assert [uses_flex_attention(cuda, head_dim) for head_dim in (8, 12, 16, 128)] == [False, False, True, True]
-    assert not uses_flex_attention(torch.device("cpu"), 128)
+class _LargestResult(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_decoding_step_with_grouped_heads_copies_no_keys(device: str) -> None:
+    heads, groups, slots, width = 8, 2, 100, 16
+    with FakeTensorMode(), _LargestResult() as results:
+        q = torch.empty(3, heads, 1, width, device=device, dtype=torch.bfloat16)
+        k, v = torch.empty(2, 3, groups, slots, width, device=device, dtype=torch.bfloat16)
+        results.numel = 0
+        attend(q, k, v, AttentionMask(torch.ones(3, 1, 1, slots, device=device, dtype=torch.bool)))
+    assert results.numel < heads * k.numel() / groups
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from lmforge.data.order import splitmix64, token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
-from lmforge.model.token_rng import _COUNTER_STEP, _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.model.splitmix import COUNTER_STEP
+from lmforge.model.token_rng import _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
 
@@ -80,7 +81,7 @@ def test_no_two_places_of_a_token_share_a_draw() -> None:
     of_adapters = (1 + SITES_PER_BLOCK * np.arange(120)) + ADAPTER_SITE * np.arange(1, 9)[:, None]
     places = np.concatenate([[NEFTUNE_SITE], np.arange(1000), of_adapters.flatten()])
     sites, steps = places.astype(np.int64).view(np.uint64)[:, None], np.arange(2048, dtype=np.uint64)
-    counters = sites * np.uint64(_SITE_STEP) + steps * np.uint64(_COUNTER_STEP)
+    counters = sites * np.uint64(_SITE_STEP) + steps * np.uint64(COUNTER_STEP)
     assert len(np.unique(counters)) == counters.size
     keys = keys_of(fresh_seed())
     noises = [TokenRng(0.5, keys).for_block(block) for block in range(3)]
@@ -97,7 +98,7 @@ def test_a_mask_is_what_integers_say_whatever_computes_them() -> None:
     assert "".join(str(int(bit)) for bit in dropped(keys, 0.5, 16, 1).flatten()) == GOLDEN_MASK
     keys, width, rate = keys_of(fresh_seed()), 37, 0.3
     counters = keys.numpy().view(np.uint64)[..., None] + np.uint64(5 * _SITE_STEP % 2**64)
-    numbers = splitmix64(counters + np.arange(10, dtype=np.uint64) * np.uint64(_COUNTER_STEP))
+    numbers = splitmix64(counters + np.arange(10, dtype=np.uint64) * np.uint64(COUNTER_STEP))
     draws = np.ascontiguousarray(numbers).astype("<u8").view("<i2")[..., :width]
     assert np.array_equal(draws < round(rate * 2**16) - 2**15, dropped(keys, rate, width, 5).numpy())
 

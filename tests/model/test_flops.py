@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
-from lmforge.model.flops import flops_per_token, parameter_count, peak_flops
+from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.model.presets import PRESETS
+from lmforge.plan.hardware import peak_flops
 from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 
 

@@ -5,24 +5,29 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from lmforge.data.batch import Batch
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.transformers_causal_lm import find_block_list
-from lmforge.interop.transformers_model import TransformersModel
+from lmforge.interop.transformers_causal_lm import build_causal_lm, find_block_list, find_logit_transform
+from lmforge.interop.transformers_init import family_initial_values
+from lmforge.interop.transformers_model import TransformersConfig, TransformersModel
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.flops import parameter_count
 from lmforge.model.init_weights import init_weights
+from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.decoding import decode
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
@@ -31,8 +36,6 @@ from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wr
 # fp32 sums of a few dozen terms of size one, in another order.
 TOLERANCE = 1e-5
 REFUSED = {
-    "gemma2": "changes its logits",
-    "phi": "has a bias",
     "mamba": "layers without attention",
     "minimax_m2": "stored with the weights but not trained",
     "bert": "no plain lm_head",
@@ -105,6 +108,19 @@ def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: 
         else:
             assert torch.equal(theirs[name], value), name  # norms: of ones, or of zeros
     assert differing > 9
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("padding", [None, 5])
+def test_only_a_tensor_that_its_family_fills_in_several_steps_is_drawn_in_full(kind: str, padding: int | None) -> None:
+    shape = described(kind, pad_token_id=padding)
+    assert isinstance(shape, TransformersConfig)
+    names = [name for name, _ in build_model(shape, "meta").named_parameters()]
+    values = dict(family_initial_values(build_causal_lm(shape.config_dict), names, 3))
+    assert values.keys() == set(names)
+    full = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    assert len(full) <= (padding is not None)  # the embedding, whose row of padding is zero
+    assert all(not value[5].any() and value[6].any() for value in full)
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral", "bloom"])
@@ -253,3 +269,35 @@ def test_a_block_is_found_in_the_longest_list_that_is_in_no_other() -> None:
     base.inner = nn.Module()
     base.inner.layers = nn.ModuleList(Block() for _ in range(4))
     assert find_block_list(base) == "inner.layers"
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
+def test_loss_and_gradients_are_those_of_transformers_with_capped_and_scaled_logits_and_a_bias(
+    kind: str, tmp_path: Path
+) -> None:
+    theirs, ours = saved(kind, tmp_path)
+    rows = one_document(2, 30, SIZES["vocab_size"])
+    batch = Batch(rows.tokens, rows.tokens.roll(-1, 1), rows.positions, rows.documents)
+    total, _ = NextTokenObjective().loss(ours, batch)
+    total.backward()
+    reference = cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    reference.backward()
+    assert_close(total, reference)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert ("lm_head.bias" in gradients) == (kind == "phi")
+    for name, parameter in ours.named_parameters():
+        scale = gradients[name].abs().max()
+        assert_close(parameter.grad / scale, gradients[name] / scale)
+
+
+def test_a_model_that_changes_its_logits_in_another_way_is_refused() -> None:
+    class Cubed(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits**3
+            return output
+
+    with torch.device("meta"):
+        causal = Cubed(LlamaConfig(**SIZES))
+    with pytest.raises(UserError, match="changes its logits in a way that lmforge's loss does not"):
+        find_logit_transform(causal, SIZES["hidden_size"])

@@ -239,11 +239,11 @@ def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("targets", "told"),
+    ("targets", "message"),
     [(("q_prj",), "is called q_prj; there are: down_proj"), (("lm_head",), "lm_head"), (("(",), "neither"), ((), "no layer")],
 )
-def test_a_target_that_is_no_layer_is_refused(targets: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_target_that_is_no_layer_is_refused(targets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         add_lora(init_weights(build_model(SHAPES["llama"]), 0), LoraConfig(2, 4, target_modules=targets))
 
 

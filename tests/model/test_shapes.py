@@ -34,7 +34,7 @@ def test_a_shape_survives_the_trip_through_its_own_json(model_type: str, draw: r
     for _ in range(20):
         tokens = {"bos_token_id": draw.choice([None, 1]), "eos_token_id": draw.choice([None, 2, (2, 3)])}
         tokens["pad_token_id"] = draw.choice([0, 2, 3])
-        config = drawn_config(model_type, draw, **tokens)
+        config = drawn_config(model_type, draw, final_logit_softcapping=draw.choice([None, 30.0]), **tokens)
         for each in (config, dataclasses.replace(config, reward=True)):
             assert model_config_from_json(json.loads(json.dumps(to_config_json(each))), "here") == each
 

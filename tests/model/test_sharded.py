@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,17 +44,13 @@ def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
     ranks: int, shards: int, large_folders: list[Path], tmp_path: Path
 ) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = [Path(__file__).with_name("reading_ranks.py"), shards, tmp_path, *large_folders]
-    command = [sys.executable, *launcher, *map(str, program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(ranks, Path(__file__).with_name("reading_ranks.py"), tmp_path, shards, tmp_path, *large_folders)
     for folder in large_folders:
-        told = [json.loads((tmp_path / f"{folder.name}-{rank}.json").read_text()) for rank in range(ranks)]
+        reports = [json.loads((tmp_path / f"{folder.name}-{rank}.json").read_text()) for rank in range(ranks)]
         stored = sum(path.stat().st_size for path in folder.iterdir())
-        print(folder.name, stored, told)
+        print(folder.name, stored, reports)
         # Every byte is read once by each replica; beyond that come headers, the index and config.json, a few KB a rank.
-        assert sum(rank["read"] for rank in told) < ranks // shards * stored * 1.01
-        for rank in told:
+        assert sum(rank["read"] for rank in reports) < ranks // shards * stored * 1.01
+        for rank in reports:
             assert rank["read"] < stored / shards * 1.05
             assert rank["held"] < rank["own"] + 1.5 * BLOCK_BYTES

@@ -219,3 +219,12 @@ def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, dr
         file.read_parts(wanted)
         for name, target, part in wanted:
             assert torch.equal(target, stored[name][part].to(target.dtype)), (name, part)
+
+
+def test_capped_logits_are_not_exported_to_a_family_whose_logits_are_not_capped_elsewhere(
+    draw: random.Random, tmp_path: Path
+) -> None:
+    config = drawn_config("llama", draw, final_logit_softcapping=30.0)
+    with pytest.raises(UserError, match=r"logits are capped .* which transformers' llama models are not"):
+        export_folder(built(config), config, tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -111,6 +111,16 @@ def test_another_operation_of_the_same_number_is_a_divergence(tmp_path: Path) ->
     assert "last in common: 40 of default_pg, all_reduce." in text
 
 
+def test_ranks_that_wait_in_the_same_collective_have_not_diverged(tmp_path: Path) -> None:
+    """A cable is out between two hosts whose processes live on."""
+    write(tmp_path, 0, 4, 1, "reduce", operation="all_reduce")
+    write(tmp_path, 1, 4, 1, "reduce", operation="all_reduce")
+    text = report_of(tmp_path, 2)
+    assert "the ranks wait for each other, all in the same collective" in text
+    assert "Likely the network between these ranks, or a device" in text
+    assert "branch" not in text
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [

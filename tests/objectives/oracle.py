@@ -104,6 +104,36 @@ def plain(model: LanguageModel, one: Document, temperature: float = 1.0) -> list
     return [every[len(one.prompt) - 1 + place, token] for place, token in enumerate(one.completion)]
 
 
+@dataclass(frozen=True)
+class WholeLogits:
+    """Every number that the head's losses have, from whole logits in fp64, each differentiable."""
+
+    cross_entropy: Tensor
+    z_loss: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+
+
+def whole_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    z_weight: float = 0.0,
+    temperature: float = 1.0,
+) -> WholeLogits:
+    """hidden [tokens, width], weight [vocab, width], bias [vocab], labels [tokens]."""
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    every = (logits / temperature).log_softmax(-1)
+    scored = labels != IGNORE_INDEX
+    logprobs = every.gather(1, labels.clamp(min=0)[:, None])[:, 0] * scored
+    squares = (logits / temperature).logsumexp(-1).square() * scored
+    return WholeLogits(-logprobs.sum(), z_weight * squares.sum(), logprobs, -(every.exp() * every).sum(-1) * scored)
+
+
 def gradient(total: Tensor, model: LanguageModel) -> Tensor:
     """Of all parameters, as one vector in fp64."""
     found = torch.autograd.grad(total, list(model.parameters()))

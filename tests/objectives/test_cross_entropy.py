@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.cross_entropy import cross_entropy_sum
+from lmforge.objectives.cross_entropy import cross_entropy_sum, head_chunks
 from lmforge.objectives.logprobs import token_losses
+from lmforge.objectives.sharded_head import Scoring
 from tests.seeds import fresh_seed
 
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.
@@ -51,6 +52,15 @@ def test_sum_and_gradients_are_those_of_full_logits(tokens: int, dtype: torch.dt
     # The upstream gradient is what the trainer divides by: it scales, and nothing else.
     for mine, theirs in zip(gradients(ours / 7, hidden, weight), gradients(reference / 7, hidden, weight), strict=True):
         assert_close(mine, theirs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tokens"), [(2, CHUNK_TOKENS), (4096, 512), (8192, 256), (8193, CHUNK_TOKENS), (100_000, CHUNK_TOKENS)]
+)
+def test_logits_of_a_chunk_stay_in_the_cache_of_a_cpu_where_chunks_are_not_too_short(vocab: int, tokens: int) -> None:
+    hidden, labels = torch.randn(2 * CHUNK_TOKENS, 1), torch.zeros(2 * CHUNK_TOKENS, dtype=torch.int64)
+    chunks = head_chunks(hidden, torch.randn(vocab, 1), None, labels, Scoring())
+    assert next(iter(chunks)).tokens == slice(0, tokens)
 
 
 def test_gradients_pass_gradcheck_with_several_sequences_and_ignored_labels() -> None:

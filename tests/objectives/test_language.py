@@ -12,6 +12,8 @@ from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.shards import TokenFolder
+from lmforge.generate.engine import Engine, GenerationRequest
+from lmforge.generate.sampling import SamplingParams
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
@@ -95,6 +97,32 @@ def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(model: Language
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+def test_the_z_loss_is_added_to_the_loss_and_told_apart(model: LanguageModel, batch: Batch) -> None:
+    total, metrics = NextTokenObjective(z_loss=0.1).loss(model, batch)
+    plain, alone = NextTokenObjective().loss(model, batch)
+    squares = whole_logits(model, batch).logsumexp(-1).square()[batch.labels != IGNORE_INDEX]
+    torch.testing.assert_close(metrics["z_loss"][0], 0.1 * squares.sum().detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(metrics["loss"][0], alone["loss"][0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(total, plain + 0.1 * squares.sum(), rtol=1e-12, atol=0)
+    assert metrics["z_loss"][1] == metrics["loss"][1] == alone["loss"][1]
+    assert "z_loss" not in alone
+
+
+def test_capped_logits_are_capped_where_text_is_scored_and_where_it_is_sampled(tokens: TokenFolder, batch: Batch) -> None:
+    shape = ModelConfig(vocab_size=tokens.tokenizer.vocab_size, initializer_range=0.3, final_logit_softcapping=1.5, **SHAPE)
+    capped = init_weights(build_model(shape), 1)
+    hidden = capped(batch.tokens, batch.positions, batch.document_ids)
+    logits = 1.5 * torch.tanh(hidden @ capped.lm_head.weight.t() / 1.5)
+    nats = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    scored = score_text(capped, batch, torch.ones(shape.vocab_size, dtype=torch.int32)).sum(0)
+    assert scored[0].item() == pytest.approx(nats.item(), rel=1e-5)
+    prompt = batch.tokens[0, :9].tolist()
+    engine = Engine(capped, vocab_size=shape.vocab_size, max_batch_size=1, max_length=10)
+    engine.add_request(GenerationRequest(prompt, 1, SamplingParams(1.0), 0, frozenset()))
+    (token,) = engine.step()
+    assert token.logprob == pytest.approx(logits[0, 8].log_softmax(-1)[token.token_id].item(), abs=1e-5)
+
+
 def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
     model: LanguageModel, batch: Batch, tokens: TokenFolder
 ) -> None:
@@ -112,7 +140,7 @@ def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
             if target != tokenizer.eos_token_id:
                 # A byte of a character that is split over tokens decodes to U+FFFD alone: count by what it stands for.
                 text_nats, text_bytes = text_nats + loss, text_bytes + int(tokenizer.token_byte_lengths()[target])
-    scored = score_text(model, batch, torch.from_numpy(tokenizer.token_byte_lengths()))
+    scored = score_text(model, batch, torch.from_numpy(tokenizer.token_byte_lengths())).sum(0)
     assert scored.dtype == torch.float64
     assert scored.tolist() == pytest.approx([nats, labels, text_nats, text_bytes], rel=1e-12)
     assert nats > text_nats > 0
@@ -124,7 +152,7 @@ def test_the_scored_bytes_are_those_of_the_text(model: LanguageModel, tokens: To
     stream = TokenDataset(tokens, split="validation", sequence_length=64, shuffle=False)
     sizes = torch.from_numpy(tokens.tokenizer.token_byte_lengths())
     batch = Batch.from_sequences(stream.sequences(0, stream.sequences_per_epoch))
-    *_, text_bytes = score_text(model, batch, sizes).tolist()
+    *_, text_bytes = score_text(model, batch, sizes).sum(0).tolist()
     split = tokens.split("validation")
     ids = split.read(0, split.num_tokens).tolist()
     starts = [0, *split.document_starts(0, split.num_tokens).tolist()]
@@ -142,7 +170,7 @@ def test_a_uniform_model_over_256_single_byte_tokens_has_eight_bits_per_byte() -
     labels = ids.roll(-1, 1)
     labels[:, -1] = IGNORE_INDEX
     batch = Batch(ids, labels, torch.arange(30).expand(2, 30), torch.zeros(2, 30, dtype=torch.int32))
-    nats, _, text_nats, text_bytes = score_text(uniform, batch, torch.ones(256, dtype=torch.int32)).tolist()
+    nats, _, text_nats, text_bytes = score_text(uniform, batch, torch.ones(256, dtype=torch.int32)).sum(0).tolist()
     assert text_bytes == 2 * 29
     assert text_nats / math.log(2) / text_bytes == pytest.approx(8.0, rel=1e-6)
     assert nats == text_nats

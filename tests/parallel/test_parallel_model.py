@@ -1,14 +1,19 @@
 """What every engine shares: the norm of the gradient, on the device of the loss."""
 
 import math
+import resource
+from dataclasses import replace
 
+import pytest
 import torch
 
 from lmforge.bench.parity import SMALL_MODEL
+from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Metrics
+from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
@@ -38,3 +43,27 @@ def test_the_norm_of_gradients_on_the_cpu_is_on_the_device_of_the_loss_and_clips
     detector = BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=8)
     metrics: Metrics = {"loss": (torch.ones((), device=META), torch.ones((), device=META))}
     assert detector.check(1, [metrics], norm).device == META
+
+
+def test_a_model_that_does_not_fit_unsharded_is_refused_before_it_is_gathered_for_decoding() -> None:
+    dist_ctx = DistributedContext(RankInfo(), torch.device("cpu"), None)
+    model = parallelize(
+        build_model(replace(SMALL_MODEL, vocab_size=2**20)),  # embedding and head: 256 MiB in bf16
+        NextTokenObjective().loss,
+        dist_ctx=dist_ctx,
+        dtype=torch.bfloat16,
+        options=ParallelOptions(engine="fsdp2"),
+    )
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        with open("/proc/self/status") as status:
+            used = next(int(line.split()[1]) * 2**10 for line in status if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 2**26, limits[1]))
+        with (
+            pytest.raises(UserError, match="whole model on each rank, to generate with it: needs 256 MiB"),
+            model.unsharded(),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        cluster.destroy_distributed()

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import is_out_of_memory
+from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.load import load_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
+from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
 from lmforge.plan.out_of_memory import HOST_OVERHEAD_BYTES, MemoryEstimator, MemorySetting, suggest_what_fits
 from lmforge.plan.parameter_counts import count_parameters
 from tests.seeds import fresh_random
@@ -67,7 +70,8 @@ def estimator_of(
 ) -> MemoryEstimator:
     model_config = model_config_from_options(config.model, vocab_size)
     plan = plan_batches(config, ranks)
-    return MemoryEstimator(config, model_config, plan, dtype_bytes, on_gpu, count_parameters(config, model_config))
+    counts, compiles = count_parameters(config, model_config), on_gpu and config.train.compile != "off"
+    return MemoryEstimator(config, model_config, plan, dtype_bytes, on_gpu, counts, compiles=compiles)
 
 
 def pretrain_within(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +107,8 @@ def suggestions(message: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path: Path, mapped: int, ranks: int) -> None:
     launch = ["--launch.processes", str(ranks)]
     config = load_config(options(tiny_tokens, tmp_path, "a"))
@@ -136,6 +141,22 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs_at_least(
     assert least
     assert float(least[1]) > 16 * 8 * (4 * 4096**2 + 3 * 4096 * 8192) / 2**30  # weights, gradients, moments
     assert not (tmp_path / "large" / "recipe.toml").exists()
+
+
+def test_logits_are_estimated_as_they_are_computed_where_auto_turns_out_to_be_off() -> None:
+    def estimator(compile_: str, steps: int = 200) -> MemoryEstimator:
+        config = load_config(["--train.compile", compile_, "--train.steps", str(steps), "--train.micro_batch_size", "16"])
+        return estimator_of(config, vocab_size=5000, dtype_bytes=2, on_gpu=True)
+
+    auto, off = estimator("auto"), estimator("off")
+    setting = MemorySetting(16, ParallelOptions(engine="single"), 1, 1)
+    assert replace(auto, compiles=False).activation_bytes(setting) == off.activation_bytes(setting)
+    assert auto.activation_bytes(setting) != off.activation_bytes(setting)
+    alone = DistributedContext(RankInfo(), torch.device("cpu"), None)
+    for steps in (MIN_STEPS_TO_COMPILE - 1, MIN_STEPS_TO_COMPILE):
+        config = estimator("auto", steps).config
+        run = MemoryEstimator.of_run(config, auto.model_config, auto.plan, alone)
+        assert run.compiles == choose_compile("auto", alone.device, steps)[0]
 
 
 def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
@@ -182,6 +203,29 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
                 assert estimator.required_bytes(setting) > available - estimator.overhead_bytes, message
     assert suggested > 50
     assert refused > 10
+
+
+def test_gradients_are_reduced_once_a_step_where_a_gpu_holds_them_whole_until_then() -> None:
+    words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4"]
+    setting = MemorySetting(4, ParallelOptions(engine="fsdp2"), 4, 4)
+
+    def reduces_once(setting: MemorySetting, gpu_bytes: int | None, *more: str) -> bool:
+        estimator = estimator_of(load_config([*words, *more]), 4, dtype_bytes=2, on_gpu=True)
+        return replace(estimator, gpu_bytes=gpu_bytes).can_reduce_once(setting)
+
+    needed = estimator_of(load_config(words), 4, dtype_bytes=2, on_gpu=True).required_bytes(setting)
+    # The fp32 gradients of the other ranks' shards, and a tenth that is left free.
+    full_gradients = 4 * count_parameters(load_config(words), model_config_from_options(load_config(words).model, 512)).trained
+    enough = int((needed + 1.1 * full_gradients) / 0.9) + 10
+    assert reduces_once(setting, enough)
+    assert not reduces_once(setting, enough - full_gradients // 2)
+    assert not reduces_once(setting, None)  # on a CPU
+    assert not reduces_once(setting, enough, "--train.micro_batch_size", "16")  # one micro-batch a step
+    assert not reduces_once(setting.with_options(sharding="no-shard"), enough)
+    # Where memory runs out all the same, the other way is suggested.
+    estimator = estimator_of(load_config(words), 4, dtype_bytes=2, on_gpu=True)
+    message = suggest_what_fits(estimator, setting.with_options(reduce_every_micro_batch=False), needed)
+    assert "parallel.reduce_every_micro_batch = true" in message
 
 
 def test_a_failure_counts_as_a_measurement() -> None:

@@ -52,4 +52,6 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     first = model.blocks[0].self_attn
     unasked = sum(layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
     unasked += sum(layer.lora_A.weight.numel() for name, layer in lora_layers(first) if name in ("q_proj", "k_proj", "v_proj"))
-    assert found.get_total_flops() / (ROWS * LENGTH) == training_flops_per_token(config, shape) - 4 * vectors - 2 * unasked
+    assert (
+        found.get_total_flops() / (ROWS * LENGTH) == training_flops_per_token(config, shape, LENGTH) - 4 * vectors - 2 * unasked
+    )

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +14,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.browser import browser  # noqa: F401 - a fixture
 from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
+from tests.preloaded import Forked, preloaded
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Server:
     """A running `lmforge serve`: where it is, and its process."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: Forked
 
     def ask(self, path: str, body: object = None, *, key: str = "", **headers: str) -> tuple[int, Any]:
         """Status and JSON of an answer. `body` is sent as JSON, or as it is where it is bytes."""
@@ -58,21 +58,19 @@ def _client(url: str, key: str) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="session")
-def serving() -> Iterator[Callable[..., Server]]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """`serving(*words)`: `lmforge serve` in a process of its own. All are ended by Ctrl-C, and must end well."""
     servers: list[Server] = []
 
     def start(*words: object) -> Server:
-        process = subprocess.Popen(
-            # On a CPU that multiplies bf16 that would be taken, and a text would depend on those beside it.
-            [sys.executable, "-m", "lmforge", "serve", *map(str, words), "--port", "0", "--device", "cpu", "--dtype", "fp32"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout
-        line = process.stdout.readline()
-        assert line.startswith("http://"), f"{line!r}, status {process.wait(timeout=60)}"
-        servers.append(Server(line.split()[0], process))
+        # On a CPU that multiplies bf16 that would be taken, and a text would depend on those beside it.
+        words = ("serve", *words, "--port", 0, "--device", "cpu", "--dtype", "fp32")
+        process = preloaded().start(words, tmp_path_factory.mktemp("server"))
+        while "\n" not in (printed := process.out.read_text()):
+            assert process.poll() is None, process.errors.read_text()
+            time.sleep(0.02)
+        assert printed.startswith("http://"), printed
+        servers.append(Server(printed.split()[0], process))
         return servers[-1]
 
     yield start

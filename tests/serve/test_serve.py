@@ -38,10 +38,10 @@ Serving = Callable[..., Server]
 
 def refusal(answer: tuple[int, Any]) -> tuple[int, str]:
     """Status and message of an answer that is OpenAI's error object, and nothing else."""
-    status, told = answer
-    assert told.keys() == {"error"}
-    assert told["error"].keys() == {"message", "type", "param", "code"}
-    return status, told["error"]["message"]
+    status, body = answer
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    return status, body["error"]["message"]
 
 
 def test_a_chat_gets_one_response(server: Server) -> None:
@@ -169,10 +169,10 @@ def test_logprobs_of_a_chat_are_those_of_the_engine(server: Server, models: Path
     logprobs = answer.choices[0].logprobs
     assert logprobs
     assert logprobs.content
-    for told, token in zip(logprobs.content, expected, strict=True):
-        assert bytes(told.bytes or []) == opened.tokenizer.id_to_bytes(token.token_id)
-        assert math.isclose(told.logprob, token.logprob, abs_tol=1e-5)  # other matrix shapes, so other last bits
-        assert [bytes(other.bytes or []) for other in told.top_logprobs] == [
+    for entry, token in zip(logprobs.content, expected, strict=True):
+        assert bytes(entry.bytes or []) == opened.tokenizer.id_to_bytes(token.token_id)
+        assert math.isclose(entry.logprob, token.logprob, abs_tol=1e-5)  # other matrix shapes, so other last bits
+        assert [bytes(other.bytes or []) for other in entry.top_logprobs] == [
             opened.tokenizer.id_to_bytes(id) for id, _ in token.top_logprobs
         ]
 
@@ -191,8 +191,8 @@ def test_logprobs_of_a_completion_have_the_offset_of_each_token(server: Server) 
 def test_a_stop_string_ends_the_answer_and_is_not_in_it(server: Server, stream: bool) -> None:
     body = {"model": "hello", "messages": HI, "temperature": 0, "stop": ["zz", "y <"], "logprobs": True, "stream": stream}
     if not stream:
-        _, told = server.ask("/v1/chat/completions", body)
-        [choice] = told["choices"]
+        _, answer = server.ask("/v1/chat/completions", body)
+        [choice] = answer["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("He", "stop")
         assert [token["token"] for token in choice["logprobs"]["content"]] == ["H", "e"]
     else:
@@ -250,9 +250,9 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "status", "message"), BAD, ids=[str(change) for change, *_ in BAD])
 def test_unsupported_requests_are_refused_by_name(server: Server, change: dict[str, Any], status: int, message: str) -> None:
-    told = refusal(server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | change))
-    assert told[0] == status
-    assert message in told[1]
+    refused = refusal(server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | change))
+    assert refused[0] == status
+    assert message in refused[1]
 
 
 def test_parameters_without_effect_are_accepted(server: Server) -> None:
@@ -331,8 +331,8 @@ def test_a_disconnect_frees_the_slot(narrow_server: Server, stream: bool) -> Non
 
 def test_requests_without_the_key_get_401(narrow_server: Server) -> None:
     for key in ("", "open", "s\xe9same"):
-        status, told = narrow_server.ask("/v1/models", key=key)
-        assert (status, told["error"]["code"]) == (401, "invalid_api_key")
+        status, body = narrow_server.ask("/v1/models", key=key)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         narrow_server.client("wrong").chat.completions.create(model="hello", messages=HI)
     assert [model.id for model in narrow_server.client("sesame").models.list()] == ["endless", "hello"]
@@ -451,10 +451,10 @@ def test_options_of_a_server_that_cannot_start_are_refused_in_one_line(
         ((), "--models: missing"),
     ):
         assert command(["serve", *map(str, words)]) == 2
-        told = capfd.readouterr()
-        assert told.out == ""
-        assert told.err.startswith(f"lmforge: {complaint}")
-        assert told.err.count("\n") == 1
+        printed = capfd.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith(f"lmforge: {complaint}")
+        assert printed.err.count("\n") == 1
 
 
 def test_the_client_in_the_docs_works(server: Server) -> None:

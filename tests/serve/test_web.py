@@ -6,22 +6,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.browser import open_page
 from tests.serve.conftest import Server
-from tests.tools import chromium, need
-
-SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    need("chromium")
-    expect.set_options(timeout=SECONDS)
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture
@@ -31,15 +19,7 @@ def page(browser: Browser, server: Server) -> Iterator[Page]:
 
 
 def opened(browser: Browser, server: Server, allowed: str = "", **looks: object) -> Iterator[Page]:
-    page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
-    page.set_default_timeout(SECONDS)
-    complaints: list[str] = []
-    page.on("pageerror", lambda problem: complaints.append(str(problem)))
-    page.on("console", lambda told: complaints.append(told.text) if told.type in ("error", "warning") else None)
-    page.goto(server.url)
-    yield page
-    page.context.close()
-    assert [complaint for complaint in complaints if not (allowed and allowed in complaint)] == []
+    yield from open_page(browser, server.url, lambda complaint: bool(allowed) and allowed in complaint, **looks)
 
 
 def say(page: Page, model: str, text: str) -> None:

@@ -1,5 +1,6 @@
 """The loop: what it keeps in which dtype, when it says that it compiled again, and that it never waits for a GPU."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,13 +29,16 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
+from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train import loop
 from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.inputs import RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.optimizer import build_optimizer
-from lmforge.train.trainer import ResumePoint, RunContext, RunInputs, Trainer
-from tests.conftest import Command
+from lmforge.train.run_events import RunEvents
+from lmforge.train.trainer import ResumePoint, RunContext, Trainer
+from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]
 
@@ -110,7 +114,9 @@ def run_loop(
         dist_ctx,
         Watchdog(dist_ctx, tmp_path / "health", tmp_path / "log"),
         ConsoleLogger(dist_ctx, steps, None),
-        tmp_path / "log",
+        cast(Any, None),
+        RunEvents(None),
+        TrackerProcesses(print, print),
     )
     metadata = {"plan_hash": "", "global_batch_size": 2, "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
     checkpointer = AsyncCheckpointer(
@@ -128,7 +134,7 @@ def run_loop(
         BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=4),
         checkpointer,
         metrics_file=None,
-        flops_per_token=1.0,
+        flops_per_token=lambda length: 1.0,
         peak_flops=None,
         compiled=compiled,
     )
@@ -200,9 +206,9 @@ def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(mo
         start_step=0,
         batch_source=RandomBatches(None),
         parallel_model=SimpleNamespace(model_parallel_size=1),
-        flops_per_token=1.0,
+        flops_per_token=lambda length: 1.0,
         peak_flops=None,
-        bad_step_detector=SimpleNamespace(skipped_steps=0),
+        bad_step_detector=SimpleNamespace(skipped_steps=0, batch_offset=0),
         checkpointer=SimpleNamespace(blocking_seconds=0.0),
     )
     throughput = loop._Throughput(trainer)
@@ -234,3 +240,15 @@ def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(mo
     assert throughput.read(50)["seconds_left"] == pytest.approx(50 * 3.0 + 3 * 7.0 + 1.0)
     steps(50, 3.0)
     assert throughput.read(100)["seconds_left"] == 0.0
+
+
+def test_a_run_with_capped_logits_and_a_z_loss_tells_both_losses_and_is_not_exported(
+    tiny_options: list[str], tiny_tokens: Path, tmp_path: Path, refused: Refusal
+) -> None:
+    words = ["--train.z_loss", "1", "--model.final_logit_softcapping", "3", "--train.steps", "2"]
+    run = pretrained(tmp_path, "z", *tiny_options, *words)
+    first, log_vocab = run.read_metrics()[0], math.log(TokenFolder.open(tiny_tokens).tokenizer.vocab_size)
+    # Weights are random and small: the logits are near zero.
+    assert first["loss"] == pytest.approx(log_vocab, rel=0.05)
+    assert first["z_loss"] == pytest.approx(log_vocab**2, rel=0.1)
+    assert "final_logit_softcapping" in refused("export", run.path, tmp_path / "out")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.bench.parity import SMALL_MODEL, ParityData
@@ -151,3 +153,27 @@ def test_a_wrapped_model_has_no_formula() -> None:
     wrapped = TransformersConfig(100, 32, 2, 4, model_type="gpt_neox")
     with pytest.raises(ValueError, match="no formula for the activations of gpt_neox"):
         activation_bytes(wrapped, 1, 64, dtype_bytes=4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_compiled_attention_runs_while_activations_are_counted() -> None:
+    """On a GPU FlexAttention is compiled where blocks are not; a CPU has its forward pass only."""
+    queries = torch.randn(1, 2, 128, 16)
+    compiled = torch.compile(lambda each: flex_attention(each, each, each), backend="eager")
+    tracker = ActivationTracker()
+    with torch.no_grad(), tracker:
+        found = compiled(queries) + 0
+    torch.testing.assert_close(found, scaled_dot_product_attention(queries, queries, queries))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("a C++ compiler")
+def test_of_compiled_code_the_output_that_the_backward_pass_needs_is_counted() -> None:
+    weight = torch.ones(256, requires_grad=True)
+    compiled = torch.compile(lambda each: each.exp())
+    compiled(weight)
+    tracker = ActivationTracker()
+    with tracker:
+        output = compiled(weight)
+        result = output.sin()
+    assert tracker.live_bytes() == output.nbytes + result.nbytes

@@ -42,7 +42,7 @@ def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     return [write_lines(folder / "chosen.jsonl", CHOICES), write_lines(folder / "written.jsonl", written)]
 
 
-def told_by_the_verb(lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> dict[str, float]:
+def scores_of_the_verb(lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> dict[str, float]:
     """Scores that `lmforge evaluate MODEL --tasks` prints, by their names in metrics.jsonl."""
     done = lmforge("evaluate", model, "--tasks", *files, "--device", "cpu", "--output", "json", *words)
     assert done.returncode == 0, done.stderr
@@ -69,13 +69,13 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
     done = lmforge("pretrain", *words, "--checkpoint.best_mode", "max")
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
-    told = scores_by_step(run)
-    assert told.keys() == {0, 2, 3, 4, 6}  # every 3 steps, and with each checkpoint
-    best = max((2, 4, 6), key=lambda step: (told[step]["val/chosen/acc"], -step))
+    scores = scores_by_step(run)
+    assert scores.keys() == {0, 2, 3, 4, 6}  # every 3 steps, and with each checkpoint
+    best = max((2, 4, 6), key=lambda step: (scores[step]["val/chosen/acc"], -step))
     assert run.checkpoint_steps() == sorted({best, 6})
     for step in run.checkpoint_steps():
-        assert told[step] == told_by_the_verb(lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
-    assert f"  chosen: acc {told[6]['val/chosen/acc']:.4f}, acc_norm " in done.stdout
+        assert scores[step] == scores_of_the_verb(lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
+    assert f"  chosen: acc {scores[6]['val/chosen/acc']:.4f}, acc_norm " in done.stdout
 
 
 def test_questions_change_nothing_of_the_training_and_tell_models_apart(
@@ -87,9 +87,9 @@ def test_questions_change_nothing_of_the_training_and_tell_models_apart(
     run = Run(tmp_path / "run")
     losses = {record["step"]: record["loss"] for record in run.read_metrics() if "loss" in record}
     assert losses == {record["step"]: record["loss"] for record in Run(tiny_run).read_metrics()}
-    told = scores_by_step(run)
-    assert [told[step]["val/written/exact_match"] for step in (0, 6)] == [0.0, 0.5]
-    assert told[6] == told_by_the_verb(lmforge, run.path, files)
+    scores = scores_by_step(run)
+    assert [scores[step]["val/written/exact_match"] for step in (0, 6)] == [0.0, 0.5]
+    assert scores[6] == scores_of_the_verb(lmforge, run.path, files)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
     done = lmforge(verb, *line, *words, "--validation.tasks", *files, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "runs" / "run")
-    assert scores_by_step(run) == {2: told_by_the_verb(lmforge, run.path, files)}
+    assert scores_by_step(run) == {2: scores_of_the_verb(lmforge, run.path, files)}
 
 
 @pytest.mark.parametrize(

@@ -31,32 +31,32 @@ def run(capsys: Capture, *words: object) -> tuple[str, str]:
     """Standard output and error of a command line that succeeds."""
     capsys.readouterr()
     assert command([str(word) for word in words]) == 0
-    told = capsys.readouterr()
-    return told.out, told.err
+    printed = capsys.readouterr()
+    return printed.out, printed.err
 
 
 def test_generate_prints_the_prompt_and_its_continuation(
     capsys: Capture, tiny_run: Path, tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]
 ) -> None:
-    told, _ = run(capsys, "generate", tiny_run, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
+    printed, _ = run(capsys, "generate", tiny_run, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
     model, tokenizer = tiny_model_and_tokenizer
     [completion] = generate(model, tokenizer, ["The king"], max_tokens=12, sampling=SamplingParams(0.0), seed=0)
-    assert told == f"The king{completion.text}\n"
+    assert printed == f"The king{completion.text}\n"
 
 
 def test_generate_prints_a_drawn_seed_which_repeats_the_text(capsys: Capture, tiny_run: Path) -> None:
     words = ("generate", tiny_run, "The", "--max_tokens", 30)
-    told, aside = run(capsys, *words)
+    printed, aside = run(capsys, *words)
     named = re.fullmatch(r"\(seed (\d+)\)\n", aside)
     assert named
-    assert run(capsys, *words, "--seed", named[1]) == (told, "")
-    assert run(capsys, *words)[0] != told
+    assert run(capsys, *words, "--seed", named[1]) == (printed, "")
+    assert run(capsys, *words)[0] != printed
 
 
 def test_several_prompts_are_each_printed_with_their_continuation(capsys: Capture, tiny_run: Path) -> None:
     options = ("--max_tokens", 12, "--seed", 3, *EXACT)
-    told, _ = run(capsys, "generate", tiny_run, "The king", "My lord", "", *options)
-    parts = re.split(r"--- \d ---\n", told)
+    printed, _ = run(capsys, "generate", tiny_run, "The king", "My lord", "", *options)
+    parts = re.split(r"--- \d ---\n", printed)
     assert parts[0] == ""
     assert [part.startswith(prompt) for part, prompt in zip(parts[1:], ("The king", "My lord", ""), strict=True)] == [True] * 3
     assert parts[1] == run(capsys, "generate", tiny_run, "The king", *options)[0]
@@ -76,8 +76,8 @@ def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path
 
 
 def test_evaluate_measures_what_the_run_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:
-    told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 4, "--output", "json")
-    measured = json.loads(told)
+    printed, _ = run(capsys, "evaluate", tiny_run, "--sequences", 4, "--output", "json")
+    measured = json.loads(printed)
     last = Run(tiny_run).read_metrics()[-1]
     assert measured["loss"] == pytest.approx(last["val/loss"], rel=1e-6)
     assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=1e-6)
@@ -127,10 +127,10 @@ def test_several_processes_evaluate_together_and_print_once(
 
 
 def test_evaluate_prints_one_line(capsys: Capture, tiny_run: Path) -> None:
-    told, _ = run(capsys, "evaluate", tiny_run, "--sequences", 2)
+    printed, _ = run(capsys, "evaluate", tiny_run, "--sequences", 2)
     number = r"[\d,]+"
-    assert re.search(rf"\(validation, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", told)
-    assert told.count("\n") == 1
+    assert re.search(rf"\(validation, {number} tokens, {number} bytes of text\): loss \d\.\d{{4}}, perplexity ", printed)
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("ends", [[], [1, 2]])
@@ -161,8 +161,8 @@ def test_texts_of_a_hugging_face_model_begin_and_end_as_in_transformers(
     expected = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=sorted(stops))[0]
     written = expected[prompt["input_ids"].shape[1] :].tolist()
     text = byte_tokenizer.decode([token for token in written if token not in stops])
-    told, _ = run(capsys, "generate", tmp_path, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
-    assert told == f"The king{text}\n"
+    printed, _ = run(capsys, "generate", tmp_path, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
+    assert printed == f"The king{text}\n"
 
 
 def test_records_that_are_neither_texts_nor_conversations_are_refused(refused: Refusal, tiny_run: Path, tmp_path: Path) -> None:

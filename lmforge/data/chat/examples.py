@@ -5,7 +5,6 @@ written once for each set of files and options, and verified when it is opened. 
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +20,7 @@ from lmforge.atomic_files import atomic_folder, atomic_write_json
 from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.packing import PackedSequence, TokenizedExample
+from lmforge.data.packing import PackedSequence, Packing, TokenizedExample, best_fit
 from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
@@ -30,7 +29,7 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 EXAMPLES_MANIFEST = "examples.json"
 SPLITS = ("train", "validation")
 # Raised whenever the same files and options would give other sequences.
-EXAMPLES_VERSION = 1
+EXAMPLES_VERSION = 2
 READ_BLOCK_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=0)]
 
@@ -188,6 +187,9 @@ class ExampleFolder:
             )
         return tokenizer
 
+    def num_examples(self, split: str) -> int:
+        return self.manifest["splits"][split]["examples"]
+
     def split(self, name: str) -> TokenizedExamples:
         """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
         described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is made anew"
@@ -225,36 +227,7 @@ def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_
     )
 
 
-def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the fullest bin with enough space.
-
-    The longest first (Ding et al., "Fewer Truncations", arXiv 2404.10830). No item is cut; the rest of a bin stays empty.
-    Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
-    """
-    bins: list[list[int]] = []
-    with_space: defaultdict[int, list[int]] = defaultdict(list)
-    # Bit s is set if a bin has space s: the lowest set bit at or above a size is the best fit.
-    spaces = 0
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[item])
-        fitting = spaces >> size
-        if fitting:
-            space = size + (fitting & -fitting).bit_length() - 1
-            number = with_space[space].pop()
-            if not with_space[space]:
-                spaces ^= 1 << space
-            bins[number].append(item)
-        else:
-            space, number = capacity, len(bins)
-            bins.append([item])
-        left = space - size
-        with_space[left].append(number)
-        spaces |= 1 << left
-    starts = np.concatenate(([0], np.cumsum([len(each) for each in bins]))).astype(np.int64)
-    return np.array([item for each in bins for item in each], np.int64), starts
-
-
-class ExamplePacking:
+class ExamplePacking(Packing):
     """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each other.
 
     The documents of a packed sequence are those of its examples, in their order: of pairs, document 2i is the first and 2i + 1
@@ -264,7 +237,6 @@ class ExamplePacking:
 
     def __init__(self, examples: TokenizedExamples, sequence_length: int, pack: bool, with_mismatched: bool = False) -> None:
         self._examples = examples
-        self._sequence_length = sequence_length
         self._with_mismatched = with_mismatched
         if pack:
             # Of each sequence, the last token is only a label.
@@ -289,9 +261,12 @@ class ExamplePacking:
             return self._order[:0]
         return self._order[self._starts[index] : self._starts[index + 1]]
 
-    def sequence(self, index: int) -> PackedSequence:
-        """Sequence `index`; all padding at or beyond `num_sequences`."""
-        packed = PackedSequence.all_padding(self._sequence_length, extras=sorted(self._examples.scalars))
+    @property
+    def extras(self) -> list[str]:
+        return sorted(self._examples.scalars)
+
+    def read(self, index: int, out: PackedSequence) -> None:
+        out.pad()
         at, document = 0, 0
         members = self.example_indices(index).tolist()
         for number, example in enumerate(members):
@@ -303,14 +278,13 @@ class ExamplePacking:
                 sequences.append(TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1]))
             for sequence in sequences:
                 end = at + len(sequence.tokens) - 1
-                packed.tokens[at:end] = sequence.tokens[:-1]
-                packed.labels[at:end] = np.where(sequence.loss_mask[1:], sequence.tokens[1:], IGNORE_INDEX)
-                packed.positions[at:end] = np.arange(end - at)
-                packed.document_ids[at:end] = document
+                out.tokens[at:end] = sequence.tokens[:-1]
+                out.labels[at:end] = np.where(sequence.loss_mask[1:], sequence.tokens[1:], IGNORE_INDEX)
+                out.positions[at:end] = np.arange(end - at)
+                out.document_ids[at:end] = document
                 for name, values in self._examples.scalars.items():
-                    packed.extras[name][at:end] = values[example]
+                    out.extras[name][at:end] = values[example]
                 at, document = end, document + 1
-        return packed
 
 
 def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
@@ -327,7 +301,7 @@ def example_dataset(
     examples = folder.split(split)
     return PackedDataset(
         ExamplePacking(examples, sequence_length, pack, with_mismatched="kto_labels" in examples.scalars),
-        name=split,
+        name=examples.digest,
         location=f"{folder.path}: {split}",
         plan=["examples", EXAMPLES_VERSION, split, examples.digest, sequence_length, pack],
         sequence_length=sequence_length,

@@ -1,6 +1,6 @@
 """Text → tokenizer → shards, once. Reading shards is `data/shards.py`; reading text is `data/sources/`.
 
-Begin with `prepare.py`; `shard_jobs.py` is what its processes do, `worker_pool.py` the processes.
+Begin with `prepare.py` and `steps.py`; `shard_jobs.py` is what its processes do, `worker_pool.py` the processes.
 
 For other packages: `prepare`, `WorkerPool`.
 """

@@ -5,21 +5,27 @@ shards are written, so a preparation that was stopped repeats at most the units 
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import xxhash
 
 from lmforge.atomic_files import atomic_write
+from lmforge.data.prepare.decontaminate import EvaluationNgrams
+from lmforge.data.prepare.deduplicate import BANDS, exact_duplicates, near_duplicate_keys, near_duplicates
+from lmforge.data.prepare.hook import DocumentHook
+from lmforge.data.prepare.output_folder import EVALUATION_NGRAMS
 from lmforge.data.prepare.worker_pool import Report
-from lmforge.data.shards import RESTORE_HINT, UNFINISHED, ShardEntry, finished_shard_entry, write_shard
+from lmforge.data.shard_format import RESTORE_HINT, UNFINISHED, ShardEntry, finished_shard_entry, write_shard
 from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.text_sources import SourceUnit
+from lmforge.data.sources.token_files import TokenUnit
+from lmforge.data.sources.units import SourceUnit, check_lines
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -30,18 +36,46 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 class UnitReader:
     """How a unit is read. `tail_fraction` is cut off as a document of its own when the corpus has only one document."""
 
-    unit: SourceUnit
-    tail_fraction: float | None
+    unit: SourceUnit | TokenUnit
+    hook: DocumentHook | None = None
+    tail_fraction: float | None = None
 
     def hashed_texts(self, progress: ReadProgress) -> Iterator[tuple[str, int]]:
-        """(text, hash of it) of each document, empty ones too. Documents with the least hashes are for validation."""
-        for text in self.unit.read(progress):
+        """(text, hash of it) of each document that the hook does not leave out, empty ones too.
+
+        Documents with the least hashes are for validation.
+        """
+        assert isinstance(self.unit, SourceUnit)
+        for document in self.unit.documents(progress, self.hook is not None):
+            text = document.text if self.hook is None else self.hook(document)
+            if text is None:
+                progress.left_out += 1
+                continue
+            check_lines(text, document.location)
             if self.tail_fraction is None or not text.strip():
                 yield text, xxhash.xxh3_64_intdigest(text.encode())
             else:
                 at = _split_position(text, int(len(text) * (1 - self.tail_fraction)))
                 yield text[:at], 2**64 - 1
                 yield text[at:], 0
+
+    def hashed_tokens(self, progress: ReadProgress) -> Iterator[tuple[np.ndarray, int]]:
+        """(ids, hash of them) of each document of a tokenized unit."""
+        assert isinstance(self.unit, TokenUnit)
+        for ids in self.unit.documents(progress):
+            if self.tail_fraction is None or len(ids) < 2:
+                yield ids, xxhash.xxh3_64_intdigest(ids.astype("<u4").data)
+            else:
+                at = min(len(ids) - 1, max(1, int(len(ids) * (1 - self.tail_fraction))))
+                yield ids[:at], 2**64 - 1
+                yield ids[at:], 0
+
+    def documents(self) -> Iterator[object]:
+        """Each document that is not empty."""
+        if isinstance(self.unit, TokenUnit):
+            yield from self.hashed_tokens(ReadProgress())
+        else:
+            yield from (text for text, _ in self.hashed_texts(ReadProgress()) if text.strip())
 
 
 def validation_threshold(ratio: float) -> int:
@@ -73,35 +107,111 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
     return tokenizer
 
 
-def write_part(job: tuple[int, UnitReader], report: Report, *, out: Path, tokenizer_hash: str) -> None:
-    """Tokenize one unit, given with its number, as a part of that number, and report the bytes of it that are done.
+@dataclass(frozen=True)
+class PartSettings:
+    """What a part depends on besides its unit. `evaluation_digest` is of the texts whose documents are left out."""
+
+    out: Path
+    tokenizer_hash: str
+    near_duplicates: bool = False
+    evaluation_digest: str | None = None
+
+
+class _PartList:
+    """The documents of a part, as they are listed in its .npz."""
+
+    def __init__(self, settings: PartSettings) -> None:
+        self._settings = settings
+        self._columns: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
+        self._near_keys: list[np.ndarray] = []
+        self.removed = dict.fromkeys(REMOVED_IN_PARTS, 0)
+
+    def add(self, tokens: int, digest: int, text_bytes: int, text: str | None = None) -> None:
+        self._columns["lengths"].append(tokens)
+        self._columns["hashes"].append(digest)
+        self._columns["text_bytes"].append(text_bytes)
+        if self._settings.near_duplicates:
+            assert text is not None
+            self._near_keys.append(near_duplicate_keys(text, digest))
+
+    def write(self, path: Path) -> None:
+        columns = dict(self._columns)
+        if self._settings.near_duplicates:
+            # A band is a column of its own, so that one can be read without the others.
+            keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
+            columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
+        with atomic_write(path) as file:
+            np.savez(file, **columns, **self.removed)  # type: ignore[arg-type]
+
+
+# Documents that are not in a part: without text, left out by the hook, with an evaluation text.
+REMOVED_IN_PARTS = ("empty", "hook", "contaminated")
+
+
+def near_column(band: int) -> str:
+    return f"near_{band:02}"
+
+
+def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSettings) -> None:
+    """Write one unit, given with its number, as a part of that number, and report the bytes of it that are done.
 
     The list of its documents is written last: its presence marks the part as complete.
     """
-    (number, reader), progress = job, ReadProgress()
-    tokenizer = _open_tokenizer_cached(out / "tokenizer", tokenizer_hash)
-    dtype = token_dtype(tokenizer.vocab_size)
-    documents: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
-    empty = tokens = 0
-    with atomic_write(part_path(out, number, ".tokens")) as file:
-        for batch, position in _batch_pieces(reader.hashed_texts(progress), tokenizer, progress):
-            for (_, document), ids in zip(batch, tokenizer.encode_batch([piece for piece, _ in batch]), strict=True):
-                if document is None:
-                    file.write(np.array(ids, dtype).data)
-                    tokens += len(ids)
-                    continue
-                text, digest = document
-                if not text.strip():
-                    empty += 1
-                    continue
-                file.write(np.array([*ids, tokenizer.eos_token_id], dtype).data)
-                documents["lengths"].append(tokens + len(ids) + 1)
-                documents["hashes"].append(digest)
-                documents["text_bytes"].append(len(text.encode()))
-                tokens = 0
-            report(position)
-    with atomic_write(part_path(out, number, ".npz")) as file:
-        np.savez(file, **documents, empty=empty)
+    number, reader = job
+    tokenizer = _open_tokenizer_cached(settings.out / "tokenizer", settings.tokenizer_hash)
+    listed = _PartList(settings)
+    write_documents = _copy_tokens if isinstance(reader.unit, TokenUnit) else _tokenize
+    with atomic_write(part_path(settings.out, number, ".tokens")) as file:
+        write_documents(reader, tokenizer, file, listed, report, settings)
+    listed.write(part_path(settings.out, number, ".npz"))
+
+
+def _copy_tokens(
+    reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report, settings: PartSettings
+) -> None:
+    """Write the documents of a tokenized unit, each with the end-of-text token."""
+    progress, dtype, sizes = ReadProgress(), token_dtype(tokenizer.vocab_size), tokenizer.token_byte_lengths()
+    for ids, digest in reader.hashed_tokens(progress):
+        file.write(np.append(ids, tokenizer.eos_token_id).astype(dtype).data)
+        listed.add(len(ids) + 1, digest, int(sizes[ids].sum()))
+        report(progress.bytes)
+
+
+def _tokenize(
+    reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report, settings: PartSettings
+) -> None:
+    """Tokenize the documents of a unit and write them, each with the end-of-text token."""
+    progress, dtype, tokens = ReadProgress(), token_dtype(tokenizer.vocab_size), 0
+    texts, eos = reader.hashed_texts(progress), np.array([tokenizer.eos_token_id], dtype).data
+    if settings.evaluation_digest is not None:
+        ngrams = EvaluationNgrams.load(settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest)
+        texts = _without_contaminated(texts, ngrams, listed.removed)
+    for batch, position in _batch_pieces(texts, tokenizer, progress):
+        for (_, document), ids in zip(batch, tokenizer.encode_batch([piece for piece, _ in batch]), strict=True):
+            if document is None:
+                file.write(np.fromiter(ids, dtype, len(ids)).data)
+                tokens += len(ids)
+                continue
+            text, digest = document
+            if not text.strip():
+                listed.removed["empty"] += 1
+                continue
+            file.write(np.fromiter(ids, dtype, len(ids)).data)
+            file.write(eos)
+            listed.add(tokens + len(ids) + 1, digest, len(text.encode()), text)
+            tokens = 0
+        report(position)
+    listed.removed["hook"] = progress.left_out
+
+
+def _without_contaminated(
+    texts: Iterator[tuple[str, int]], ngrams: EvaluationNgrams, removed: dict[str, int]
+) -> Iterator[tuple[str, int]]:
+    for text, digest in texts:
+        if ngrams.are_in(text):
+            removed["contaminated"] += 1
+        else:
+            yield text, digest
 
 
 # A piece of a document; the last piece of each comes with the document's (text, hash), the others with None.
@@ -138,21 +248,36 @@ class DocumentIndex:
     lengths: np.ndarray  # tokens, the end-of-text token included
     hashes: np.ndarray
     text_bytes: np.ndarray
-    num_empty: int
+    removed: dict[str, int]  # documents that are in no part, by reason
 
     @classmethod
     def load(cls, out: Path, num_parts: int) -> "DocumentIndex":
         """The lists of all parts, which must be complete."""
-        parts = []
+        parts, removed = [], Counter[str]()
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
-                parts.append(dict(part))
+                parts.append({name: part[name] for name in ("lengths", "hashes", "text_bytes")})
+                removed.update({reason: int(part[reason]) for reason in REMOVED_IN_PARTS})
         return cls(
             part_numbers=np.repeat(np.arange(num_parts), [len(part["lengths"]) for part in parts]),
             starts=np.concatenate([np.cumsum(part["lengths"]) - part["lengths"] for part in parts]),
-            num_empty=sum(int(part["empty"]) for part in parts),
+            removed=dict(removed),
             **{name: np.concatenate([part[name] for part in parts]) for name in ("lengths", "hashes", "text_bytes")},
         )
+
+    def mark_duplicates(self, out: Path, how: Literal["exact", "near"]) -> np.ndarray:
+        """bool [documents]: whether a document is a copy of an earlier one."""
+        if how == "exact":
+            return exact_duplicates(self.hashes, self.text_bytes, self.lengths)
+
+        def load_band(band: int) -> np.ndarray:
+            columns = []
+            for number in range(int(self.part_numbers[-1]) + 1):
+                with np.load(part_path(out, number, ".npz")) as part:
+                    columns.append(part[near_column(band)])
+            return np.concatenate(columns)
+
+        return near_duplicates(len(self.hashes), load_band)
 
     def split_into_shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
         """Documents in an order, cut after each document that fills a shard to `shard_tokens`."""

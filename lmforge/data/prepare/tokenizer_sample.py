@@ -5,12 +5,14 @@ processes read them.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import xxhash
 
 from lmforge.data.order import derive_key
+from lmforge.data.prepare.ranks import Ranks
 from lmforge.data.prepare.shard_jobs import UnitReader, validation_threshold
 from lmforge.data.prepare.worker_pool import OnProgress, Report, WorkerPool
 from lmforge.data.sources.records import ReadProgress
@@ -37,30 +39,64 @@ class LeastTexts:
         while self.characters - len(self._heap[0][1]) >= self._limit:
             self.characters -= len(heapq.heappop(self._heap)[1])
 
+    def add_all(self, items: Iterable[tuple[int, str]]) -> None:
+        for key, text in items:
+            self.add(key, text)
+
     def items(self) -> list[tuple[int, str]]:
         """(key, text), the least key first."""
         return [(-negated, text) for negated, text in sorted(self._heap, reverse=True)]
 
 
 def sample_texts(
-    readers: Sequence[UnitReader], pool: WorkerPool, *, source_bytes: int, ratio: float, seed: int, on_progress: OnProgress
+    readers: Sequence[UnitReader],
+    pool: WorkerPool,
+    ranks: Ranks,
+    *,
+    source_bytes: int,
+    ratio: float,
+    seed: int,
+    on_progress: OnProgress,
 ) -> list[str]:
-    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others."""
+    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others.
+
+    Each of `ranks` gives `readers` of its own; the texts are on rank 0, on others those of their readers.
+    """
     least, share = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
         read = partial(sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(share * 2**64))
-        for _, items in pool.map_unordered(read, readers, on_progress):
-            for key, text in items:
-                least.add(key, text)
-        if least.characters >= SAMPLE_CHARACTERS or share == 1.0:
+        with ranks.raise_on_all():
+            for _, items in pool.map_unordered(read, readers, on_progress):
+                least.add_all(items)
+        others = (ranks.gather(least.items()) or [])[1:]
+        least.add_all(chain.from_iterable(others))
+        characters = ranks.broadcast(least.characters)
+        if characters >= SAMPLE_CHARACTERS or share == 1.0:
             break
         least, share = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * share)
-    if not least.characters and ratio:
-        return sample_texts(readers, pool, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
+    if not characters and ratio:
+        return sample_texts(readers, pool, ranks, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
     texts = [text for _, text in least.items()]
     if (excess := least.characters - SAMPLE_CHARACTERS) > 0:
         texts[-1] = texts[-1][:-excess]
     return texts
+
+
+def find_characters(readers: Sequence[UnitReader], pool: WorkerPool, ranks: Ranks, *, on_progress: OnProgress) -> set[str]:
+    """The characters of all documents of the readers of all ranks, on every rank."""
+    found = set[str]()
+    with ranks.raise_on_all():
+        for _, characters in pool.map_unordered(_characters_of_unit, readers, on_progress):
+            found.update(characters)
+    return set().union(*ranks.all_gather(found))
+
+
+def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
+    found, progress = set[str](), ReadProgress()
+    for text, _ in reader.hashed_texts(progress):
+        found.update(text)
+        report(progress.bytes)
+    return found
 
 
 def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, below: int) -> list[tuple[int, str]]:

@@ -28,9 +28,13 @@ Record = dict[str, Any]
 
 @dataclass
 class ReadProgress:
-    """How far a reader has come: bytes of the file on the disk, compressed ones where it is compressed."""
+    """How far a reader has come: bytes of the file on the disk, compressed ones where it is compressed.
+
+    left_out: documents that a hook left out.
+    """
 
     bytes: int = 0
+    left_out: int = 0
 
 
 class SourceReader(io.BufferedReader):

@@ -1,0 +1,290 @@
+"""Which launcher started this process, and as which rank: one answer from the variables of torchrun, Slurm, MPI and LSF.
+
+A process that no launcher started is the only rank. A launcher that is there but whose variables are not understood, or
+contradict each other, is an error: otherwise each of its processes would train a copy of its own. No torch here: the rank is
+needed before torch is imported. Where the ranks meet is in `rendezvous.py`.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmforge.config.operation import MAX_PORT, EnvironmentName
+from lmforge.config.ranges import RANKS
+from lmforge.errors import UserError
+from lmforge.untrusted import quoted
+
+# What `--environment` says, for this process and those that it starts.
+ENVIRONMENT_VARIABLE = "LMFORGE_ENVIRONMENT"
+MAX_RANKS: int = RANKS["le"]
+# From here on Slurm counts what is no step of tasks: the batch script, an interactive shell, the prolog.
+FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+FORCE_HINT = "say what is meant with --environment, or start with torchrun"
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """`rank` of `world_size` ranks, `local_rank` of `local_world_size` on its host, which is number `node`.
+
+    launched: by torchrun or another launcher; not where it started this process alone, except with torchrun.
+    environment: the name of the launcher, as in `--environment`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+    node: int = 0
+    environment: EnvironmentName = "single"
+
+    @property
+    def is_rank0(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher tells a process its place. Of several names the first that is set counts.
+
+    command: what messages call it.
+    """
+
+    name: EnvironmentName
+    command: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    node: tuple[str, ...] = ()
+
+
+TORCHRUN = Launcher("torchrun", "torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("GROUP_RANK",))
+LSF = Launcher(
+    "lsf",
+    "jsrun",
+    ("JSM_NAMESPACE_RANK",),
+    ("JSM_NAMESPACE_SIZE",),
+    ("JSM_NAMESPACE_LOCAL_RANK",),
+    ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+OPENMPI = Launcher(
+    "openmpi",
+    "mpiexec of Open MPI",
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+MPICH = Launcher("mpich", "mpiexec of MPICH", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",))
+PALS = Launcher(
+    "pals",
+    "mpiexec of Cray PALS",
+    ("PALS_RANKID", "PMI_RANK"),
+    ("PMI_SIZE",),
+    ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+    ("PMI_LOCAL_SIZE",),
+    ("PALS_NODEID",),
+)
+# A batch script's SLURM_NTASKS is that of the whole job, and mpiexec leaves it in place where it starts its daemons as a step.
+SLURM = Launcher(
+    "slurm",
+    "srun",
+    ("SLURM_PROCID",),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ("SLURM_LOCALID",),
+    ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ("SLURM_NODEID",),
+)
+LAUNCHERS = {launcher.name: launcher for launcher in (TORCHRUN, LSF, OPENMPI, MPICH, SLURM, PALS)}
+# Launchers that are recognised and not understood: the variable that shows them → who sets it, and its number of processes.
+UNKNOWN_LAUNCHERS = {
+    "MV2_COMM_WORLD_RANK": ("mpirun of MVAPICH2", "MV2_COMM_WORLD_SIZE"),
+    "FLUX_TASK_RANK": ("flux run", "FLUX_JOB_SIZE"),
+    "ALPS_APP_PE": ("aprun", ""),
+    "PMIX_RANK": ("a PMIx launcher", ""),
+    "PMI_RANK": ("a PMI launcher", "PMI_SIZE"),
+    "LSF_PM_TASKID": ("blaunch", "LSB_DJOB_NUMPROC"),
+}
+
+
+def read_environment(environ: Mapping[str, str], requested: str = "auto") -> RankInfo:
+    """Who this process is, by the variables of its launcher: of the `requested` one, or of the one that is found.
+
+    Raises UserError where variables are missing, contradict each other, or are those of a launcher that is not understood.
+    """
+    if requested == "auto":
+        launcher = _find_launcher(environ)
+    elif requested == "single":
+        launcher = None
+    elif requested in LAUNCHERS:
+        launcher = LAUNCHERS[requested]
+        _require(environ, launcher)
+    else:
+        known = ", ".join(("auto", "single", *LAUNCHERS))
+        raise UserError(f"environment: {ENVIRONMENT_VARIABLE}: expected one of {known}, got {quoted(requested)}")
+    if launcher is None:
+        return RankInfo()
+    return _read_torchrun(environ) if launcher is TORCHRUN else _read_rank_info(environ, launcher)
+
+
+def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
+    """The launcher that started this process as one of its ranks; None for no launcher. Raises UserError."""
+    started_by = [launcher for launcher in (LSF, OPENMPI, MPICH) if _first_set(environ, launcher.rank + launcher.world_size)]
+    if MPICH in started_by and not _first_set(environ, MPICH.local_rank + MPICH.local_world_size):
+        started_by.remove(MPICH)  # Slurm and PALS, too, set PMI_RANK, or another PMI launcher
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        step = SLURM if is_slurm_task(environ) else None
+        _check_against_torchrun(environ, started_by[0] if started_by else step)
+        return TORCHRUN
+    for other in started_by[1:]:
+        _check_same_rank(environ, started_by[0], other)
+    if started_by:  # also in a Slurm job, where srun started its daemons
+        return started_by[0]
+    has_pmi = "PMI_RANK" in environ and "PMI_SIZE" in environ
+    if is_slurm_task(environ):
+        if has_pmi:  # srun --mpi=pmi2, or PALS that srun has set up
+            _check_same_rank(environ, SLURM, MPICH)
+        return SLURM
+    if "PALS_RANKID" in environ or "PALS_APID" in environ:
+        return PALS
+    _check_understood(environ)
+    return None
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task. A batch script and an interactive shell have a task's variables too."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdecimal() and len(step) < 20 and int(step) < FIRST_SPECIAL_STEP
+
+
+def _check_understood(environ: Mapping[str, str]) -> None:
+    for variable, (command, size_variable) in UNKNOWN_LAUNCHERS.items():
+        if variable in environ and environ.get(size_variable) != "1":
+            raise UserError(
+                f"environment: {variable} = {quoted(environ[variable])}: {command} has started this process, and lmforge does"
+                " not know its variables; start with torchrun, or say --environment single if each process is to train alone"
+            )
+    if environ.get("PBS_NODENUM", "0") != "0":  # the job script is on the first node
+        raise UserError(
+            f"environment: PBS_NODENUM = {quoted(environ['PBS_NODENUM'])}: pbsdsh or the like has started this process, and no"
+            " variable says of how many; start with mpiexec or torchrun, or say --environment single"
+        )
+
+
+def _check_against_torchrun(environ: Mapping[str, str], other: Launcher | None) -> None:
+    """Raise UserError where RANK was set by hand, and the same for all processes of a launcher."""
+    if other is None or "TORCHELASTIC_RUN_ID" in environ or "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return
+    rank, world_size = (read_number(environ, name, -MAX_RANKS, MAX_RANKS) for name in ("RANK", "WORLD_SIZE"))
+    tasks = _read_first(environ, other.world_size, other)
+    if world_size < tasks or (world_size == tasks and rank != _read_first(environ, other.rank, other)):
+        raise _contradiction(environ, TORCHRUN, other)
+
+
+def _check_same_rank(environ: Mapping[str, str], one: Launcher, other: Launcher) -> None:
+    for names in ("rank", "world_size"):
+        if _read_first(environ, getattr(one, names), one) != _read_first(environ, getattr(other, names), other):
+            raise _contradiction(environ, one, other)
+
+
+def _contradiction(environ: Mapping[str, str], one: Launcher, other: Launcher) -> UserError:
+    def numbers(launcher: Launcher) -> str:
+        names = [_first_set(environ, names) for names in (launcher.rank, launcher.world_size)]
+        return " and ".join(f"{name} = {environ[name]}" for name in names if name)
+
+    return UserError(f"environment: {numbers(one)}, but {numbers(other)} of {other.command}; {FORCE_HINT}")
+
+
+def _require(environ: Mapping[str, str], launcher: Launcher) -> None:
+    """Raise UserError where the launcher that was asked for has not set its rank and its number of ranks."""
+    missing = [names[0] for names in (launcher.rank, launcher.world_size) if not _first_set(environ, names)]
+    if missing:
+        raise UserError(
+            f"--environment {launcher.name}: {' and '.join(missing)} not set, so {launcher.command} has not started this"
+            " process; leave the option out, or start with it"
+        )
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> RankInfo:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = ", ".join(name for name in names if name not in environ)
+    if missing:
+        raise UserError(f"environment: RANK or WORLD_SIZE is set but {missing} is not; start with torchrun, or unset them")
+    info = _read_rank_info(environ, TORCHRUN)
+    read_number(environ, "MASTER_PORT", 1, MAX_PORT)
+    if not environ["MASTER_ADDR"].strip():
+        raise UserError("environment: MASTER_ADDR is empty; give the name or address of the host of rank 0")
+    return info
+
+
+def _read_rank_info(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
+    rank, world_size, local_rank = (
+        _read_first(environ, names, launcher) for names in (launcher.rank, launcher.world_size, launcher.local_rank)
+    )
+    node_variable = _first_set(environ, launcher.node)
+    node = read_number(environ, node_variable, 0, MAX_RANKS) if node_variable else None
+    if launcher is SLURM:
+        local_world_size = _tasks_on_node(environ, node or 0)
+    elif launcher is TORCHRUN and "LOCAL_WORLD_SIZE" not in environ:
+        local_world_size = world_size
+    else:
+        local_world_size = _read_first(environ, launcher.local_world_size, launcher)
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+        counted = f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}"
+        limits = " and ".join(
+            _first_set(environ, names) or names[0] for names in (launcher.world_size, launcher.local_world_size)
+        )
+        raise UserError(f"environment: {counted}: ranks count from 0 to below {limits}")
+    if world_size == 1 and launcher is not TORCHRUN:
+        return RankInfo()
+    # Ranks fill one host after the other, where nothing says otherwise.
+    node = rank // local_world_size if node is None else node
+    return RankInfo(rank, world_size, local_rank, local_world_size, launched=True, node=node, environment=launcher.name)
+
+
+def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
+    """The number of tasks on a node, from Slurm's list of runs, such as `2(x3),1`: three nodes with 2 tasks, one with 1."""
+    name = _first_set(environ, SLURM.local_world_size)
+    if name is None:
+        raise _missing(SLURM.local_world_size, SLURM)
+    nodes_before = 0
+    for run in environ[name].split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", run)
+        if found is None:
+            raise UserError(f"environment: {name}: expected tasks per node such as 2(x3),1, got {quoted(environ[name])}")
+        nodes_before += int(found[2] or 1)
+        if node < nodes_before:
+            return int(found[1])
+    raise UserError(f"environment: SLURM_NODEID = {node}, but {name} = {quoted(environ[name])} has {nodes_before} nodes")
+
+
+def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in environ), None)
+
+
+def _read_first(environ: Mapping[str, str], names: tuple[str, ...], launcher: Launcher) -> int:
+    if (name := _first_set(environ, names)) is None:
+        raise _missing(names, launcher)
+    return read_number(environ, name, -MAX_RANKS, MAX_RANKS)
+
+
+def _missing(names: tuple[str, ...], launcher: Launcher) -> UserError:
+    return UserError(
+        f"environment: {launcher.command} has started this process, but {' or '.join(names)} is not set; {FORCE_HINT}"
+    )
+
+
+def read_number(environ: Mapping[str, str], name: str, least: int, most: int) -> int:
+    """A variable as a whole number from `least` to `most`. Raises UserError."""
+    text = environ[name]
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+    if number is None or not least <= number <= most:
+        raise UserError(f"environment: {name}: expected a whole number up to {most}, got {quoted(text)}")
+    return number
+
+
+def requested_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """What `--environment` said; `auto` where it was not given."""
+    return environ.get(ENVIRONMENT_VARIABLE) or "auto"

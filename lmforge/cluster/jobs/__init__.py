@@ -1,0 +1,8 @@
+"""Jobs of `lmforge launch`: the scripts that start a run on other machines, and how they are submitted, found and stopped.
+
+Begin with `job.py`: `JobPlan`, what is to be started, and `Job`, what was. `scripts.py` writes the scripts; `slurm.py`,
+`pbs.py` and `sessions.py` (this machine, ssh, mpiexec) submit them; `launchers.py` chooses one of these. `code_snapshot.py`
+records the code.
+
+Not here: what happens on a node once its script runs (`node_group.py`, `launch.py`), and the verbs, which know runs.
+"""

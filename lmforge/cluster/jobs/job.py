@@ -1,0 +1,136 @@
+"""`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's directory records it."""
+
+import shlex
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from lmforge.atomic_files import atomic_write_json
+from lmforge.cluster.launch import INTERRUPTED_STATUSES
+from lmforge.config.operation import LaunchOptions
+from lmforge.errors import UserError
+from lmforge.untrusted import describe_os_error, read_json
+
+LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST = "launch", "job.json", "job.sh", "node.sh", "recipes.txt"
+# Tells a script that its end was asked for, where the signal does not.
+STOP_FILE = "stop"
+
+
+class JobState(StrEnum):
+    """Where a job is, in the words of `lmforge jobs`."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    REFUSED = "refused"
+    FAILED = "failed"
+    LOST = "lost"
+
+    @property
+    def is_active(self) -> bool:
+        return self in (JobState.PENDING, JobState.RUNNING)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A process that has no terminal: the script of a job on a host (None for this machine), found by its id and start."""
+
+    host: str | None
+    process: int
+    started: str
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is to be started. Paths are absolute.
+
+    name, folder  of the job; the folder holds its scripts and logs
+    verb          pretrain, sft, align, run for a pipeline, or doctor
+    directory     where the command was typed, and where the run works
+    recipes       the frozen recipe of the run, or of each run of a sweep
+    gpus          GPUs of a node to ask a scheduler for
+    arguments     of doctor, which takes no frozen recipe
+    """
+
+    name: str
+    verb: str
+    folder: Path
+    directory: Path
+    recipes: tuple[Path, ...]
+    options: LaunchOptions
+    python: str
+    nodes: int
+    gpus: int
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def is_sweep(self) -> bool:
+        return len(self.recipes) > 1
+
+    @property
+    def log(self) -> Path:
+        """The output of the job; of a run of a sweep in an array, the log has its number."""
+        return self.folder / "output.log"
+
+    def python_command(self) -> str:
+        """Words of a shell that start Python on a node."""
+        return " ".join(filter(None, (self.options.container, shlex.quote(self.python))))
+
+
+@dataclass
+class Job:
+    """What `lmforge launch` has started for one run.
+
+    folder       with scripts, log and status
+    job_id       of Slurm or PBS
+    number       of this run in a sweep, whose files in the folder end with it
+    num_runs     of a sweep as a whole
+    ssh_options  with which its hosts are reached
+    """
+
+    name: str
+    launcher: str
+    folder: str
+    nodes: int
+    processes: int
+    submitted_at: str
+    job_id: str | None = None
+    number: int | None = None
+    num_runs: int = 1
+    sessions: list[Session] = field(default_factory=list)
+    ssh_options: list[str] = field(default_factory=list)
+
+    @property
+    def status_path(self) -> Path:
+        return Path(self.folder) / ("status" if self.number is None else f"status-{self.number}")
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder) / ("output.log" if self.number is None else f"output-{self.number}.log")
+
+    def state_by_status(self) -> JobState:
+        """The state of a job that nobody runs any more, from the status that its script has left."""
+        try:
+            status = int(self.status_path.read_text())
+        except (OSError, ValueError):
+            return JobState.LOST
+        if status in INTERRUPTED_STATUSES:
+            return JobState.STOPPED
+        return {0: JobState.FINISHED, 2: JobState.REFUSED}.get(status, JobState.FAILED)
+
+
+def read_job(run_folder: Path) -> Job | None:
+    """The job of a run's directory; None where `lmforge launch` has not started it. Raises UserError."""
+    path = run_folder / LAUNCH_FOLDER / JOB_FILE
+    try:
+        return read_json(path, Job, hint="delete it; the run itself is not changed")
+    except FileNotFoundError:
+        return None
+    except OSError as problem:
+        raise UserError(describe_os_error(problem, path)) from None
+
+
+def write_job(run_folder: Path, job: Job) -> None:
+    """Record a job in a run's directory."""
+    atomic_write_json(run_folder / LAUNCH_FOLDER / JOB_FILE, asdict(job))

@@ -1,0 +1,63 @@
+"""Which of the modules beside this one carries out what, by `launch.on`."""
+
+from pathlib import Path
+from types import ModuleType
+
+from lmforge.cluster.jobs import pbs, scripts, sessions, slurm
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState, Session
+
+_MODULES: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs, "local": sessions, "ssh": sessions, "mpi": sessions}
+
+
+def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
+    """The files of the job's folder by name: its scripts, and of a sweep the recipes. `hosts` of jobs without a scheduler.
+
+    Raises UserError where mpiexec is not there.
+    """
+    if plan.options.on == "slurm":
+        job_script = scripts.slurm_script(plan)
+    elif plan.options.on == "pbs":
+        job_script = scripts.pbs_script(plan)
+    elif plan.options.on == "mpi":
+        assert hosts is not None
+        job_script = scripts.mpi_script(plan, sessions.mpi_command(plan, hosts))
+    else:
+        job_script = scripts.session_script(plan)
+    node_script = scripts.rank_script if plan.options.on == "mpi" else scripts.node_script
+    if plan.verb == "doctor":
+        node_script = scripts.examination_script
+    files = {JOB_SCRIPT: job_script, NODE_SCRIPT: node_script(plan)}
+    return files | ({RECIPE_LIST: "".join(f"{recipe}\n" for recipe in plan.recipes)} if plan.is_sweep else {})
+
+
+def find_hosts(plan: JobPlan) -> sessions.Hosts | None:
+    """Where a job without a scheduler will run, each host asked whether it can. Raises UserError."""
+    return sessions.find_hosts(plan) if _MODULES[plan.options.on] is sessions else None
+
+
+def check(plan: JobPlan, script: Path) -> None:
+    """Have the scheduler look at a script, where it can without submitting it. Raises UserError with its words."""
+    if plan.options.on == "slurm":
+        slurm.check(plan, script)
+
+
+def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> tuple[str | None, list[Session]]:
+    """Submit the script of the job's folder, or start it. Returns the scheduler's job id, or the processes.
+
+    Raises UserError; nothing runs then.
+    """
+    if hosts is not None:
+        return None, sessions.submit(plan, hosts)
+    job_id: str = _MODULES[plan.options.on].submit(plan, plan.folder / JOB_SCRIPT)
+    return job_id, []
+
+
+def job_state(job: Job) -> tuple[JobState, str]:
+    """The state of a job now, and a few words about it. Raises UserError where its scheduler does not answer."""
+    state: tuple[JobState, str] = _MODULES[job.launcher].state(job)
+    return state
+
+
+def stop_job(job: Job, now: JobState, kill: bool) -> None:
+    """Have a job in the state `now` save and end, or end it at once. Raises UserError."""
+    _MODULES[job.launcher].stop(job, now, kill)

@@ -1,0 +1,52 @@
+"""Jobs of PBS (OpenPBS, PBS Professional): qsub, qstat, qsig, qdel."""
+
+import re
+from pathlib import Path
+
+from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.jobs.commands import call, try_call
+from lmforge.cluster.jobs.job import STOP_FILE, Job, JobPlan, JobState
+from lmforge.errors import UserError
+
+ACTIVE_STATES = {
+    **dict.fromkeys("QHTWM", JobState.PENDING),  # queued, held, being moved, waiting for its time, moved
+    **dict.fromkeys("RESUB", JobState.RUNNING),  # running, exiting, suspended, suspended by a user, an array that has begun
+}
+# qsub of PBS says so of a job that has ended.
+ENDED_PATTERN = re.compile(r"[Uu]nknown Job|has finished")
+NEXT_JOB_FILE = "next-job"
+
+
+def submit(plan: JobPlan, script: Path) -> str:
+    """Submit a script. Returns the job's id. Raises UserError with PBS's words."""
+    return call(["qsub", str(script)], "qsub refuses the job").strip().splitlines()[-1]
+
+
+def state(job: Job) -> tuple[JobState, str]:
+    """The state of a job, and what PBS says about it."""
+    job_id = _task_id(job)
+    status, printed, message = try_call(["qstat", "-f", job_id])
+    if status == 127 or (status != 0 and not ENDED_PATTERN.search(message)):
+        raise UserError(f"{job.name}: job {job_id}: {message}")
+    found = re.search(r"job_state = (\w)", printed) if status == 0 else None
+    if found and found[1] in ACTIVE_STATES:
+        comment = re.search(r"comment = (.*)", printed)
+        return ACTIVE_STATES[found[1]], comment[1].strip() if comment else ""
+    return job.state_by_status(), ""
+
+
+def stop(job: Job, now: JobState, kill: bool) -> None:
+    """Have a running job save and end, or end it at once; a waiting one is deleted."""
+    atomic_write_text(Path(job.folder) / STOP_FILE, "")
+    # PBS signals every process of the job, mpiexec too, which would kill the ranks for a SIGTERM.
+    command = ["qdel"] if kill or now == JobState.PENDING else ["qsig", "-s", "SIGUSR1"]
+    call([*command, _task_id(job)], f"{job.name}: {command[0]}")
+
+
+def _task_id(job: Job) -> str:
+    """The id of the job, or of the one that it has submitted when its time was up; 12[].host of an array is 12[3].host."""
+    try:
+        job_id = (Path(job.folder) / NEXT_JOB_FILE).read_text().strip() or job.job_id
+    except OSError:
+        job_id = job.job_id
+    return str(job_id) if job.number is None else str(job_id).replace("[]", f"[{job.number}]")

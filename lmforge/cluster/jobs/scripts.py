@@ -1,0 +1,301 @@
+"""The scripts of a job: `job.sh`, which a launcher runs once (ssh: on each host), and `node.sh`, which it runs on each node.
+
+They are written to be read: whoever would write such a script by hand finds its usual lines, and may submit it by hand.
+"""
+
+import shlex
+
+from lmforge import __version__
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, STOP_FILE, JobPlan
+from lmforge.errors import EXIT_PEER_LOST
+
+# Ports that no operating system gives to connections by itself.
+FIRST_PORT, NUM_PORTS = 20_000, 10_000
+# What a node needs; torch itself takes seconds to import.
+IMPORT_CHECK = 'import importlib.util, lmforge.cli; importlib.util.find_spec("torch") or exit("torch is not installed")'
+# What doctor prints on each node, and its status there.
+PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
+# With which status the first rank of mpiexec has ended that failed. mpiexec's own says little: some give that of a rank which
+# they have ended because of it, or 0 after a signal.
+FIRST_STATUS_FILE = "first-status"
+# Of a shell's command that SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV has ended.
+KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
+# mpiexec passes it on to its processes; for SIGTERM it kills them.
+MPI_STOP_SIGNAL = "USR1"
+
+
+def _forward_signals(terminate: str = "TERM") -> str:
+    """A function of the shell that runs a command and passes signals on, for which a shell would wait for its end first.
+
+    SIGUSR1 says that the time is nearly up, SIGTERM comes from `lmforge stop`; the command gets `terminate` for that.
+    """
+    return f"""\
+# Run a command, pass signals on to it, and keep its exit status.
+times_up=
+run() {{
+    "$@" </dev/null &
+    child=$!
+    trap 'times_up=1; kill -USR1 $child 2>/dev/null' USR1
+    trap 'kill -{terminate} $child 2>/dev/null' TERM INT
+    wait $child; status=$?
+    while kill -0 $child 2>/dev/null; do wait $child; status=$?; done
+    trap - USR1 TERM INT
+}}
+"""
+
+
+def node_script(plan: JobPlan) -> str:
+    """What runs on each node, or with mpi for each rank; its argument is a recipe."""
+    return f"""\
+{_node_preamble(plan)}exec {plan.python_command()} -m lmforge {plan.verb} "$1"
+"""
+
+
+def rank_script(plan: JobPlan) -> str:
+    """As `node_script`, for a rank that mpiexec starts: the status of the first rank that ends with another than 0 is kept."""
+    return f"""\
+{_node_preamble(plan)}
+{_forward_signals()}
+run {plan.python_command()} -m lmforge {plan.verb} "$1"
+if [ $status != 0 ] && (set -o noclobber; echo $status >{shlex.quote(str(plan.folder / FIRST_STATUS_FILE))}) 2>/dev/null; then
+    case $status in {KILLED_STATUSES}) signal=SIG$(kill -l $((status - 128)))
+        echo "lmforge: rank ${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} on $(hostname) was killed by $signal" >&2 ;;
+    esac
+fi
+exit $status
+"""
+
+
+def examination_script(plan: JobPlan) -> str:
+    """What runs on each node for `lmforge doctor`, or with mpi for each rank: what it prints and its status go into files.
+
+    Its own status is always 0: mpiexec and srun would end the others for another one, and say so.
+    """
+    own = f'{shlex.quote(str(plan.folder))}/"{{}}.$(hostname).$$"'
+    return f"""\
+{_node_preamble(plan)}
+{_forward_signals()}
+run {plan.python_command()} -m lmforge doctor {shlex.join(plan.arguments)} >{own.format(PRINTED_PREFIX)}
+echo $status >{own.format(STATUS_PREFIX)}
+"""
+
+
+def _node_preamble(plan: JobPlan) -> str:
+    directory, python = shlex.quote(str(plan.directory)), plan.python_command()
+    setup = "".join(f"{line}\n" for line in plan.options.setup)
+    return f"""\
+#!/bin/bash
+# One node of the job {plan.name}, started by {JOB_SCRIPT}; its argument is a recipe. Written by lmforge {__version__}.
+cd {directory} || {{ echo "lmforge: $(hostname): no folder {directory} here; all nodes need it" >&2; exit 2; }}
+export TTY_COMPATIBLE=0  # some of mpiexec are a terminal to their ranks: no progress bar in a log
+{setup}reason=$({python} -c {shlex.quote(IMPORT_CHECK)} 2>&1) || {{
+    echo "lmforge: $(hostname): {python} does not run lmforge here (${{reason##*$'\\n'}});" \\
+        "see launch.python, launch.setup and launch.container" >&2
+    exit 2
+}}
+"""
+
+
+def slurm_script(plan: JobPlan) -> str:
+    """The script for sbatch. Slurm sends SIGUSR1 to it before the time limit, and runs it again when a node has failed."""
+    options, folder = plan.options, plan.folder
+    log = folder / "output-%a.log" if plan.is_sweep else plan.log
+    lines = [
+        f"--job-name={plan.name}",
+        f"--nodes={plan.nodes}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={plan.gpus}"] if plan.gpus else []),
+        *([f"--cpus-per-task={options.cpus}"] if options.cpus else []),
+        *([f"--time={options.time}"] if options.time else []),
+        *([f"--account={options.account}"] if options.account else []),
+        *([f"--partition={options.partition}"] if options.partition else []),
+        *([f"--signal=B:USR1@{options.signal_seconds}"] if options.time else []),
+        *([f"--array=0-{len(plan.recipes) - 1}"] if plan.is_sweep else []),
+        "--requeue",
+        "--open-mode=append",
+        f"--output={log}",
+        *options.directive_options,
+    ]
+    port = f"{options.port}" if options.port else f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
+    address = shlex.quote(options.address) if options.address else "${LMFORGE_NODES%%,*}"
+    # When a node ends, srun kills the others and gives their status. Each stage of a pipeline would write one of its own.
+    status_file = read_status = ""
+    if plan.verb != "run":
+        status_file = 'export LMFORGE_STATUS_FILE="$folder/node-status$suffix"\nrm -f "$LMFORGE_STATUS_FILE"\n'
+        read_status = '[ -s "$LMFORGE_STATUS_FILE" ] && status=$(cat "$LMFORGE_STATUS_FILE")\n'
+    # srun does not take the number of CPUs from the job by itself.
+    cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
+    tasks = f"--nodes={plan.nodes} --ntasks={plan.nodes}{cpus}"
+    return f"""\
+#!/bin/bash
+{"".join(f"#SBATCH {line}" + chr(10) for line in lines)}
+# Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
+{_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
+export LMFORGE_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+export LMFORGE_ADDRESS={address}:{port}
+
+{_forward_signals()}
+{status_file}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
+{read_status}
+# The time was up: the run has saved, and goes on when the job's turn comes again. Or a rank was lost for good on a node that
+# Slurm takes for healthy.
+again=
+[ "$times_up" ] && [ $status -gt 128 ] && again=1
+if [ $status = {EXIT_PEER_LOST} ]; then
+    echo >>"$folder/lost$suffix"
+    [ $(wc -l <"$folder/lost$suffix") -le {options.max_restarts} ] && again=1
+fi
+[ "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exit
+{_end_lines()}"""
+
+
+def pbs_script(plan: JobPlan) -> str:
+    """The script for qsub. Before the time limit it sends SIGUSR1 to itself, and submits itself again once the run is saved."""
+    options, folder = plan.options, plan.folder
+    select = [f"select={plan.nodes}", *([f"ncpus={options.cpus}"] if options.cpus else [])]
+    select += [f"ngpus={plan.gpus}"] if plan.gpus else []
+    lines = [
+        f"-N {plan.name[:15]}",
+        f"-l {':'.join(select)}:mpiprocs=1",
+        "-l place=scatter",
+        *([f"-l walltime={_hours(options.time_seconds)}"] if options.time_seconds else []),
+        *([f"-A {options.account}"] if options.account else []),
+        *([f"-q {options.partition}"] if options.partition else []),
+        *([f"-J 0-{len(plan.recipes) - 1}"] if plan.is_sweep else []),
+        "-j oe",
+        f"-o {folder}/{'' if plan.is_sweep else 'pbs.log'}",
+        "-r y",
+        "-V",
+        *options.directive_options,
+    ]
+    setup = "".join(f"{line}\n" for line in options.setup)
+    port = f"{options.port}" if options.port else f"$(({FIRST_PORT} + ${{PBS_JOBID%%[!0-9]*}} % {NUM_PORTS}))"
+    address = shlex.quote(options.address) if options.address else "${LMFORGE_NODES%%,*}"
+    alarm = again = ""
+    if options.time_seconds:
+        seconds = options.time_seconds - options.signal_seconds
+        alarm = f"(trap 'kill $nap' TERM; sleep {seconds} & nap=$!; wait $nap && kill -USR1 $$) &\nalarm=$!\n"
+        again = f"""
+kill $alarm 2>/dev/null
+# The time was up: the run has saved, and goes on in a job of its own.
+if [ "$times_up" ] && [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}" ]; then
+    next=$(qsub "$folder/{JOB_SCRIPT}") && echo "$next" >"$folder/next-job" && exit
+    echo "lmforge: this node may not submit; to continue: qsub $folder/{JOB_SCRIPT}" >&2
+fi"""
+        if plan.is_sweep:
+            again = f"""
+kill $alarm 2>/dev/null
+[ "$times_up" ] && echo "lmforge: the time was up; to continue: lmforge {plan.verb} $recipe" >&2"""
+    return f"""\
+#!/bin/bash
+{"".join(f"#PBS {line}" + chr(10) for line in lines)}
+# Written by lmforge {__version__} launch. On each node one process starts the ranks of that node ({NODE_SCRIPT}).
+{_common_lines(plan, "PBS_ARRAY_INDEX")}
+exec >>"$folder/output$suffix.log" 2>&1
+{setup}export LMFORGE_NODES=$(awk '!seen[$0]++' "$PBS_NODEFILE" | paste -sd,)
+export LMFORGE_ADDRESS={address}:{port}
+
+{_forward_signals(MPI_STOP_SIGNAL)}
+# One process a node, which may use all of its cores, in the words of whose mpiexec this is.
+case $(mpiexec --version 2>&1) in
+    *"Open MPI"* | *OpenRTE*) place="--map-by ppr:1:node --bind-to none" ;;
+    *HYDRA* | *Intel*) place="-ppn 1" ;;
+    *) place="--ppn 1 --cpu-bind none" ;;
+esac
+{alarm}# After a signal the status of mpiexec says little: the first node writes its own.
+export LMFORGE_STATUS_FILE="$folder/node-status$suffix"
+rm -f "$LMFORGE_STATUS_FILE"
+run mpiexec -n {plan.nodes} $place bash "$folder/{NODE_SCRIPT}" "$recipe"
+[ -s "$LMFORGE_STATUS_FILE" ] && status=$(cat "$LMFORGE_STATUS_FILE")
+{again}
+{_end_lines()}"""
+
+
+def session_script(plan: JobPlan) -> str:
+    """What runs without a terminal on this machine, or on each host that ssh reaches: one run, or those of a sweep in order."""
+    lines = [
+        "#!/bin/bash",
+        f"# Written by lmforge {__version__} launch. It starts the ranks of this machine ({NODE_SCRIPT}).",
+        f"folder={shlex.quote(str(plan.folder))}",
+        "",
+        _forward_signals(),
+    ]
+    lines += _session_runs(plan, f'run bash "$folder/{NODE_SCRIPT}" "$recipe"')
+    return "\n".join(lines) + "\n"
+
+
+def mpi_script(plan: JobPlan, command: list[str]) -> str:
+    """What runs without a terminal on this machine: mpiexec (`command`) starts every rank itself, and again if one is lost."""
+    most = plan.options.max_restarts
+    lines = [
+        "#!/bin/bash",
+        f"# Written by lmforge {__version__} launch. mpiexec starts every rank ({NODE_SCRIPT}).",
+        f"folder={shlex.quote(str(plan.folder))}",
+        "",
+        _forward_signals(MPI_STOP_SIGNAL),
+        f"""\
+start() {{
+    for number_of_start in $(seq {most + 1}); do
+        rm -f "$folder/{FIRST_STATUS_FILE}"
+        run {shlex.join(command)} bash "$folder/{NODE_SCRIPT}" "$recipe"
+        [ -s "$folder/{FIRST_STATUS_FILE}" ] && status=$(cat "$folder/{FIRST_STATUS_FILE}")
+        case $status in {EXIT_PEER_LOST} | {KILLED_STATUSES}) ;; *) return ;; esac
+        status=1
+        [ $number_of_start -le {most} ] && echo "lmforge: all ranks are started again ($number_of_start of {most})" >&2
+    done
+}}
+""",
+    ]
+    lines += _session_runs(plan, "start")
+    return "\n".join(lines) + "\n"
+
+
+def _session_runs(plan: JobPlan, line: str) -> list[str]:
+    """The lines that run one recipe, or those of a sweep until all of it is stopped; each leaves its status.
+
+    Of a sweep on hosts by ssh, each group of them takes every n-th run. A run that was stopped by itself is passed over.
+    """
+    # Of several hosts the first one's counts: the launchers of all end with the same.
+    keep = '[ "${LMFORGE_NODE_RANK:-0}" = 0 ] && echo $status >'
+    if not plan.is_sweep:
+        return [f"recipe={shlex.quote(str(plan.recipes[0]))}", line, f'{keep}"$folder/status"', "exit $status"]
+    return [
+        "number=-1",
+        "while read -r recipe; do",
+        "    number=$((number + 1))",
+        "    [ $((number % ${LMFORGE_GROUPS:-1})) = ${LMFORGE_GROUP:-0} ] || continue",
+        f'    [ -e "$folder/{STOP_FILE}-$number" ] && continue',
+        "    log=$folder/output-$number",
+        '    [ "${LMFORGE_NODE_RANK:-0}" = 0 ] || log=$log-node-$LMFORGE_NODE_RANK',
+        f'    {line} >"$log.log" 2>&1',
+        f'    {keep}"$folder/status-$number"',
+        f"    [ $status = {EXIT_PEER_LOST} ] && exit $status  # a host is lost",
+        f'    [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}-$number" ] && exit $status',
+        f'done <"$folder/{RECIPE_LIST}"',
+    ]
+
+
+def _common_lines(plan: JobPlan, array_variable: str) -> str:
+    """Folder, recipe and the file for the status, of one run or of one of an array."""
+    lines = [f"folder={shlex.quote(str(plan.folder))}"]
+    if plan.is_sweep:
+        lines += [
+            f'recipe=$(sed -n "$(({array_variable} + 1))p" "$folder/{RECIPE_LIST}")',
+            f"suffix=-${array_variable}",
+        ]
+    else:
+        lines += [f"recipe={shlex.quote(str(plan.recipes[0]))}", "suffix="]
+    return "\n".join([*lines, 'rm -f "$folder/status$suffix"'])
+
+
+def _end_lines() -> str:
+    return """\
+[ $status = 127 ] && echo "lmforge: a node does not see $folder: all nodes need the folder of the run" >&2
+echo $status >"$folder/status$suffix"
+exit $status
+"""
+
+
+def _hours(seconds: int | None) -> str:
+    minutes, seconds = divmod(seconds or 0, 60)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,265 @@
+"""Jobs without a scheduler: a script that runs without a terminal on this machine, or on each host of a file by ssh.
+
+It outlives the login that started it, and is found again by its process id and the time at which that process began.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmforge import __version__
+from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.jobs.hosts import (
+    Answer,
+    export_lines,
+    forwarded_variables,
+    raise_for_hosts,
+    read_hosts,
+    run_on_hosts,
+)
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, Job, JobPlan, JobState, Session
+from lmforge.cluster.jobs.scripts import IMPORT_CHECK
+from lmforge.errors import UserError
+from lmforge.untrusted import parse_json
+
+# Runs on each host before anything is started: what a run would need there. Prints a line of JSON.
+HOST_CHECK = """
+import json, os, socket, sys
+import lmforge
+port = int(sys.argv[1])
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("", port))
+        port = probe.getsockname()[1]
+    except OSError:
+        port = -1
+connection = os.environ.get("SSH_CONNECTION", "").split()
+facts = {"lmforge": lmforge.__version__, "name": socket.gethostname(), "address": (connection + [""] * 4)[2], "port": port}
+print("lmforge-host", json.dumps(facts))
+"""
+CHECKED_PATTERN = re.compile(r"^lmforge-host (.*)$", re.M)
+STARTED_PATTERN = re.compile(r"^lmforge-session ([0-9]+) ([0-9]*)$", re.M)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where a job will run: `names` as ssh takes them, or one None for this machine.
+
+    `endpoints` are address and port of the first host; of a sweep by ssh, of the first of each group that trains a run.
+    """
+
+    names: tuple[str | None, ...]
+    endpoints: tuple[tuple[str, int], ...]
+    ssh_options: tuple[str, ...] = ()
+
+
+def find_hosts(plan: JobPlan) -> Hosts:
+    """Ask every host whether it can run the job. Raises UserError naming those that cannot; nothing has been changed then."""
+    options = plan.options
+    if options.on != "ssh":
+        return Hosts((None,), ((options.address or "localhost", options.port or _free_port()),))
+    if options.hosts is None:
+        raise UserError("launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt")
+    names = read_hosts(options.hosts)
+    if plan.nodes > len(names):
+        raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
+    names = names[: plan.nodes * min(len(plan.recipes), len(names) // plan.nodes)]
+    firsts = names[:: plan.nodes]
+    if options.address and len(firsts) > 1:
+        raise UserError(f"launch.address: of one host, and the sweep runs on {len(firsts)} groups of hosts; leave it out")
+    ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
+    environment = export_lines(forwarded_variables(options.forward))
+    scripts = [_check_script(plan, environment, (options.port or 0) if name in firsts else 0) for name in names]
+    answers = run_on_hosts(names, scripts, ssh_options)
+    raise_for_hosts(answers, "nothing was started")
+    facts = [_facts(answer) for answer in answers]
+    by_name = dict(zip(names, facts, strict=True))
+    if busy := next((name for name in firsts if by_name[name].port == -1), None):
+        raise UserError(f"launch.port = {options.port}: in use on {busy}; give another, or none; nothing was started")
+    for name, each in zip(names, facts, strict=True):
+        if each.lmforge != __version__:
+            raise UserError(f"{name}: has lmforge {each.lmforge}, this machine {__version__}; nothing was started")
+    _check_hosts_differ(names, facts)
+    addresses = [options.address or by_name[name].address or name.rpartition("@")[2] for name in firsts]
+    endpoints = tuple((address, by_name[name].port) for name, address in zip(firsts, addresses, strict=True))
+    return Hosts(tuple(names), endpoints, ssh_options)
+
+
+def _check_script(plan: JobPlan, environment: str, port: int) -> str:
+    directory, setup = shlex.quote(str(plan.directory)), "".join(f"{line}\n" for line in plan.options.setup)
+    python = plan.python_command()
+    return f"""\
+{environment}cd {directory} 2>/dev/null || {{ echo no folder {directory} there, and all hosts need it >&2; exit 3; }}
+{setup}reason=$({python} -c {shlex.quote(IMPORT_CHECK)} 2>&1) || {{
+    echo {shlex.quote(python)} "does not run lmforge there (${{reason##*$'\\n'}}); see launch.python and launch.setup" >&2
+    exit 3
+}}
+{python} -c {shlex.quote(HOST_CHECK)} {port}
+"""
+
+
+def _check_hosts_differ(names: Sequence[str], facts: Sequence["_HostFacts"]) -> None:
+    """Raise UserError where two names are of one host, such as its name and its address: its GPUs would have two ranks each."""
+    seen: dict[tuple[str, str], str] = {}
+    for name, each in zip(names, facts, strict=True):
+        if (first := seen.setdefault((each.name, each.address), name)) != name:
+            raise UserError(f"{name}: the same host as {first}; a host is started once; nothing was started")
+
+
+@dataclass(frozen=True)
+class _HostFacts:
+    """What HOST_CHECK prints; the port is -1 where it is in use."""
+
+    lmforge: str
+    name: str
+    address: str
+    port: int
+
+
+def _facts(answer: Answer) -> _HostFacts:
+    found = CHECKED_PATTERN.search(answer.printed)
+    if found is None:
+        raise UserError(f"{answer.host}: launch.python does not run Python there; nothing was started")
+    return parse_json(found[1].encode(), _HostFacts, str(answer.host))
+
+
+def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
+    """Start the job's script on all hosts, or on none. Raises UserError."""
+    several = plan.options.on == "ssh"
+    environment = forwarded_variables(plan.options.forward) if several else {}
+    labels = [str(name).rpartition("@")[2] for name in hosts.names]
+    scripts = []
+    for rank, label in enumerate(labels):
+        variables = dict(environment)
+        if several:
+            group, node = divmod(rank, plan.nodes)
+            members = labels[group * plan.nodes : (group + 1) * plan.nodes]
+            address, port = hosts.endpoints[group]
+            variables |= {"LMFORGE_NODES": ",".join(members), "LMFORGE_NODE_RANK": str(node)}
+            variables |= {"LMFORGE_ADDRESS": f"{address}:{port}"}
+            if plan.is_sweep:
+                variables |= {"LMFORGE_GROUP": str(group), "LMFORGE_GROUPS": str(len(hosts.endpoints))}
+        log = plan.log if rank == 0 else plan.folder / f"output-{label}.log"
+        scripts.append(_start_script(plan, export_lines(variables), str(log)))
+    answers = run_on_hosts(hosts.names, scripts, hosts.ssh_options)
+    sessions = [
+        Session(answer.host, int(found[1]), found[2])
+        for answer in answers
+        if answer.status == 0 and (found := STARTED_PATTERN.search(answer.printed))
+    ]
+    if len(sessions) < len(answers):
+        _signal(sessions, hosts.ssh_options, "KILL")
+        raise_for_hosts(answers, "what had been started on the others was ended")
+        raise UserError("a host did not say what it has started; what had been started was ended")
+    return sessions
+
+
+def sessions_of_run(plan: JobPlan, sessions: list[Session], number: int) -> list[Session]:
+    """The sessions that train one run of a sweep."""
+    groups = max(1, len(sessions) // plan.nodes)
+    first = number % groups * plan.nodes
+    return sessions[first : first + plan.nodes]
+
+
+def _start_script(plan: JobPlan, environment: str, log: str) -> str:
+    folder = shlex.quote(str(plan.folder))
+    return f"""\
+test -f {folder}/{NODE_SCRIPT} || {{ echo does not see {folder}: all hosts need the folder of the run >&2; exit 3; }}
+{environment}setsid bash {folder}/{JOB_SCRIPT} >>{shlex.quote(log)} 2>&1 </dev/null &
+echo lmforge-session $! $(cut -d ' ' -f 22 /proc/$!/stat 2>/dev/null)
+"""
+
+
+def state(job: Job) -> tuple[JobState, str]:
+    """The state of a job, and which hosts do not answer or do not run it any more while others do."""
+    check = 'kill -0 {0} 2>/dev/null && [ "$(cut -d " " -f 22 /proc/{0}/stat)" = {1} ] && echo alive; true'
+    scripts = [check.format(each.process, shlex.quote(each.started)) for each in job.sessions]
+    answers = run_on_hosts([each.host for each in job.sessions], scripts, job.ssh_options)
+    alive = [answer.host for answer in answers if answer.printed.strip() == "alive"]
+    unreachable = [f"{answer.host}: {answer.message}" for answer in answers if answer.status != 0]
+    ended = [str(answer.host) for answer in answers if answer.status == 0 and answer.host not in alive]
+    if alive:
+        notes = [*unreachable, *([f"ended on {', '.join(ended)}"] if ended else [])]
+        where = "" if alive == [None] else f"{len(alive)} of {len(answers)} hosts"
+        waiting = job.number is not None and not job.log.exists()
+        if waiting and _stop_file(job).exists():
+            return JobState.STOPPED, ""
+        finished = job.number is not None and job.status_path.exists()
+        if finished:
+            return job.state_by_status(), ""
+        return (JobState.PENDING if waiting else JobState.RUNNING), "; ".join(filter(None, [where, *notes]))
+    if job.number is not None and not job.log.exists() and _stop_file(job).exists():
+        return JobState.STOPPED, ""
+    if unreachable and job.state_by_status() == JobState.LOST:
+        return JobState.LOST, "; ".join(unreachable)
+    return job.state_by_status(), ""
+
+
+def stop(job: Job, now: JobState, kill: bool) -> None:
+    """Have the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer.
+
+    Of a sweep, a run that is named by itself is ended or passed over, and the others go on; with `kill` they end too.
+    """
+    if job.number is not None:
+        atomic_write_text(_stop_file(job), "")
+        if now == JobState.PENDING:
+            return
+    raise_for_hosts(_signal(job.sessions, job.ssh_options, "KILL" if kill else "TERM"), "the others have got the signal")
+
+
+def _stop_file(job: Job) -> Path:
+    return Path(job.folder) / f"{STOP_FILE}-{job.number}"
+
+
+def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) -> list[Answer]:
+    """Send a signal to scripts, or SIGKILL to everything that they have started."""
+    scripts = []
+    for each in sessions:
+        target = f"$(tree {each.process})" if name == "KILL" else str(each.process)
+        scripts.append(
+            "tree() { for child in $(cat /proc/$1/task/*/children 2>/dev/null); do tree $child; done; echo $1; }\n"
+            f'[ "$(cut -d " " -f 22 /proc/{each.process}/stat 2>/dev/null)" = {shlex.quote(each.started)} ] || exit 0\n'
+            f"kill -{name} {target}\n"
+        )
+    return run_on_hosts([each.host for each in sessions], scripts, ssh_options) if sessions else []
+
+
+def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
+    """The mpiexec that starts every rank, in the words of whose it is. Raises UserError where there is none."""
+    options = plan.options
+    found = shutil.which("mpiexec")
+    if found is None:
+        raise UserError("mpiexec is not installed here; load the cluster's module for MPI first")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    ranks, per_node = plan.nodes * options.processes, options.processes
+    # Of several nodes of an allocation the ranks find the first by themselves (rendezvous.py).
+    variables = {}
+    if plan.nodes == 1 or options.address or options.hosts:
+        first = read_hosts(options.hosts)[0].rpartition("@")[2] if options.hosts else "localhost"
+        variables = {"MASTER_ADDR": options.address or first, "MASTER_PORT": str(hosts.endpoints[0][1])}
+    extra = [word for line in options.directive_options for word in shlex.split(line)]
+    if "Open MPI" in version or "OpenRTE" in version:
+        command = [found, "-n", str(ranks), "--map-by", f"ppr:{per_node}:node", "--bind-to", "none"]
+        command += ["--hostfile", os.path.abspath(options.hosts)] if options.hosts else []
+        command += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
+    elif "HYDRA" in version or "Intel(R) MPI" in version:
+        command = [found, "-n", str(ranks), "-ppn", str(per_node)]
+        command += ["-f", os.path.abspath(options.hosts)] if options.hosts else []
+        command += [word for name, value in variables.items() for word in ("-genv", name, value)]
+    else:  # Cray's PALS and others
+        command = [found, "-n", str(ranks), "--ppn", str(per_node)]
+        command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    return [*command, *extra]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

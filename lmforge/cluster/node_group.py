@@ -1,0 +1,375 @@
+"""The machines of one run: how their launchers meet, who is missing, who is lost, and how all end with one status.
+
+On each machine one launcher (`lmforge pretrain …` with the variables below) starts the ranks of that machine. The first
+one serves a store for the others. torch's launcher, which starts the ranks, does not name a machine that is missing, nor
+does it tell an interruption from bad input; that is what this store is for. Ranks themselves are in `distributed.py`.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmforge import __version__
+from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.launch import INTERRUPTED_STATUSES, Rendezvous, launcher_environment, start_ranks
+from lmforge.cluster.waiting import await_listener, call_bounded, describe_connection_error, print_line, wait_until
+from lmforge.config.operation import MAX_PORT
+from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError
+from lmforge.untrusted import cut, quoted
+
+# What a launcher script sets: names of the machines in order, separated by commas; HOST:PORT of the first one; and which of
+# them this is (without it: SLURM_NODEID, else the one that has this host's name).
+NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE_ADDRESS", "LMFORGE_NODE_RANK"
+# A file in which the first machine writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
+# after it has passed on a signal, and that of srun is that of machines which it has killed.
+STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
+JOIN_SECONDS = 600.0
+# A machine whose launcher has not been heard of for so long is lost, and so is the first one that does not answer.
+LOST_AFTER_SECONDS = 60.0
+BEAT_SECONDS = 2.0
+# What ranks have to end by themselves once another machine's have failed; and again, after SIGTERM.
+PATIENCE_SECONDS = 30.0
+# The first machine waits so long for the others to read what it has decided.
+READ_SECONDS = 10.0
+# Which status counts where machines end with different ones: bad input, interrupted, failed, a lost peer.
+PRECEDENCE = [2, *INTERRUPTED_STATUSES, 1, EXIT_PEER_LOST]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """The machines of a run, by name; `rank` is this one's index, `address` and `port` are of the first."""
+
+    names: tuple[str, ...]
+    rank: int
+    address: str
+    port: int
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Names of some of the machines, cut where there are many."""
+        shown = ", ".join(self.names[rank] for rank in ranks[:8])
+        return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+def read_node_group(environ: Mapping[str, str] = os.environ) -> NodeGroup | None:
+    """The machines as a launcher script says; None where there is no such script, or this is a rank already.
+
+    Raises UserError where the variables do not fit together.
+    """
+    if NODES_VARIABLE not in environ or "TORCHELASTIC_RUN_ID" in environ:
+        return None
+    names = tuple(name for name in environ[NODES_VARIABLE].split(",") if name)
+    host, _, port = environ.get(ADDRESS_VARIABLE, "").rpartition(":")
+    if not names or not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise UserError(
+            f"environment: {NODES_VARIABLE} = {cut(environ[NODES_VARIABLE])!r}, {ADDRESS_VARIABLE} ="
+            f" {cut(environ.get(ADDRESS_VARIABLE, ''))!r}: expected names with commas between them, and HOST:PORT"
+        )
+    return NodeGroup(names, _node_rank(names, environ), host, int(port))
+
+
+def _node_rank(names: tuple[str, ...], environ: Mapping[str, str]) -> int:
+    text = environ.get(NODE_RANK_VARIABLE, environ.get("SLURM_NODEID", ""))
+    if text:
+        if not text.isdecimal() or int(text) >= len(names):
+            raise UserError(f"environment: {NODE_RANK_VARIABLE} = {quoted(text)}: expected a number below {len(names)}")
+        return int(text)
+    own = socket.gethostname()
+    short = [name.partition(".")[0] for name in names]
+    if len(names) == 1:
+        return 0
+    if own.partition(".")[0] not in short:
+        raise UserError(f"environment: {NODES_VARIABLE} names {cut(', '.join(names))}, and this host is {own}")
+    return short.index(own.partition(".")[0])
+
+
+def launch_on_node(
+    group: NodeGroup,
+    num_processes: int,
+    arguments: list[str],
+    *,
+    max_restarts: int,
+    restart_arguments: Sequence[str],
+    has_begun: Callable[[], bool],
+) -> int:
+    """As `launch_local`, together with the launchers of the other machines: all return the same status. Where STATUS_VARIABLE
+    names a file, the first machine writes it there.
+
+    Returns EXIT_PEER_LOST where a machine was lost: whoever has started the launchers may start them again. Raises UserError
+    where the machines do not fit together or the port is taken, PeerLost where some do not come.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    with launcher_environment() as interruption:
+        try:
+            meeting = NodeMeeting(group)
+            meeting.check_in(num_processes)
+            for number in range(max_restarts + 1):
+                words = [*arguments, *(restart_arguments if number else ())]
+                with meeting.attempt(number) as attempt:
+                    attempt.status = start_ranks(num_processes, words, interruption, attempt.rendezvous)
+                if attempt.ended_by_watcher:
+                    interruption.status = 0  # the signal was our own
+                status, again = attempt.agree(number < max_restarts and has_begun())
+                if not again:
+                    write_status(group, status)
+                    return status
+                if group.rank == 0:
+                    print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
+        except SignalException:
+            write_status(group, interruption.status)
+            return interruption.status
+        except UserError:
+            if path := os.environ.get(STATUS_VARIABLE):
+                atomic_write_text(Path(path), "2\n")
+            raise
+    return EXIT_PEER_LOST
+
+
+def write_status(group: NodeGroup, status: int) -> None:
+    """On the first machine, leave the status of all where STATUS_VARIABLE says."""
+    if group.rank == 0 and (path := os.environ.get(STATUS_VARIABLE)):
+        atomic_write_text(Path(path), f"{status}\n")
+
+
+class NodeMeeting:
+    """The store of a run's launchers, from this machine's point of view."""
+
+    def __init__(self, group: NodeGroup) -> None:
+        self.group, self._store = group, _open_store(group)
+        self._is_cut_off = False
+        self.lost: set[int] = set()
+
+    def call(self, fn: Callable[[Any], T]) -> T:
+        """`fn` of the store. Raises PeerLost where the first machine, which serves it, does not answer."""
+        if not self._is_cut_off:
+            try:
+                if self.group.rank == 0:
+                    return fn(self._store)
+                return call_bounded(partial(fn, self._store), LOST_AFTER_SECONDS)
+            except (RuntimeError, TimeoutError):
+                # A call that has not returned keeps the store to itself: the next ones would wait for it.
+                self._is_cut_off = True
+        raise PeerLost(f"{self.group.names[0]} does not answer: lost, or its launcher has ended")
+
+    def check_in(self, num_processes: int) -> None:
+        """Wait for all machines, saying which are missing. Raises PeerLost when the time is over, UserError where the versions
+        or numbers of processes differ."""
+        group = self.group
+        own = {"lmforge": __version__, "processes": num_processes}
+        self.call(lambda store: store.set(f"node/{group.rank}", json.dumps(own)))
+        if group.rank == 0:
+            problem = self._await_nodes() or self._differences(own)
+            self.call(lambda store: store.set("met", problem or ""))
+        else:
+            problem = self.get("met", JOIN_SECONDS + 30)
+        if problem:
+            raise (PeerLost if problem.endswith("not joined") else UserError)(problem)
+
+    def _await_nodes(self) -> str | None:
+        """What to say where not all machines have come; on the first machine."""
+        group, missing = self.group, list(range(len(self.group.names)))
+
+        def are_all_here() -> bool:
+            missing[:] = [rank for rank in missing if not self._store.check([f"node/{rank}"])]
+            return not missing
+
+        def line(waited: float) -> str:
+            reason = f"not started, or cannot reach {group.address}:{group.port}"
+            return f"waiting for {group.describe(missing)}: {reason} ({waited:.0f} s)"
+
+        if wait_until(are_all_here, JOIN_SECONDS, line):
+            return None
+        count = f"{len(missing)} of {len(group.names)} nodes have not joined"
+        return f"{group.describe(missing)}: after {JOIN_SECONDS:.0f} s {count}"
+
+    def _differences(self, own: dict[str, Any]) -> str | None:
+        for rank, name in enumerate(self.group.names):
+            theirs = json.loads(self._store.get(f"node/{rank}"))
+            for what, value in own.items():
+                if theirs.get(what) != value:
+                    return f"{name} has {what} {theirs.get(what)}, {self.group.names[0]} has {value}; use the same on all nodes"
+        return None
+
+    def get(self, key: str, seconds: float) -> str:
+        """A value that the first machine sets. Raises PeerLost where it does not come in time."""
+        if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
+            raise PeerLost(f"{self.group.names[0]} does not answer: lost, or its launcher has ended")
+        return self.call(lambda store: str(store.get(key).decode()))
+
+    def attempt(self, number: int) -> "_Attempt":
+        """One start of all ranks; every machine enters the block."""
+        return _Attempt(self, number)
+
+
+class _Attempt:
+    """One start of all ranks. In the block, a thread watches the other machines and ends this one's ranks where one fails."""
+
+    def __init__(self, meeting: NodeMeeting, number: int) -> None:
+        self._meeting, self._group, self._prefix = meeting, meeting.group, f"attempt/{number}"
+        self.status = EXIT_PEER_LOST
+        self.ended_by_watcher = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
+        if self._group.rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                port = str(free.getsockname()[1])
+            meeting.call(lambda store: store.set(f"{self._prefix}/port", port))
+        else:
+            port = meeting.get(f"{self._prefix}/port", JOIN_SECONDS)
+        self.rendezvous = Rendezvous(
+            len(self._group.names), self._group.rank, f"{self._group.address}:{port}", f"lmforge-{number}"
+        )
+
+    def __enter__(self) -> "_Attempt":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        if self.ended_by_watcher and self.status in INTERRUPTED_STATUSES:
+            self.status = EXIT_PEER_LOST
+
+    def agree(self, may_restart: bool) -> tuple[int, bool]:
+        """(status of all machines, whether all start again). The first machine decides."""
+        if self._group.rank == 0:
+            return self._meeting.call(partial(self._decide, may_restart))
+        meeting, prefix = self._meeting, self._prefix
+        try:
+            meeting.call(lambda store: store.set(f"{prefix}/status/{self._group.rank}", str(self.status)))
+            status, again = json.loads(meeting.get(f"{prefix}/verdict", math.inf))
+            meeting.call(lambda store: store.add(f"{prefix}/read", 1))
+        except PeerLost as problem:
+            if not self.ended_by_watcher:
+                print_line(str(problem))
+            return (self.status if self.status in INTERRUPTED_STATUSES else EXIT_PEER_LOST), False
+        return int(status), bool(again)
+
+    def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
+        """What `agree` returns on all machines, from the status of each; on the first machine."""
+        meeting, num_nodes, beats = self._meeting, len(self._group.names), _Beats()
+        statuses = {0: self.status}
+        store.set(f"{self._prefix}/status/0", str(self.status))
+
+        def have_all_ended() -> bool:
+            for rank in set(range(num_nodes)) - statuses.keys():
+                if store.check([key := f"{self._prefix}/status/{rank}"]):
+                    statuses[rank] = int(store.get(key))
+                elif rank in meeting.lost or beats.is_lost(store, rank):
+                    meeting.lost.add(rank)
+                    statuses[rank] = EXIT_PEER_LOST
+            return len(statuses) == num_nodes
+
+        wait_until(have_all_ended)
+        status = next((each for each in PRECEDENCE if each in statuses.values()), max(statuses.values()))
+        again = status == EXIT_PEER_LOST and may_restart and not meeting.lost
+        store.set(f"{self._prefix}/verdict", json.dumps([status, again]))
+        readers = num_nodes - 1 - len(meeting.lost)
+        # The store goes with this process.
+        wait_until(lambda: store.add(f"{self._prefix}/read", 0) >= readers, READ_SECONDS)
+        return status, again
+
+    def _watch(self) -> None:
+        """Tell the others that this machine is there; end its ranks when another one's have failed or it is lost."""
+        beats, failed_at = _Beats(), None
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                lost, has_failed = self._meeting.call(partial(self._look, beats))
+            except PeerLost as problem:
+                self._end_ranks(str(problem))
+                return
+            if lost:
+                self._end_ranks(f"{self._group.describe(lost)}: not heard of for {LOST_AFTER_SECONDS:.0f} s")
+                return
+            if has_failed and failed_at is None:
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > PATIENCE_SECONDS:
+                self._end_ranks("")
+                return
+
+    def _look(self, beats: "_Beats", store: Any) -> tuple[list[int], bool]:
+        """(machines that are lost, whether ranks of another machine have failed)."""
+        group, prefix = self._group, self._prefix
+        store.set(f"beat/{group.rank}", str(time.monotonic()))
+        others = [rank for rank in range(len(group.names)) if rank != group.rank]
+        if group.rank == 0 and (lost := [rank for rank in others if beats.is_lost(store, rank)]):
+            self._meeting.lost |= set(lost)
+            store.set(f"{prefix}/lost", json.dumps(lost))
+        if store.check([f"{prefix}/lost"]):
+            return json.loads(store.get(f"{prefix}/lost")), False
+        statuses = (f"{prefix}/status/{rank}" for rank in others)
+        return [], any(store.check([key]) and store.get(key) != b"0" for key in statuses)
+
+    def _end_ranks(self, reason: str) -> None:
+        if self._stop.is_set():
+            return
+        self.ended_by_watcher = True
+        if reason and self._group.rank in (0, 1):
+            print_line(f"{reason}; the ranks of {self._group.names[self._group.rank]} end")
+        os.kill(os.getpid(), signal.SIGTERM)
+        # They may wait for ranks that are gone, without end, and have nothing to save.
+        if not self._stop.wait(PATIENCE_SECONDS):
+            for process in _children():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+
+class _Beats:
+    """When the other machines were last heard of, by this machine's clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def is_lost(self, store: Any, rank: int) -> bool:
+        """Whether a machine has been silent for LOST_AFTER_SECONDS, as far as this object has been asked."""
+        key, now = f"beat/{rank}", time.monotonic()
+        value = store.get(key) if store.check([key]) else b""
+        last, since = self._seen.get(rank, (None, now))
+        if value != last:
+            self._seen[rank] = value, now
+            return False
+        return now - since > LOST_AFTER_SECONDS
+
+
+def _open_store(group: NodeGroup) -> Any:
+    """The store that the first machine serves. Raises UserError where it cannot, PeerLost where it is not reached."""
+    import torch.distributed as dist
+
+    where = f"{group.address}:{group.port}"
+    if group.rank == 0:
+        try:
+            return dist.TCPStore(group.address, group.port, is_master=True, wait_for_workers=False)
+        except dist.DistNetworkError as problem:
+            if "failed to listen" in str(problem) or "in use" in str(problem):
+                raise UserError(
+                    f"port {group.port} of {group.names[0]} is in use: by another run? give another --launch.port"
+                ) from None
+            raise UserError(f"{where}: this is not an address of {group.names[0]}; give its --launch.address") from None
+    silence = f"{group.names[group.rank]} cannot reach {group.names[0]} at {where}"
+    try:
+        await_listener(
+            group.address, group.port, JOIN_SECONDS, lambda reason, waited: f"{silence} yet: {reason} ({waited:.0f} s)"
+        )
+        return dist.TCPStore(group.address, group.port, is_master=False, timeout=timedelta(seconds=LOST_AFTER_SECONDS))
+    except OSError as problem:
+        raise PeerLost(f"{silence}: {describe_connection_error(problem)}") from None
+    except RuntimeError:
+        raise PeerLost(f"{silence}: no answer") from None
+
+
+def _children() -> list[int]:
+    """The process ids of the ranks that this process has started."""
+    lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return [int(each) for found in lists for each in found]

@@ -1,0 +1,240 @@
+"""Where the ranks of Slurm, MPI and LSF meet: the hosts of the job, and the free port that rank 0 tells the others.
+
+torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and answers on one of a few ports
+that follow from the job's identity; the others ask there, on the first hosts of the job. Who answers for another job is passed
+over, so two jobs on one host do not meet. Both variables are used as they are where a batch script has set them. No torch here.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmforge.cluster.environment import LAUNCHERS, MPICH, RankInfo
+from lmforge.cluster.waiting import wait_until
+from lmforge.errors import RunFailed, UserError
+from lmforge.untrusted import describe_os_error, quoted
+
+NUM_CANDIDATE_PORTS = 8
+# Below those that systems give to outgoing connections.
+FIRST_PORT, LAST_PORT = 20_000, 32_000
+# The host of rank 0 is the first one, unless ranks were distributed in another order.
+MAX_HOSTS_ASKED = 16
+ANSWER_SECONDS, MAX_WAIT_SECONDS = 5.0, 1800.0
+MAX_MESSAGE_BYTES = 1024
+# The variables that name a job, or a step of it, the same on all its ranks.
+JOB_VARIABLES = {
+    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    "openmpi": ("PMIX_NAMESPACE",),
+    "lsf": ("PMIX_NAMESPACE",),
+    "pals": ("PALS_APID",),
+}
+
+
+def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The hosts of this job as Slurm, PBS or LSF names them, the first one first, each once; empty outside of a job.
+
+    Raises UserError where the list cannot be read.
+    """
+    if nodes := environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST"):
+        return _expand_slurm_hosts(nodes)
+    if file := environ.get("PBS_NODEFILE"):
+        return _read_hosts("PBS_NODEFILE", file)
+    if file := environ.get("LSB_DJOB_RANKFILE") or environ.get("LSB_DJOB_HOSTFILE"):
+        # The first line is the host of the job script, where jsrun starts no task.
+        hosts = _read_hosts("LSB_DJOB_RANKFILE" if "LSB_DJOB_RANKFILE" in environ else "LSB_DJOB_HOSTFILE", file)
+        return hosts[1:] or hosts
+    return []
+
+
+def _expand_slurm_hosts(nodes: str) -> list[str]:
+    if not re.search(r"[\[,]", nodes):
+        return [nodes]
+    if shutil.which("scontrol") is None:
+        raise UserError(
+            f"environment: the hosts of this job, {quoted(nodes)}: scontrol is not here (in a container?); set MASTER_ADDR in"
+            ' the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
+        )
+    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+    if done.returncode or not done.stdout.split():
+        reason = quoted(" ".join((done.stderr or done.stdout).split()))
+        raise UserError(f"environment: scontrol show hostnames {quoted(nodes)} failed ({reason}); set MASTER_ADDR")
+    return done.stdout.split()
+
+
+def _read_hosts(variable: str, file: str) -> list[str]:
+    try:
+        hosts = list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = describe_os_error(problem, file) if isinstance(problem, OSError) else f"{file}: not text"
+        raise UserError(f"environment: {variable}: {reason}") from None
+    if not hosts:
+        raise UserError(f"environment: {variable} = {quoted(file)}: this file names no host")
+    return hosts
+
+
+def job_identity(info: RankInfo, environ: Mapping[str, str] = os.environ) -> str:
+    """A name of this job that all its ranks know and no other job has. Raises UserError where the launcher gives none."""
+    if info.environment == MPICH.name:
+        return _identity_from_hydra()
+    names = JOB_VARIABLES[info.environment]
+    if missing := [name for name in names if not environ.get(name)]:
+        raise UserError(_set_both_hint(f"{LAUNCHERS[info.environment].command} sets no {missing[0]}"))
+    return "-".join([info.environment, *(environ[name] for name in names)])
+
+
+def _identity_from_hydra() -> str:
+    """MPICH's mpiexec has no variable for it. On each host a proxy of it starts the ranks, whose arguments say
+    where mpiexec listens.
+
+    It also answers on the socket that ranks inherit, but then takes the end of a rank for a crash, and kills the others.
+    """
+    process = os.getpid()
+    while process > 1:
+        try:
+            words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # no Linux, or another user's
+            break
+        if "--control-port" in words[:-1]:
+            return f"mpich-{words[words.index('--control-port') + 1]}"
+    raise UserError(_set_both_hint("mpiexec does not say which job this is"))
+
+
+def _set_both_hint(reason: str) -> str:
+    flags = "-x MASTER_ADDR=HOST -x MASTER_PORT=PORT with Open MPI, -genv MASTER_ADDR HOST -genv MASTER_PORT PORT with MPICH"
+    return f"environment: {reason}; set MASTER_ADDR, the host of rank 0, and MASTER_PORT ({flags})"
+
+
+def hosts_to_ask(info: RankInfo, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Where rank 0 may be. Raises UserError where nothing says so."""
+    if address := environ.get("MASTER_ADDR"):
+        return [address]
+    if info.local_world_size == info.world_size:
+        return ["127.0.0.1"]
+    if hosts := list_hosts(environ):
+        return hosts[:MAX_HOSTS_ASKED]
+    raise UserError(
+        "environment: ranks on several hosts, and nothing says where rank 0 is; set MASTER_ADDR"
+        " (-x MASTER_ADDR=HOST with Open MPI, -genv MASTER_ADDR HOST with MPICH)"
+    )
+
+
+def candidate_ports(identity: str) -> list[int]:
+    """The ports on which rank 0 of a job may answer, in order."""
+    digest = hashlib.sha256(identity.encode()).digest()
+    numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * NUM_CANDIDATE_PORTS, 4)]
+    return [FIRST_PORT + number % (LAST_PORT - FIRST_PORT) for number in numbers]
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that listens on a port of all interfaces; 0 for any free one. Raises OSError where it is taken."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
+
+
+class PortAnswer:
+    """Rank 0's thread that answers every other rank with the port of the store. It ends when all of them have it.
+
+    Raises UserError where none of the job's ports is free.
+    """
+
+    def __init__(self, identity: str, world_size: int, port: int) -> None:
+        self._identity, self._port, self._waiting = identity, port, set(range(1, world_size))
+        ports = candidate_ports(identity)
+        for candidate in ports:
+            try:
+                self._socket = listen(candidate)
+                break
+            except OSError:
+                continue
+        else:
+            tried = ", ".join(map(str, ports))
+            raise UserError(f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and MASTER_PORT")
+        threading.Thread(target=self._answer, name="rendezvous", daemon=True).start()
+
+    def _answer(self) -> None:
+        with self._socket:
+            while self._waiting:
+                connection, _ = self._socket.accept()
+                with connection:
+                    try:
+                        connection.settimeout(ANSWER_SECONDS)
+                        connection.sendall(f"lmforge {self._identity}\n".encode())
+                        rank = int(_read_line(connection))
+                        connection.sendall(f"{self._port}\n".encode())
+                        if _read_line(connection) == "received":
+                            self._waiting.discard(rank)
+                    except (OSError, ValueError):
+                        continue  # somebody else: they close, say nothing, or no number
+
+
+def _read_line(connection: socket.socket) -> str:
+    received = b""
+    while not received.endswith(b"\n"):
+        part = connection.recv(1)
+        if not part or len(received) > MAX_MESSAGE_BYTES:
+            raise OSError("the connection ended within a line")
+        received += part
+    return received.decode(errors="replace").strip()
+
+
+def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
+    """Ask rank 0 for the port of its store, again and again until it is there. Returns its host too.
+
+    Raises RunFailed after MAX_WAIT_SECONDS.
+    """
+    answers: list[tuple[str, int]] = []
+
+    def has_answered() -> bool:
+        for host in hosts:
+            for port in candidate_ports(identity):
+                if (found := _ask_port(host, port, identity, rank)) is not None:
+                    answers.append((host, found))
+                    return True
+        return False
+
+    def silence(waited: float) -> str:
+        return f"rank {rank}: {_silence(hosts)} after {waited:.0f} s"
+
+    if not wait_until(has_answered, MAX_WAIT_SECONDS, silence):
+        raise RunFailed(f"{silence(MAX_WAIT_SECONDS)}; was it started, and may it be reached over the network?")
+    return answers[0]
+
+
+def own_address(hosts: list[str]) -> str:
+    """The one of `hosts` that this machine is, by the name under which the others know it; its own name if it is none."""
+    for host in hosts:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)  # only an address of this machine can be bound
+                return host
+        except OSError:
+            continue
+    return socket.gethostname()
+
+
+def _silence(hosts: list[str]) -> str:
+    others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
+    return f"rank 0 does not answer on {hosts[0]}{others}"
+
+
+def _ask_port(host: str, port: int, identity: str, rank: int) -> int | None:
+    """The port of the store of rank 0, if it answers here for this job."""
+    try:
+        with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
+            if _read_line(connection) != f"lmforge {identity}":
+                return None
+            connection.sendall(f"{rank}\n".encode())
+            found = int(_read_line(connection))
+            connection.sendall(b"received\n")
+            return found
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,112 @@
+"""Ranks that are left over where ranks work together in groups: they stand by until the others are done.
+
+After a host was lost, five ranks may be left of a job whose model is split over two. Four of them go on; the fifth waits, and
+takes part again when all ranks are started anew with more hosts. It joins no process group.
+"""
+
+import os
+import signal
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lmforge.cluster.joining import find_rank0
+from lmforge.cluster.rank_info import read_rank_info
+from lmforge.cluster.waiting import print_line, wait_until
+from lmforge.errors import PeerLost
+
+REGISTRATION = timedelta(seconds=30)
+CONNECTION = timedelta(minutes=30)
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+# The ranks that stand by, for the rank 0 that releases them.
+_standby_ranks = range(0)
+
+
+def leave_out_ranks(group_size: int) -> bool:
+    """Go on with as many ranks as fill groups of `group_size`, and say whether this one is left over.
+
+    Every rank calls it before `init_distributed`, for which WORLD_SIZE and LOCAL_WORLD_SIZE are then those of the ranks that go
+    on. Where there are fewer than one group, nothing is changed: the caller refuses that. Raises UserError and RunFailed as
+    `find_rank0` does.
+    """
+    global _standby_ranks
+    info = read_rank_info()
+    left_over = info.world_size % group_size
+    if not left_over or info.world_size < group_size:
+        return False
+    find_rank0(info)
+    world_size = info.world_size - left_over
+    _standby_ranks = range(world_size, info.world_size)
+    # The ranks of a host are neighbours.
+    local_world_size = min(info.local_world_size, world_size - (info.rank - info.local_rank))
+    if info.rank in _standby_ranks:
+        return True
+    os.environ |= {"WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{local_world_size}"}
+    return False
+
+
+def describe_standby() -> list[str]:
+    """A line for the log that names the ranks that stand by; none where there are none."""
+    if not _standby_ranks:
+        return []
+    ranks = ", ".join(map(str, _standby_ranks))
+    count, stand = f"{len(_standby_ranks)} of {_standby_ranks.stop} ranks", "stands" if len(_standby_ranks) == 1 else "stand"
+    return [f"{count} {stand} by ({ranks}): too few for one more of the groups of ranks that the model is split over"]
+
+
+def stand_by() -> int:
+    """Wait until the other ranks are done. Returns the exit status: 0, or 128 + a signal that reached this rank too.
+
+    Raises PeerLost where rank 0 is gone.
+    """
+    rank, received = os.environ["RANK"], list[int]()
+    for number in SIGNALS:
+        # A scheduler's signal to save is for all; torchrun ends ranks with SIGTERM before it starts them anew.
+        if number != signal.SIGTERM or "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(number, lambda received_now, _: received.append(received_now))
+    print_line(describe_standby()[0])
+    try:
+        store = _connect()
+        # A store may outlive a start of the ranks, so what releases them is named anew by each.
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        store.set(_registration(rank), name)
+        wait_until(lambda: bool(store.check([_release(name)])))
+        store.set(_receipt(name), "")
+        return 128 + received[0] if received else 0
+    except dist.DistNetworkError as problem:
+        raise PeerLost(f"rank {rank}, which stood by: rank 0 is gone ({str(problem).splitlines()[0]})") from None
+
+
+def release_standby(rank: int) -> None:
+    """On rank 0, let the ranks end that stand by; they may only just have been started."""
+    if rank != 0 or not _standby_ranks:
+        return
+    try:
+        store, names = _connect(), list[str]()
+        for each in _standby_ranks:
+            store.wait([_registration(f"{each}")], REGISTRATION)
+            names.append(store.get(_registration(f"{each}")).decode())
+            store.set(_release(names[-1]), "")
+        # The store may end with this process.
+        store.wait([_receipt(name) for name in names], REGISTRATION)
+    except RuntimeError:  # it is gone, or the store is
+        return
+
+
+def _connect() -> dist.TCPStore:
+    """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECTION)
+
+
+def _registration(rank: str) -> str:
+    return f"lmforge/standby/{rank}"
+
+
+def _release(name: str) -> str:
+    return f"lmforge/released/{name}"
+
+
+def _receipt(name: str) -> str:
+    return f"lmforge/ended/{name}"

@@ -1,0 +1,95 @@
+"""Waiting for other processes and machines: polling that says so, and calls that a cut network leaves without an answer.
+
+No torch here: `rendezvous.py` waits before torch is imported.
+"""
+
+import math
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+# Pauses grow from the first to the last: what is there at once is seen at once, and thousands of ranks ask one store.
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, PAUSE_FACTOR = 0.01, 0.2, 1.5
+REPORT_AFTER_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = math.inf, report: Callable[[float], str] | None = None) -> bool:
+    """Ask `reached` again and again until it says so. Returns False where it has not after `seconds`.
+
+    report: gives a line for standard error from the seconds waited so far. It is printed after REPORT_AFTER_SECONDS, and again
+        each time the wait has doubled.
+    """
+    began, report_after, pause = time.monotonic(), REPORT_AFTER_SECONDS, FIRST_PAUSE_SECONDS
+    while not reached():
+        waited = time.monotonic() - began
+        if waited > seconds:
+            return False
+        if report is not None and waited > report_after:
+            report_after = 2 * waited
+            print_line(report(waited))
+        time.sleep(pause)
+        pause = min(LAST_PAUSE_SECONDS, PAUSE_FACTOR * pause)
+    return True
+
+
+def await_listener(address: str, port: int, seconds: float, report: Callable[[str, float], str] | None = None) -> None:
+    """Wait until somebody listens there. Raises OSError where nobody does, which says more than what torch prints then.
+
+    report: as of `wait_until`; it is given the reason too.
+    """
+    problem: OSError | None = None
+
+    def listens() -> bool:
+        nonlocal problem
+        try:
+            socket.create_connection((address, port), timeout=min(CONNECT_SECONDS, seconds)).close()
+        except OSError as raised:
+            problem = raised
+            return False
+        return True
+
+    def line(waited: float) -> str:
+        assert report is not None
+        return report(describe_connection_error(problem), waited)
+
+    if not wait_until(listens, seconds, line if report else None):
+        assert problem is not None
+        raise problem
+
+
+def describe_connection_error(problem: OSError | None) -> str:
+    """Why a connection failed, in a few words."""
+    return (problem and problem.strerror) or "no answer"
+
+
+def start_in_thread(fn: Callable[[], T], name: str) -> Future[T]:
+    """Call `fn` in a thread that does not keep the process alive."""
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(fn())
+        except BaseException as problem:
+            result.set_exception(problem)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return result
+
+
+def call_bounded(fn: Callable[[], T], seconds: float) -> T:
+    """What `fn` returns or raises; TimeoutError where it is not done in time, and goes on in a thread.
+
+    Over a network that is cut, a call of a TCPStore returns neither its answer nor a time-out, and hears no signal.
+    """
+    return start_in_thread(fn, "bounded call").result(seconds)
+
+
+def print_line(line: str) -> None:
+    """Print a line of a process that waits on standard error."""
+    print(f"lmforge: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""The names that lmforge brings, and what each stands for, which is imported when it is first used. No torch here.
+
+They go through the same door as those of plugins: `registry.register`. Which kinds there are, and what an implementation is
+called with, is in docs/extending.md.
+"""
+
+from typing import Any
+
+from lmforge import registry
+from lmforge.registry import BUILT_IN, register
+
+__all__ = ["register"]
+
+# fmt: off
+# Suffixes of files, without the dot. Which unit reads which of them is in data/sources/text_sources.py.
+TEXT = (
+    "txt text md markdown rst adoc org tex xml css yaml yml toml ini cfg py pyi c h cc cpp hpp cu java kt scala js jsx ts tsx"
+    " go rs rb php pl lua r jl sh bash sql swift cs hs"
+)
+# fmt: on
+DOCUMENT_SOURCES = {
+    "TextUnit": f"{TEXT} html htm xhtml",
+    "JsonlUnit": "json jsonl ndjson",
+    "ParquetUnit": "parquet",
+    "TableUnit": "csv tsv",
+    "TarUnit": "tar",
+}
+BUILT_IN_NAMES: dict[str, dict[str, str]] = {
+    "objective": {
+        "next-token": "lmforge.stages.objectives:build_next_token_objective",
+        "dpo": "lmforge.stages.objectives:build_dpo",
+        "orpo": "lmforge.stages.objectives:build_orpo",
+        "simpo": "lmforge.stages.objectives:build_simpo",
+        "kto": "lmforge.stages.objectives:build_kto",
+        "reward": "lmforge.stages.objectives:build_reward_model_objective",
+        "grpo": "lmforge.stages.objectives:build_policy_objective",
+    },
+    "optimizer": {
+        "adamw": "lmforge.train.optimizer:build_adamw",
+        "muon": "lmforge.train.optimizer:build_muon",
+        "sgd": "lmforge.train.optimizer:build_sgd",
+    },
+    "schedule": {
+        "cosine": "lmforge.train.schedules:cosine",
+        "linear": "lmforge.train.schedules:linear",
+        "warmup-stable-decay": "lmforge.train.schedules:warmup_stable_decay",
+        "constant": "lmforge.train.schedules:constant",
+    },
+    "model_family": {
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "lmforge.model.llama:Llama"),
+        "gpt2": "lmforge.model.gpt2:GPT2",
+    },
+    "document_source": {
+        suffix: f"lmforge.data.sources.units:{unit}"
+        for unit, suffixes in DOCUMENT_SOURCES.items()
+        for suffix in suffixes.split()
+    },
+    "tracker": {
+        "tensorboard": "lmforge.trackers.tensorboard_run:open_run",
+        "wandb": "lmforge.trackers.wandb_run:open_run",
+        "trackio": "lmforge.trackers.trackio_run:open_run",
+        "mlflow": "lmforge.trackers.mlflow_run:open_run",
+    },
+    "reward": {"python_code": "lmforge.rewards.builtin:python_code"},
+}
+# What others have to know of a name without importing what it stands for (docs/extending.md).
+FACTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("optimizer", "adamw"): {"reads_found_inf": True},
+    ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True},
+    ("optimizer", "sgd"): {"reads_found_inf": True},
+    **{("model_family", name): {"like": name} for name in BUILT_IN_NAMES["model_family"]},
+}
+
+with registry.registering(BUILT_IN):
+    for _kind, _targets in BUILT_IN_NAMES.items():
+        for _name, _target in _targets.items():
+            register(_kind, _name, _target, **FACTS.get((_kind, _name), {}))

@@ -1,0 +1,65 @@
+"""The options of `lmforge plan`: the ranks and the hardware of a run that is yet to begin."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from lmforge.config.options import Options, option, section
+from lmforge.config.ranges import DURATION, NONZERO_FRACTION, RANKS, SCALE, SCALE_OR_0, Range
+from lmforge.config.stage import PretrainConfig
+
+CONFIGURATIONS: Range = {"gt": 0, "le": 1_000_000}
+PLAN_OPTIONS = (
+    *("gpus", "gpu_type", "gpus_per_host", "network", "hardware", "price", "disk_gb_s", "failure_gpu_hours"),
+    *("restart_minutes", "search", "configurations", "write", "output"),
+)
+
+
+class PlanOptions(Options):
+    """What the run is planned for."""
+
+    gpus: int = option(1, "GPUs of the run, one rank each", **RANKS)
+    gpu_type: str = option("h100-80", "name of the GPU in the hardware file, such as a100-80, h100-80, h200, b200, mi300x, cpu")
+    gpus_per_host: int = option(8, "GPUs of a host", **RANKS)
+    network: str = option("infiniband-ndr", "name of the network between hosts, such as infiniband-ndr, roce-400, ethernet-100")
+    hardware: Path | None = option(None, "a TOML file with further [[gpus]] and [[networks]], as in plan/hardware.toml")
+    price: float = option(0.0, "price of a GPU-hour, in any currency", **SCALE_OR_0)
+    disk_gb_s: float = option(2.0, "GB a second at which all ranks together write a checkpoint", **SCALE)
+    failure_gpu_hours: float = option(
+        50_000.0, "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)", **SCALE
+    )
+    restart_minutes: float = option(10.0, "minutes from a failure to the first new step", **DURATION)
+    search: bool = option(False, "rank the configurations that fit, and say why each other loses")
+    configurations: int = option(10_000, "with --search: configurations to try at most", **CONFIGURATIONS)
+    write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
+    usable: float = option(0.94, "part of a GPU's memory that a run may take", **NONZERO_FRACTION)
+    output: Literal["text", "json"] = option("text", "output format")
+
+    def problems(self) -> Iterator[str]:
+        if not self.search and (given := [name for name in ("write", "configurations") if name in self.changed()]):
+            yield f"--{given[0]}: only with --search; add it, or leave this out"
+
+
+class PlanConfig(PretrainConfig):
+    """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "plan.gpus",
+        "plan.gpu_type",
+        "plan.gpus_per_host",
+        "plan.network",
+        "plan.hardware",
+        "plan.price",
+        "plan.search",
+        "plan.write",
+        "plan.output",
+        "data.sequence_length",
+        "model.preset",
+        "train.global_batch_size",
+        "train.micro_batch_size",
+        "parallel.engine",
+        "parallel.sharding",
+        "parallel.activation_checkpointing",
+        "run.name",
+    )
+    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")

@@ -1,0 +1,28 @@
+"""`--sweep`: every combination of values of several options."""
+
+import difflib
+import itertools
+import math
+
+from lmforge.config.options import Options, iter_options
+from lmforge.errors import UserError
+from lmforge.untrusted import cut
+
+MAX_COMBINATIONS = 1000
+
+
+def sweep_combinations(sweep: tuple[str, ...], options_class: type[Options]) -> list[dict[str, str]]:
+    """Every combination of `section.option=value,value…`. Raises UserError where one has another form, or is no option."""
+    known = {".".join(path) for path, _ in iter_options(options_class)} - {"bench.sweep", "bench.output", "bench.trace"}
+    axes = []
+    for axis in sweep:
+        name, equals, values = axis.partition("=")
+        if not equals or not all(values.split(",")):
+            raise UserError(f"--sweep {cut(axis)}: expected section.option=value,value…")
+        if name.replace("-", "_") not in known:
+            close = difflib.get_close_matches(cut(name), known, n=1)
+            raise UserError(f"--sweep {cut(name)}: no such option{f'; did you mean {close[0]}?' if close else ''}")
+        axes.append([(name, value) for value in values.split(",")])
+    if (count := math.prod(map(len, axes))) > MAX_COMBINATIONS:
+        raise UserError(f"--sweep: {count:,} combinations, each of which takes seconds at least; at most {MAX_COMBINATIONS:,}")
+    return [dict(combination) for combination in itertools.product(*axes)]

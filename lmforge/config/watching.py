@@ -1,0 +1,67 @@
+"""The options of the verbs that look at what runs."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from lmforge.config.options import Options, argument, option
+from lmforge.config.ranges import COUNT, RANKS
+from lmforge.untrusted import cut
+
+
+class LogsOptions(Options):
+    """lmforge logs RUN [--rank N] [--follow] [--errors]: the logs of all ranks in one view, the first error first."""
+
+    run: Path = argument(..., "directory of a run")
+    rank: int | None = option(None, "of this rank alone (default: all)", ge=0, lt=RANKS["le"])
+    follow: bool = option(False, "go on with what is written, over restarts, until the run ends")
+    errors: bool = option(False, "only how ranks failed, the cause first; of all attempts unless --attempt names one")
+    attempt: int | None = option(None, "number of the attempt (default: the last)", **COUNT)
+    lines: int | None = option(50, "print the last so many lines of all ranks together; none prints all", **COUNT)
+
+
+class RunsOptions(Options):
+    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss, speed, and when they last wrote."""
+
+    folder: Path = argument(Path("runs"), "folder that holds the runs")
+    watch: bool = option(False, "go on and show changes every two seconds, until Ctrl-C")
+    output: Literal["text", "json"] = option("text", "what is printed: text, or a JSON object a run")
+
+    def problems(self) -> Iterator[str]:
+        if self.watch and self.output == "json":
+            yield "--watch: not with --output json; call it again instead"
+
+
+class ReportOptions(Options):
+    """lmforge report RUN [RUN …]: one HTML page of a run, several side by side, or all stages of a pipeline."""
+
+    runs: tuple[Path, ...] = argument(..., "runs, or the TOML file of a pipeline for the runs of its stages")
+    out: Path | None = option(None, "file to write (default: report.html, in the run where it is one)")
+
+    def problems(self) -> Iterator[str]:
+        if not self.runs:
+            yield "runs: name a run"
+        if self.out is not None and self.out.suffix not in (".html", ".htm"):
+            yield f"--out: {cut(str(self.out))}: expected a name that ends with .html"
+
+
+with warnings.catch_warnings():
+    # pydantic's models have a method `json`, which it has replaced and nobody here calls.
+    warnings.filterwarnings("ignore", message='Field name "json"')
+
+    class TopOptions(Options):
+        """lmforge top [RUN|HOST …]: what hosts, GPUs and the ranks of a run do, live; without a name, this host."""
+
+        names: tuple[str, ...] = argument((), "directories of runs, and hosts that are asked over ssh (default: this host)")
+        slurm_job: int | None = option(None, "ask the hosts of this Slurm job too, over srun", **COUNT)
+        once: bool = option(False, "print once, as plain text, and end")
+        json: bool = option(  # type: ignore[assignment]
+            False, "print JSON: an object a line every --interval seconds, or one with --once"
+        )
+        interval: float = option(2.0, "seconds between two samples", ge=0.5, le=3600)
+        patience: float = option(10.0, "seconds to wait for the first answer of a host", ge=1, le=3600)
+        ssh_command: str = option("ssh", "ssh with options of its own, such as `ssh -p 2222`")
+        remote_command: str | None = option(
+            None, "command that is lmforge on the other hosts (default: this Python, at the same path there)"
+        )

@@ -1,0 +1,125 @@
+"""The folder that a preparation writes: locked by one at a time, and for one plan. What is in it is `data/shards.py`."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
+from lmforge.data.shard_format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST, UNFINISHED
+from lmforge.data.shard_storage import LocalStorage
+from lmforge.data.shards import TokenFolder, read_token_folder_manifest
+from lmforge.errors import UserError
+from lmforge.locks import try_lock
+from lmforge.untrusted import read_json
+
+EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the processes of the preparation
+
+
+@contextmanager
+def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
+    """Hold a folder for one plan. Yields whether it is finished already."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_folder(out, error) from None
+    with lock_folder(out):
+        yield _open_plan(out, plan, overwrite)
+
+
+def _no_folder(out: Path, error: OSError) -> UserError:
+    return UserError(f"{out}: cannot be made a folder of shards: {error.strerror}: name another")
+
+
+@contextmanager
+def lock_folder(out: Path) -> Iterator[None]:
+    """Hold a folder that exists: nobody else writes to it. Raises UserError if another process does."""
+    try:
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise _no_folder(out, error) from None
+    held = None
+    try:
+        held = try_lock(descriptor, out.with_name(f".{out.name}.held"))
+        if held is False:
+            raise UserError(f"{out}: another preparation is writing here: wait for it, or name another folder")
+        yield
+    finally:
+        if held:
+            held.release()
+        os.close(descriptor)
+
+
+def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
+    """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
+    path = out / UNFINISHED / "plan.json"
+    finished = _is_preparation(out)
+    begun = finished or (path.is_file() and _has_results(out))
+    if begun and overwrite:
+        _remove_preparation(out)
+        finished = begun = False
+    elif not begun:
+        # Ended before it wrote more than its plan, or while it was removed, a preparation leaves nothing that could be used.
+        if _is_interrupted_preparation(out / UNFINISHED):
+            _remove_preparation(out)
+        if os.listdir(out):
+            raise UserError(f"{out}: not empty, and no preparation: name another folder")
+    if begun:
+        written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
+        changed = [name for name in plan if written.get(name) != plan[name]]
+        if changed:
+            names = ", ".join(changed)
+            raise UserError(f"{out}: holds a preparation with other {names}: name another folder, or add --overwrite")
+        _remove_partial_files(out)
+    else:
+        path.parent.mkdir()
+        atomic_write_json(path, plan)
+    return finished
+
+
+def _is_preparation(out: Path) -> bool:
+    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards beside it."""
+    try:
+        read_token_folder_manifest(LocalStorage(out))
+    except FileNotFoundError:
+        return False
+    except UserError:
+        return any(out.glob("*-00000.tokens"))
+    return True
+
+
+def _has_results(out: Path) -> bool:
+    """Whether a folder holds anything but the plan of a preparation, such as a tokenizer or parts."""
+    return any(
+        each.name not in (UNFINISHED, "plan.json", EVALUATION_NGRAMS)
+        for each in (*out.iterdir(), *(out / UNFINISHED).iterdir())
+    )
+
+
+def _is_interrupted_preparation(unfinished: Path) -> bool:
+    expected = ("part-", "plan.json", EVALUATION_NGRAMS, ".part-", ".plan.json", f".{EVALUATION_NGRAMS}")
+    return unfinished.is_dir() and all(entry.name.startswith(expected) and entry.is_file() for entry in unfinished.iterdir())
+
+
+def _remove_preparation(folder: Path) -> None:
+    """Delete what a preparation wrote, the manifest first, and nothing else."""
+    # Interrupted, this leaves an unfinished preparation, which the next one removes.
+    (folder / UNFINISHED).mkdir(exist_ok=True)
+    (folder / SHARDS_MANIFEST).unlink(missing_ok=True)
+    for suffix in SHARD_SUFFIXES:
+        for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]{suffix}"):
+            file.unlink()
+    for file in (*folder.glob("*-[0-9][0-9][0-9][0-9][0-9].best-fit-*"), *folder.glob("best-fit-*.json")):
+        file.unlink()
+    _remove_partial_files(folder)
+    for name in ("tokenizer", UNFINISHED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _remove_partial_files(folder: Path) -> None:
+    """Delete what atomic writes left that were cut off: nobody else writes to a folder that is locked."""
+    for pattern in (f".*{PARTIAL_SUFFIX}", f"{UNFINISHED}/.*{PARTIAL_SUFFIX}"):
+        for file in folder.glob(pattern):
+            file.unlink()

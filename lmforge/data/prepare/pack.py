@@ -1,0 +1,110 @@
+"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and ranks, then the manifests.
+
+Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an earlier one left.
+"""
+
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+
+from lmforge.atomic_files import atomic_write_json, atomic_write_text
+from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.data.best_fit_index import (
+    BestFitIndex,
+    IndexEntry,
+    format_manifest,
+    manifest_name,
+    write_index,
+)
+from lmforge.data.prepare.output_folder import lock_folder
+from lmforge.data.prepare.ranks import Ranks
+from lmforge.data.prepare.steps import ProgressCallback
+from lmforge.data.prepare.worker_pool import WorkerPool
+from lmforge.data.shard_format import SHARDS_MANIFEST, TRAIN_SPLIT, ShardEntry
+from lmforge.data.shards import ShardReader, TokenFolder
+from lmforge.errors import UserError
+from lmforge.runs import is_local, parse_location
+
+# Some seconds of packing; a process takes one to start.
+MIN_DOCUMENTS_PER_WORKER = 1 << 20
+
+
+def pack_folder(
+    location: str, sequence_length: int, *, workers: int | None, progress: ProgressCallback, ranks: Ranks
+) -> BestFitIndex:
+    """Pack a prepared folder for sequences of `sequence_length` tokens, and return its index; see `prepare` for the others.
+
+    Raises UserError where it is no finished folder of this machine, one of its shards is damaged, or the disk is full.
+    """
+    path = parse_location(location)
+    with ranks.raise_on_all():
+        if not is_local(path):
+            raise UserError(f"{location}: packing writes files: pack the folder that was uploaded, and upload what it adds")
+        TokenFolder.open(path)
+    with ExitStack() as stack:
+        ranks.decide_on_rank0(lambda: stack.enter_context(lock_folder(path)))
+        return _write_best_fit_index(path, sequence_length, workers=workers, progress=progress, ranks=ranks)
+
+
+def add_best_fit_index(
+    path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, ranks: Ranks
+) -> None:
+    """As `pack_folder`, of a folder that is held, unless it is packed for this length and nothing is missing or truncated."""
+    if not ranks.decide_on_rank0(lambda: _is_packed(TokenFolder.open(path), sequence_length)):
+        _write_best_fit_index(path, sequence_length, workers=workers, progress=progress, ranks=ranks)
+
+
+def _is_packed(folder: TokenFolder, sequence_length: int) -> bool:
+    try:
+        BestFitIndex.open(folder, sequence_length)
+    except UserError:
+        return False
+    return True
+
+
+def _write_best_fit_index(
+    path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, ranks: Ranks
+) -> BestFitIndex:
+    with ranks.raise_on_all():
+        folder, info = TokenFolder.open(path), ranks.rank_info
+        split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]
+        mine = shards[info.rank :: info.world_size]
+        useful = 1 + split.num_documents // MIN_DOCUMENTS_PER_WORKER
+        _open_cached.cache_clear()  # a file may have been restored since
+        pack = partial(_pack_shard, path, split.digest, sequence_length)
+        num_workers = workers or min(threads_per_rank(info.local_world_size), useful)
+        entries, show = [], progress if info.is_rank0 else lambda *step: None
+        show("packing", 0, len(mine), 0, 0)
+        with WorkerPool(num_workers) as pool:
+            for _, entry in pool.map_unordered(pack, mine):
+                entries.append(entry)
+                show("packing", len(entries), len(mine), 0, 0)
+    gathered = ranks.gather(entries)
+    ranks.decide_on_rank0(lambda: _write_manifests(folder, sequence_length, list(chain.from_iterable(gathered or ()))))
+    with ranks.raise_on_all():
+        return BestFitIndex.open(TokenFolder.open(path), sequence_length)
+
+
+@lru_cache(maxsize=1)
+def _open_cached(path: Path, digest: str) -> TokenFolder:
+    """Opened once in a process, and again if other tokens replaced them in the folder."""
+    folder = TokenFolder.open(path, check_sizes=False)
+    assert folder.split(TRAIN_SPLIT).digest == digest
+    return folder
+
+
+def _pack_shard(path: Path, digest: str, sequence_length: int, shard: ShardEntry) -> IndexEntry:
+    reader = ShardReader(_open_cached(path, digest), shard)
+    ends = reader.read_ends(0, len(reader.block_first_ends))
+    return write_index(path, shard.name, ends, sequence_length)
+
+
+def _write_manifests(folder: TokenFolder, sequence_length: int, entries: list[IndexEntry]) -> None:
+    order = {shard.name: number for number, shard in enumerate(folder.manifest.splits[TRAIN_SPLIT])}
+    entries.sort(key=lambda entry: order[entry.name])
+    content, digest = format_manifest(folder, sequence_length, entries)
+    atomic_write_text(folder.path / manifest_name(sequence_length), content)
+    best_fit = folder.manifest.best_fit | {str(sequence_length): digest}
+    atomic_write_json(folder.path / SHARDS_MANIFEST, asdict(replace(folder.manifest, best_fit=best_fit)))

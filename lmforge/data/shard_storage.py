@@ -1,0 +1,102 @@
+"""Where the files of token shards are: bytes by name and position, and which files a process waits for.
+
+Files are read with `os.preadv`: an I/O error of a network file system kills the process under mmap; under pread it is an
+exception, and the read is repeated.
+"""
+
+import io
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from lmforge.untrusted import MAX_MANIFEST_BYTES, read_bounded
+
+# The usual limit of a process is 1,024.
+MAX_OPEN_FILES = 256
+RETRY_DELAYS_SECONDS = (0.05, 0.5, 2.0)
+
+T = TypeVar("T")
+
+
+class ShardStorage(Protocol):
+    """The files of one folder by name. Methods raise OSError; safe to call from several threads."""
+
+    path: Path
+    read_threads: int  # how many sequences are read at once
+
+    def retry_delays(self) -> Sequence[float]:
+        """Seconds to wait before each repetition of a read that failed."""
+
+    def read_file(self, name: str) -> bytes:
+        """A manifest, whole."""
+
+    def pread(self, name: str, out: memoryview, offset: int) -> int:
+        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at the end of the file."""
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """The size of each file, in bytes."""
+
+    def discard(self, name: str, offset: int, size: int) -> None:
+        """Forget what is kept of a span of a file that could not be read or verified, so that it is fetched anew."""
+
+
+class LocalStorage:
+    """A folder of this machine or of a network file system."""
+
+    read_threads = 1
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._root = path, str(path)
+        self._open = lru_cache(MAX_OPEN_FILES)(io.FileIO)
+
+    def retry_delays(self) -> Sequence[float]:
+        return RETRY_DELAYS_SECONDS
+
+    def read_file(self, name: str) -> bytes:
+        return read_bounded(self.path / name, MAX_MANIFEST_BYTES)
+
+    def pread(self, name: str, out: memoryview, offset: int) -> int:
+        file = self._open(f"{self._root}/{name}")
+        try:
+            return os.preadv(file.fileno(), [out], offset)
+        except OSError as error:
+            raise OSError(error.errno, f"reading at byte {offset} failed ({error.strerror})") from error
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return [os.stat(f"{self.path}/{name}").st_size for name in names]
+
+    def discard(self, name: str, offset: int, size: int) -> None:
+        # A stale network handle stays stale. Files are not closed, since another thread may be reading from them.
+        self._open.cache_clear()
+
+
+_reads: dict[int, tuple[Path, str, float]] = {}  # those in progress, by identity: the file, and since when
+
+
+def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], read: Callable[[], T]) -> T:
+    """Call `read`, which reads `span` (offset, size) of a file, until it succeeds. Raises the last OSError.
+
+    Nothing is remembered of the span between attempts. `slow_read` names the file meanwhile.
+    """
+    delays, entry = iter(storage.retry_delays()), (storage.path, name, time.monotonic())
+    _reads[id(entry)] = entry
+    try:
+        while True:
+            try:
+                return read()
+            except OSError:
+                storage.discard(name, *span)
+                if (delay := next(delays, None)) is None:
+                    raise
+                time.sleep(delay)
+    finally:
+        del _reads[id(entry)]
+
+
+def slow_read(seconds: float) -> str | None:
+    """The file that this process has waited for longest, if for at least so many seconds."""
+    folder, name, since = min(_reads.copy().values(), key=lambda read: read[2], default=("", "", float("inf")))
+    return f"{folder}/{name}" if time.monotonic() - since >= seconds else None

@@ -1,0 +1,197 @@
+"""Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder. They need the extra `hf`."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import xxhash
+
+from lmforge.data.sources.records import ReadProgress
+from lmforge.data.sources.text_sources import SourceFile, list_files, stat_file
+from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_document
+from lmforge.errors import UserError, how_to_install
+from lmforge.hub import (
+    DOWNLOAD_RECORD,
+    LOOKUP_SECONDS,
+    MAX_INDEX_BYTES,
+    HubFile,
+    cache_folder,
+    hub_errors_as_user_errors,
+    is_hub_name,
+    offline_message,
+    parse_model_name,
+)
+from lmforge.untrusted import read_json
+
+# Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
+SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
+DEFAULT_SPLIT = "train"
+UNIT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class DatasetLocation:
+    """What opens one split of a dataset again in another process. `revision` is a commit of the hub, else None."""
+
+    spec: str
+    subset: str | None
+    split: str
+    revision: str | None
+
+    @lru_cache(maxsize=1)  # noqa: B019 (a process reads many units of one dataset)
+    def open(self) -> Any:
+        """The `Dataset` or `IterableDataset`. Raises UserError naming what is wrong."""
+        with _library_errors(self.spec):
+            return self._load()
+
+    def _load(self) -> Any:
+        import datasets
+
+        path = Path(self.spec).expanduser()
+        if (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file():
+            loaded = datasets.load_from_disk(str(path))
+            if isinstance(loaded, datasets.DatasetDict):
+                if self.split not in loaded:
+                    raise UserError(f"{self.spec}: no split {self.split!r}: there are {', '.join(sorted(loaded))}")
+                loaded = loaded[self.split]
+            return loaded
+        if path.is_dir():
+            return datasets.load_dataset(str(path), self.subset, split=self.split, streaming=True)
+        assert self.revision is not None
+        name = parse_model_name(self.spec)[0]
+        if downloaded := find_cached_dataset(name, self.revision):  # no network is needed
+            return datasets.load_dataset(str(downloaded), self.subset, split=self.split, streaming=True)
+        return datasets.load_dataset(name, self.subset, split=self.split, revision=self.revision, streaming=True)
+
+
+@contextmanager
+def _library_errors(spec: str) -> Iterator[None]:
+    """What `datasets` and the hub raise, of which there are dozens, as UserError in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{spec}: cannot be read as a Hugging Face dataset: {words}") from error
+
+
+@dataclass(frozen=True)
+class DatasetUnit(SourceUnit):
+    """One of `num_shards` parts of a dataset, of rows that follow each other."""
+
+    location: DatasetLocation
+    shard: int
+    num_shards: int
+    size: int
+    text_field: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.shard}"
+
+    def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
+        dataset = self.location.open()
+        with _library_errors(self.location.spec):
+            part = dataset.shard(self.num_shards, self.shard, contiguous=True)
+            if not all_fields and part.column_names is not None:
+                part = part.select_columns([self.text_field])
+            for number, row in enumerate(part):
+                place = partial("{}, row {} of part {}".format, self.location.spec, number + 1, self.shard + 1)
+                yield record_document(row, self.text_field, place)
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """One split of a dataset. `files` are those of a local folder; of one on the hub the revision says what is in it."""
+
+    spec: str
+    location: DatasetLocation
+    text_field: str
+    files: tuple[SourceFile, ...]
+
+    is_tokenized: ClassVar[bool] = False
+    skipped_kinds: ClassVar[tuple[tuple[str, int], ...]] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files of a local folder; 0 for one on the hub."""
+        return sum(file.size for file in self.files)
+
+    def fingerprint(self) -> str:
+        """A hash that changes with the files or the revision, and with what is read of them."""
+        files = [(file.name, file.size, file.modified_ns) for file in self.files]
+        where = self.location
+        content = [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
+        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+    def units(self) -> list[SourceUnit]:
+        """All units of work, in a fixed order. Raises UserError for a dataset without the column."""
+        dataset = self.location.open()
+        with _library_errors(self.spec):
+            names = dataset.column_names or sorted(next(iter(dataset), {}))
+            if self.text_field not in names:
+                listed = ", ".join(sorted(names)) or "none"
+                raise UserError(f"{self.spec}: no column {self.text_field!r}: there are {listed}{TEXT_FIELD_HINT}")
+            # A streamed dataset is divided by its files.
+            shards = getattr(dataset, "num_shards", None) or max(1, min(len(dataset), -(-self.size // UNIT_BYTES)))
+        size = self.size // shards
+        return [DatasetUnit(self.location, shard, shards, size, self.text_field) for shard in range(shards)]
+
+
+def is_dataset(spec: str, split: str | None, subset: str | None) -> bool:
+    """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a folder with a split named."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return bool(split or subset) or (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file()
+    return is_hub_name(spec)
+
+
+def open_dataset_source(spec: str, text_field: str, split: str | None, subset: str | None) -> DatasetSource:
+    """One split of a dataset that `is_dataset`, by default "train". Raises UserError if it cannot be found or the extra `hf` is
+    missing."""
+    if find_spec("datasets") is None:
+        raise UserError(f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    path, files, revision = Path(spec).expanduser(), [], None
+    if path.is_dir():
+        files = sorted((stat_file(file, path) for file in list_files(path)), key=lambda file: file.name)
+    else:
+        with _library_errors(spec):
+            name, requested = parse_model_name(spec)
+            downloaded = find_cached_dataset(name, requested)
+            revision = downloaded.name if downloaded else _find_commit(name, requested)
+    return DatasetSource(spec, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field, tuple(files))
+
+
+def _find_commit(name: str, revision: str) -> str:
+    """The commit of a data set on the hub. Raises UserError where it cannot be asked; what else it answers passes."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
+        raise UserError(offline_message(name, revision, "dataset"))
+    try:
+        return str(HfApi().dataset_info(name, revision=revision, timeout=LOOKUP_SECONDS).sha)
+    except Exception as problem:
+        if getattr(problem, "response", None) is not None:
+            raise
+        with hub_errors_as_user_errors(name, revision, kind="dataset"):
+            raise
+
+
+def find_cached_dataset(name: str, revision: str) -> Path | None:
+    """The folder in which the cache has all of this data set, of a commit that is its name, else None. Does not ask the hub."""
+    root = cache_folder() / f"datasets--{name.replace('/', '--')}"
+    reference = root / "refs" / revision
+    with suppress(OSError, UserError, KeyError):
+        folder = root / "snapshots" / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
+        record = read_json(folder / DOWNLOAD_RECORD, dict[str, list[HubFile]], max_bytes=MAX_INDEX_BYTES)
+        if all((folder / file.name).stat().st_size == file.size for file in record["files"]):
+            return folder
+    return None

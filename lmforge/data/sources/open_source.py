@@ -1,0 +1,80 @@
+"""Any corpus by what names it: text, tokens that others made, or a Hugging Face dataset."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lmforge.data.sources.hf_dataset import is_dataset, open_dataset_source
+from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
+from lmforge.data.sources.records import content_suffix
+from lmforge.data.sources.text_sources import known_suffixes, list_files, open_text_source
+from lmforge.data.sources.token_files import TokenUnit, find_token_files, open_token_source
+from lmforge.data.sources.units import SourceUnit
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
+
+
+class Source(Protocol):
+    """A corpus. `skipped_kinds` counts files of a folder that are not read, by suffix."""
+
+    @property
+    def spec(self) -> str: ...
+
+    @property
+    def skipped_kinds(self) -> tuple[tuple[str, int], ...]: ...
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether its units are `TokenUnit`s."""
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk, 0 where that is not known."""
+
+    def fingerprint(self) -> str:
+        """A hash that changes with what is read."""
+
+    def units(self) -> Sequence[SourceUnit | TokenUnit]:
+        """All units of work, in a fixed order."""
+
+
+def open_source(
+    spec: str,
+    *,
+    text_field: str = "text",
+    text_suffixes: Collection[str] = (),
+    tokenizer: Tokenizer | None = None,
+    separator_id: int | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    readers: PluginReaders = NO_READERS,
+) -> Source:
+    """The corpus that `spec` names; see `open_text_source`, `open_token_source` and `open_dataset_source`.
+
+    Tokens need the tokenizer that made them; without one, .bin files in a folder of text are taken for something else. Raises
+    UserError if there is nothing to read, or for an option that is of no use with this source.
+    """
+    dataset = is_dataset(spec, split, subset)
+    if not dataset and (split or subset):
+        raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not: leave them out")
+    tokens = [] if dataset else find_token_files(spec)
+    texts = [] if not tokens or Path(spec).expanduser().is_file() else _find_text(Path(spec).expanduser())
+    if tokens and texts and tokenizer is None:
+        tokens = []
+    if separator_id is not None and not tokens:
+        raise UserError(f"{spec}: separator_id is of tokens that are imported, and this is text: leave it out")
+    if dataset:
+        return open_dataset_source(spec, text_field, split, subset)
+    if not tokens:
+        return open_text_source(spec, text_field, text_suffixes, readers)
+    if tokenizer is None:
+        raise UserError(f"{spec}: tokens, of which nothing says what they mean: name their tokenizer with --tokenizer")
+    if texts:
+        raise UserError(f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}): name a file, or part them")
+    return open_token_source(spec, tokens, tokenizer, separator_id)
+
+
+def _find_text(folder: Path) -> list[Path]:
+    """Files of text in a folder, sorted, except what fms-fsdp keeps beside its tokens: counts of documents."""
+    files = (path for path in list_files(folder) if content_suffix(path.name) in known_suffixes() and path.suffix != ".json")
+    return sorted(path for path in files if not (path.parent.name == "meta" and path.name.endswith("counts.csv")))

@@ -1,0 +1,168 @@
+"""Models and what is done with them, for programs: build, load, generate, evaluate, save, export."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from lmforge.cluster.distributed import init_distributed
+from lmforge.config.options import validate_options
+from lmforge.config.verbs import ExportOptions
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
+from lmforge.evaluate.measure_loss import measure_loss
+from lmforge.generate import engine, model_loading
+from lmforge.generate.model_loading import LoadedModel, resolve_device_and_dtype
+from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.model import build_model as build_module
+from lmforge.model.init_weights import init_weights
+from lmforge.model.layers import LanguageModel
+from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.verbs.export import DTYPES, companion_files, export_checkpoint
+
+
+def build_model(
+    config: str | Path = "nano", *, vocab_size: int | None = None, seed: int = 0, device: str = "cpu", **fields: Any
+) -> LanguageModel:
+    """A model with random weights, in fp32.
+
+    config      a preset (`lmforge show presets`), or a Hugging Face folder, whose weights are not read
+    vocab_size  entries of the tokenizer; None: as the config says
+    device      "cpu", "cuda", or "meta": without memory, for `parallelize`, which then draws the weights of each rank's part
+    fields      further fields of the config by their names in config.json, such as num_hidden_layers=2
+
+    Raises UserError for a config that cannot be built.
+    """
+    model = build_module(resolve_model_config(config, fields, vocab_size), device)
+    return model if device == "meta" else init_weights(model, seed)
+
+
+def open_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of prepared data, a run's checkpoint, a Hugging Face folder, or a tokenizer.json.
+
+    `encode(text)` gives ids, `decode(ids)` text; it has `vocab_size` and `eos_token_id`. Raises UserError where there is none.
+    """
+    inside = Path(path) / "tokenizer"
+    return Tokenizer.open(inside if inside.is_dir() else path)
+
+
+def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """The model of a run, a checkpoint, a Hugging Face folder or name, or a PEFT folder, in eval mode, with its tokenizer.
+
+    device  "auto" (cuda where there is one), "cpu" or "cuda"
+    dtype   "auto" (bf16 where the hardware supports it), "fp32" or "bf16"
+
+    Has `model`, `config`, `tokenizer` and `path`. Raises UserError where there is no model.
+    """
+    return model_loading.load_model(Path(path), *resolve_device_and_dtype(device, dtype))
+
+
+def generate_text(
+    model: LoadedModel,
+    prompts: str | Sequence[str],
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """What the model writes after each prompt, without the prompt. A seed always gives the same; temperature 0 is greedy."""
+    completions = engine.generate(
+        model.model,
+        model.tokenizer,
+        [prompts] if isinstance(prompts, str) else prompts,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature, top_k, top_p),
+        seed=seed,
+        prefix_ids=model.prefix_ids,
+        stop_token_ids=model.stop_token_ids,
+    )
+    return [completion.text for completion in completions]
+
+
+def evaluate_model(
+    model: LoadedModel,
+    data: str | Path | None = None,
+    *,
+    split: str = "validation",
+    sequences: int | None = None,
+    sequence_length: int | None = None,
+    batch_size: int = 16,
+) -> dict[str, Any]:
+    """Loss (nats per token), perplexity and bits_per_byte of a model, by these names, with what was measured on what.
+
+    data   prepared data, or files of text or conversations; None: what the model was trained on
+    split  "validation" or "train" of prepared data
+
+    Other arguments as in `lmforge evaluate`. Raises UserError for data that cannot be used.
+    """
+    with init_distributed(next(model.model.parameters()).device.type) as dist_ctx:
+        return measure_loss(
+            model,
+            dist_ctx,
+            data=None if data is None else Path(data),
+            split=split,
+            sequences=sequences,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+        )
+
+
+def save_model(
+    model: LanguageModel | ParallelModel | LoadedModel,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model that is in memory as a Hugging Face folder, whole or not at all.
+
+    model      of a `ParallelModel` every rank calls it, and rank 0 writes; not of engine fsdp1 or a pipeline
+    tokenizer  of `open_tokenizer`, written beside the weights; None: of a `LoadedModel` its own, else none
+    dtype      "fp32", "bf16" or "fp16"; None: as it is
+
+    Raises UserError for a folder that exists, unless `overwrite` and it is that of a model.
+    """
+    module: Any = model.model if isinstance(model, ParallelModel | LoadedModel) else model
+    tensors = dict(module.named_parameters())
+    if isinstance(model, ParallelModel):
+        if model.engine == "fsdp1" or model.pipeline_rank or model.parameter_shapes.keys() != tensors.keys():
+            raise UserError(f"{folder}: the parts of engine {model.engine} cannot be put together here; use fsdp2")
+        tensors = model.state_dict(None, lambda module, optimizer: {})["model"]  # type: ignore[arg-type]
+        tensors = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+    if isinstance(model, LoadedModel) and tokenizer is None:
+        tokenizer = model.tokenizer
+    files = {**companion_files(tokenizer, module.config, None), **tokenizer.files} if tokenizer is not None else None
+    write = partial(
+        export_folder,
+        {name: tensor.detach().cpu() for name, tensor in tensors.items()},
+        module.config,
+        folder,
+        dtype=DTYPES[dtype] if dtype else None,
+        overwrite=overwrite,
+        extra_files=files,
+    )
+    if isinstance(model, ParallelModel):
+        model.dist_ctx.decide_on_rank0(write)
+    else:
+        write()
+
+
+def export_model(
+    run: str | Path, folder: str | Path, *, dtype: str = "fp32", adapters: bool = False, overwrite: bool = False
+) -> None:
+    """Write a checkpoint, or the newest one of a run, as a Hugging Face folder, as `lmforge export` does, in bounded memory.
+
+    dtype     "fp32", "bf16" or "fp16"
+    adapters  the adapters alone, in PEFT's layout
+
+    Raises UserError where there is no checkpoint, or the folder exists.
+    """
+    given = {"model": str(run), "out": str(folder), "dtype": dtype, "adapters": adapters, "overwrite": overwrite}
+    export_checkpoint(validate_options(ExportOptions, given))

@@ -1,0 +1,96 @@
+"""Which kernel computes attention over whole sequences, and why: it follows from the device, the dtype and the model.
+
+Variable-length flash attention computes only the scores within documents, and needs no mask. FlexAttention takes any mask
+and any dtype. Dense SDPA is left for CPUs, where FlexAttention has no backward pass, and for heads too small for the others.
+"""
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import attention as torch_attention
+
+VARLEN, FLEX, DENSE = "varlen", "flex", "dense"
+# The smallest head_dim that FlexAttention takes; flash attention takes multiples of 8 up to 256.
+FLEX_MIN_HEAD_DIM = 16
+FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
+# What is asked of torch's function, whose arguments came with different versions.
+_ARGUMENTS = {"window_size", "enable_gqa"}
+# By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
+_FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
+
+
+@cache
+def load_varlen_attn() -> Any:
+    """torch's varlen_attn; None where it is missing or cannot do all that is needed.
+
+    It is imported on demand: it imports torch._dynamo, which takes over a second.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= _ARGUMENTS else None
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """`name` is VARLEN, FLEX or DENSE; `reason` says why it is not one that comes before, and is empty for VARLEN."""
+
+    name: str
+    reason: str = ""
+
+
+def choose_attention_backend(
+    device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, *, context_parallel: bool
+) -> AttentionBackend:
+    """The backend for queries of this dtype and head_dim on a device of this compute capability ((0, 0) of a CPU)."""
+    if device_type != "cuda":
+        return AttentionBackend(DENSE, f"on {device_type}")
+    if head_dim < FLEX_MIN_HEAD_DIM:
+        return AttentionBackend(DENSE, f"head_dim {head_dim}")
+    if context_parallel:
+        return AttentionBackend(FLEX, "context parallelism")
+    if load_varlen_attn() is None:
+        return AttentionBackend(FLEX, f"torch {torch.__version__} has no variable-length flash attention for all models")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return AttentionBackend(FLEX, str(dtype).removeprefix("torch."))
+    if head_dim % FLASH_HEAD_DIM_MULTIPLE or head_dim > FLASH_MAX_HEAD_DIM:
+        return AttentionBackend(FLEX, f"head_dim {head_dim}")
+    if capability < (8, 0):
+        return AttentionBackend(FLEX, f"compute capability {capability[0]}.{capability[1]}")
+    return AttentionBackend(VARLEN)
+
+
+@cache
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool) -> AttentionBackend:
+    """The backend of this device. Activates the fastest flash attention that is installed."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    backend = choose_attention_backend(device.type, capability, dtype, head_dim, context_parallel=context_parallel)
+    if backend.name == VARLEN:
+        flash_implementation(capability[0])
+    return backend
+
+
+@cache
+def flash_implementation(capability_major: int) -> str:
+    """Activate flash attention 3 or 4 where its package is installed and made for this GPU: "FA2" is torch's own."""
+    wanted = _FLASH_IMPLEMENTATIONS.get(capability_major)
+    if wanted is None or not hasattr(torch_attention, "activate_flash_attention_impl"):
+        return "FA2"
+    try:
+        torch_attention.activate_flash_attention_impl(wanted)
+    except (ImportError, RuntimeError, ValueError):  # not installed, without the kernels, or unknown to this torch
+        return "FA2"
+    return wanted
+
+
+def describe_attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool) -> str:
+    """The backend of this device in words, for logs."""
+    backend = attention_backend(device, dtype, head_dim, context_parallel=context_parallel)
+    if backend.name == VARLEN:
+        return f"variable-length flash ({flash_implementation(torch.cuda.get_device_capability(device)[0])})"
+    kind = "FlexAttention, block mask" if backend.name == FLEX else "SDPA, dense mask"
+    return f"{kind} ({backend.reason})"

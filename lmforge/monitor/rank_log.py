@@ -1,0 +1,152 @@
+"""The log of a rank in one attempt, `logs/attempt-1/rank-3.log`: every line with its time, and how the rank failed.
+
+The first line says where the rank runs. Ranks other than 0 print to their log, also what libraries in C write. Rank 0 prints
+to the terminal; what it writes to standard error is in its log too. `log_files.py` reads logs and `failures.py` says which
+rank failed first.
+"""
+
+import faulthandler
+import io
+import os
+import platform
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.errors import PeerLost
+
+# Beginnings of the line that says how a rank failed: by itself, or because of another rank.
+FAILED, PEER_FAILED = "FAILED at ", "PEER FAILED at "
+# What gloo and NCCL say when the other end is gone.
+PEER_LOST_PATTERN = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
+)
+# What they say when the other end does not come: the rank that says it waited for another.
+TIMED_OUT_PATTERN = re.compile(r"Timed out waiting|[Ww]ait timeout|[Cc]ollective operation timeout|[Ss]ocket [Tt]imeout")
+
+
+def stamp_lines(text: str) -> str:
+    """Lines of text, each after the time of now; the last one is ended."""
+    now = _now()
+    return "".join(f"{now} {line}\n" for line in text.removesuffix("\n").split("\n"))
+
+
+def _now() -> str:
+    """The time with milliseconds and the offset from UTC: hosts may be in different time zones."""
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def is_caused_by_peer(problem: BaseException) -> bool:
+    """Whether a rank failed because another one did, or did not come: it is not where to look for the cause."""
+    if isinstance(problem, PeerLost) or getattr(problem, "raised_on_peer", False):
+        return True
+    text = str(problem)
+    return isinstance(problem, RuntimeError) and bool(PEER_LOST_PATTERN.search(text) or TIMED_OUT_PATTERN.search(text))
+
+
+class StampedFile(io.TextIOWrapper):
+    """A text file that puts the time before each line. Threads may write to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock, self._is_at_line_start = threading.Lock(), True
+        file = open(path, "ab")  # noqa: SIM115 - closed with this one
+        super().__init__(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            for line in re.findall(r"[^\n]*\n|[^\n]+", text):
+                super().write(f"{_now()} {line}" if self._is_at_line_start else line)
+                self._is_at_line_start = line.endswith("\n")
+        return len(text)
+
+
+class _TeeToLog:
+    """Standard error of rank 0: what is written goes to the terminal and to the log."""
+
+    def __init__(self, terminal: TextIO, log: StampedFile) -> None:
+        self.terminal, self.original, self._log = terminal, terminal, log
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # a full disk; a log that is closed
+            self._log.write(text)
+        return self.terminal.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+def terminal_stderr() -> TextIO:
+    """Standard error without the log, for what is written to the log anyway."""
+    return sys.stderr.terminal if isinstance(sys.stderr, _TeeToLog) else sys.stderr
+
+
+def redirect_terminal(replace: Callable[[TextIO], TextIO] | None) -> None:
+    """What rank 0 writes to standard error goes to `replace(terminal)` from now on, besides the log; None: to the terminal."""
+    if isinstance(sys.stderr, _TeeToLog):
+        sys.stderr.terminal = replace(sys.stderr.original) if replace else sys.stderr.original
+
+
+def write_to_terminal(text: str) -> None:
+    """Write to the launcher's standard error, which a rank has even where its output goes to a file."""
+    if isinstance(sys.stderr, _TeeToLog) and sys.stderr.terminal is not sys.stderr.original:
+        sys.stderr.terminal.write(text)
+        return
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, text.encode())
+
+
+class RankLog:
+    """The log of this rank, at `path`, from now on until `close`. Raises OSError where it cannot be opened."""
+
+    def __init__(self, path: Path, rank_info: RankInfo, attempt: int) -> None:
+        self.path = path
+        self._file = StampedFile(path)
+        rank, world_size = rank_info.rank, rank_info.world_size
+        self._file.write(f"attempt {attempt}, rank {rank} of {world_size} on {platform.node()}, process {os.getpid()}\n")
+        # A rank that crashes in C writes its Python stacks, unless the user has said where.
+        self._reports_crashes = not faulthandler.is_enabled()
+        if self._reports_crashes:
+            faulthandler.enable(self._file, all_threads=True)
+        self._stderr = sys.stderr
+        if rank_info.is_rank0:
+            sys.stderr = _TeeToLog(sys.stderr, self._file)
+        else:
+            self._take_output()
+
+    def _take_output(self) -> None:
+        """Send all output of this process to the log, apart from `sys.__stdout__` and `sys.__stderr__`: they stay what they
+        were, for the few lines of this rank that are for the terminal."""
+        for descriptor, name in ((1, "__stdout__"), (2, "__stderr__")):
+            stream = getattr(sys, name)
+            if stream is not None and stream.fileno() == descriptor:
+                stream.flush()
+                setattr(sys, name, open(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace", buffering=1))  # noqa: SIM115
+            os.dup2(self._file.fileno(), descriptor)
+        sys.stdout = sys.stderr = self._file
+
+    def write_failure(self, problem: BaseException, progress: str) -> None:
+        """Write that this rank failed at `progress`, with the traceback, and whether another rank caused it.
+
+        The exception's `log_path` is this log from then on. A disk that is full does not hide the failure.
+        """
+        beginning = PEER_FAILED if is_caused_by_peer(problem) else FAILED
+        what = " ".join(traceback.format_exception_only(problem)[-1].split())
+        with suppress(OSError, ValueError):
+            lines = "".join(traceback.format_exception(problem)).splitlines()
+            calls = [line for line in lines if line.strip(" ^~")]  # without the marks below each call
+            self._file.write("\n".join([f"{beginning}{progress}: {what}", *calls, ""]))
+            problem.log_path = self.path  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Restore what rank 0 writes to, and crash reports. Ranks other than 0 go on printing to their log."""
+        if self._reports_crashes:
+            faulthandler.disable()
+        if isinstance(sys.stderr, _TeeToLog):
+            sys.stderr = self._stderr
+            self._file.close()

@@ -1,0 +1,152 @@
+"""What GPUs and networks can do by their data sheets: the file hardware.toml beside this one, and a user's own in its form.
+
+The one place with such figures: MFU (`peak_flops`) and predictions read them here. No torch.
+"""
+
+import difflib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmforge.errors import UserError
+from lmforge.untrusted import check_content, cut, read_toml
+
+HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
+# Of a GPU's memory, what its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and 139.8 of a "141 GB" H200.
+DRIVER_FRACTION = 0.015
+GB = 10**9
+Amount = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class GPU(BaseModel):
+    """A device. Units are in the names; hardware.toml says what each figure is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=80)
+    matches: str = Field("", max_length=80)
+    memory_gb: Amount
+    memory_gb_s: Amount
+    tflops: dict[str, Amount]
+    link_gb_s: Amount
+    pcie_gb_s: Amount = 32.0
+    sms: int = Field(100, gt=0, le=10**6)
+    watts: Amount = 500.0
+    power_limit_watts: Amount | None = None
+    product_fraction: Fraction = 0.75
+    product_source: str = ""
+    attention_fractions: tuple[Fraction, Fraction] = (0.35, 0.3)
+    source: str = "the user's own table"
+
+    @property
+    def memory_bytes(self) -> int:
+        """What torch can see of it."""
+        return int(self.memory_gb * 2**30 * (1 if self.is_cpu else 1 - DRIVER_FRACTION))
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    @property
+    def power_factor(self) -> float:
+        """How fast its products are under `power_limit_watts`: power grows with the cube of the clock."""
+        limit = self.watts if self.power_limit_watts is None else self.power_limit_watts
+        return min(1.0, (limit / self.watts) ** (1 / 3))
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense FLOP/s; None where the chip has no such arithmetic."""
+        # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
+        teraflops = self.tflops.get(dtype, self.tflops.get("bf16") if dtype == "fp16" else None)
+        return None if teraflops is None else teraflops * 1e12
+
+
+class Network(BaseModel):
+    """What connects hosts: `ports` for each GPU, or with `per_host` for each host."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=80)
+    gb_s: Amount
+    ports: int = Field(1, gt=0, le=64)
+    per_host: bool = False
+    latency_us: Amount = 10.0
+    source: str = "the user's own table"
+
+    def host_bytes_per_second(self, gpus_per_host: int) -> float:
+        """Of all ports of a host, in one direction."""
+        return self.gb_s * GB * self.ports * (1 if self.per_host else gpus_per_host)
+
+
+class Hardware(BaseModel):
+    """The content of a hardware file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: tuple[GPU, ...] = ()
+    networks: tuple[Network, ...] = ()
+
+    def gpu(self, name: str) -> GPU:
+        """The GPU of a name. Raises UserError with the nearest names."""
+        known = {each.name: each for each in self.gpus}
+        if name.lower() not in known:
+            raise UserError(f"--gpu_type: {_unknown(name, list(known))}, or describe it in a file for --hardware")
+        return known[name.lower()]
+
+    def network(self, name: str) -> Network:
+        """The network of a name. Raises UserError with the nearest names."""
+        known = {each.name: each for each in self.networks}
+        if name.lower() not in known:
+            raise UserError(f"--network: {_unknown(name, list(known))}")
+        return known[name.lower()]
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(cut(name).lower(), known, n=3, cutoff=0.3) or known
+    return f'no "{cut(name)}"; nearest: {", ".join(near)}'
+
+
+@cache
+def data_sheets() -> Hardware:
+    """hardware.toml."""
+    return Hardware(**read_toml(HARDWARE_FILE))
+
+
+def read_hardware(path: Path | None) -> Hardware:
+    """hardware.toml, with the entries of a user's file before them. Raises UserError for a file that is not one."""
+    if path is None:
+        return data_sheets()
+    try:
+        own = check_content(read_toml(path), Hardware, str(path))
+    except FileNotFoundError:
+        raise UserError(f"--hardware: {path}: no such file") from None
+    gpus = tuple(gpu.model_copy(update={"name": gpu.name.lower()}) for gpu in own.gpus)
+    networks = tuple(network.model_copy(update={"name": network.name.lower()}) for network in own.networks)
+    own_names = {gpu.name for gpu in gpus} | {network.name for network in networks}
+    return Hardware(
+        gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_names)),
+        networks=(*networks, *(each for each in data_sheets().networks if each.name not in own_names)),
+    )
+
+
+def find_gpu(device_name: str) -> GPU | None:
+    """The GPU that torch.cuda.get_device_name() calls so; None where it is not in the file."""
+    return next((gpu for gpu in data_sheets().gpus if gpu.matches and _is_found(gpu.matches, device_name)), None)
+
+
+def _is_found(name: str, text: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", text) is not None
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """The peak of a device in FLOP/s; None where it is not known.
+
+    Args:
+        device_name: as torch.cuda.get_device_name() gives it.
+        dtype: of the matrix products: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
+    """
+    gpu = find_gpu(device_name)
+    return None if gpu is None else gpu.peak_flops(dtype)

@@ -1,0 +1,156 @@
+"""One block of the model, counted for one micro-batch on one rank: what it multiplies, and what it keeps and moves.
+
+Blocks are alike, so that a model is an embedding, a block many times, and a head. What a compiled block keeps was read off
+the partition that torch's AOT autograd makes of it (tests/plan/test_saved_bytes.py compares the two); what an uncompiled one
+keeps is in plan/activations.py.
+"""
+
+from dataclasses import dataclass
+
+from lmforge.model.config import ModelConfig
+from lmforge.plan.activations import FP32_BYTES, block_activation_bytes
+from lmforge.plan.prediction.setting import Setting
+
+# Kernels that a block launches in its forward pass.
+EAGER_KERNELS, COMPILED_KERNELS = 60, 20
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a block's forward pass: [tokens, inputs] x [inputs, outputs]; `kept` by selective-ops."""
+
+    inputs: int
+    outputs: int
+    kept: bool
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What a block costs a rank.
+
+    parameters: of the rank's part of the block, before FSDP shards it.
+    attention_flops: of the forward pass, with the causal half left out.
+    forward_bytes, backward_bytes: moved by element-wise operators, which includes norms.
+    saved_bytes: kept from forward to backward. recomputed_bytes: what the backward pass computes again, and then holds too.
+    input_bytes: the hidden states that the block is given.
+    feed_forward_bytes: the largest of its arrays [tokens, intermediate_size].
+    """
+
+    parameters: int
+    products: tuple[Product, ...]
+    attention_flops: float
+    forward_bytes: float
+    backward_bytes: float
+    saved_bytes: int
+    recomputed_bytes: int
+    input_bytes: int
+    feed_forward_bytes: int
+
+
+def block_parameters(config: ModelConfig) -> int:
+    """Parameters of one block."""
+    width, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    if config.family == "gpt2":
+        return width * (2 * (queries + keys) + 2 * inner) + 5 * width + inner + 4 * width
+    count = width * (2 * (queries + keys) + 3 * inner) + 2 * width
+    count += config.attention_bias * (queries + 2 * keys) + config.attention_output_bias * width
+    return count + config.mlp_bias * (2 * inner + width) + config.qk_norm * 2 * config.head_dim
+
+
+def block_shapes(config: ModelConfig, tensor: int) -> list[tuple[int, int]]:
+    """(rows, columns) of a block's parameters on a rank; vectors together, as columns of a tensor as wide as the model."""
+    matrices = [(each.outputs, each.inputs) for each in block_products(config, tensor)]
+    if config.family == "gpt2":  # which keeps them transposed
+        matrices = [(columns, rows) for rows, columns in matrices]
+    rest = block_parameters(config) // tensor - sum(rows * columns for rows, columns in matrices)
+    return [*matrices, (config.hidden_size, max(1, rest // config.hidden_size))]
+
+
+def block_products(config: ModelConfig, tensor: int) -> tuple[Product, ...]:
+    """In the order of the forward pass, of which selective-ops keeps every second one."""
+    width, inner = config.hidden_size, config.intermediate_size // tensor
+    queries = config.num_attention_heads * config.head_dim // tensor
+    keys = config.num_key_value_heads * config.head_dim // tensor
+    if config.family == "gpt2":
+        sizes = [(width, 3 * queries), (queries, width), (width, inner), (inner, width)]
+    else:
+        sizes = [(width, queries), (width, keys), (width, keys), (queries, width), (width, inner), (width, inner)]
+        sizes.append((inner, width))
+    return tuple(Product(*size, kept=number % 2 == 0) for number, size in enumerate(sizes))
+
+
+def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, tensor: int = 1) -> int:
+    """What a compiled block keeps without checkpointing: its input, both norms' outputs, queries, keys, values, attention's
+    output with its log-sum-exps, the sum of attention's branch, and the feed-forward's wide arrays."""
+    width, inner = config.hidden_size, config.intermediate_size // tensor
+    heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
+    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    residual = dtype_bytes * 2 * width // tensor  # the block's input, and attention's branch
+    normed = dtype_bytes * 2 * width
+    is_llama = config.family == "llama"
+    scales = (2 if is_llama else 4) * FP32_BYTES
+    attention = dtype_bytes * (2 * queries + 2 * keys) + FP32_BYTES * heads
+    if config.qk_norm:
+        attention += dtype_bytes * (queries + keys) + FP32_BYTES * (heads + kv_heads)
+    return tokens * (residual + normed + scales + attention + dtype_bytes * (3 if is_llama else 2) * inner)
+
+
+def _eager_saved_bytes(setting: Setting, dense_mask: bool) -> int:
+    length = setting.sequence_length // setting.context
+    model, tensor = setting.model, setting.tensor
+    saved = block_activation_bytes(
+        model, setting.micro_batch_size, length, dtype_bytes=setting.dtype_bytes, dense_mask=dense_mask
+    )
+    if tensor == 1:
+        return saved
+    # Between attention and feed-forward a rank has its part of the sequence; both are given all of it.
+    return saved // tensor + 2 * setting.tokens * model.hidden_size * setting.dtype_bytes
+
+
+def _kept_by_selection(setting: Setting) -> int:
+    """What selective-ops keeps of a block: its input, attention, and every second product; a compiled block needs no output."""
+    model, tensor, number_bytes = setting.model, setting.tensor, setting.dtype_bytes
+    products = block_products(model, tensor)
+    kept = sum(product.outputs for product in (products[:-1] if setting.compiled else products) if product.kept)
+    heads = model.num_attention_heads // tensor
+    per_token = number_bytes * (model.hidden_size // tensor + kept + heads * model.head_dim) + FP32_BYTES * heads
+    return setting.tokens * per_token
+
+
+def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
+    """The costs of a block; `checkpointed` says whether `activation_checkpointing` applies to this one."""
+    model, tensor, number_bytes, tokens = setting.model, setting.tensor, setting.dtype_bytes, setting.tokens
+    width, inner = model.hidden_size, model.intermediate_size // tensor
+    queries = model.num_attention_heads * model.head_dim // tensor
+    keys = model.num_key_value_heads * model.head_dim // tensor
+    if setting.compiled:
+        whole = compiled_saved_bytes(model, tokens, number_bytes, tensor)
+    else:
+        whole = _eager_saved_bytes(setting, dense_mask=not setting.on_gpu)
+    saved, input_bytes = whole, tokens * width * number_bytes // tensor
+    if checkpointed:
+        selects = setting.options.activation_checkpointing == "selective-ops"
+        saved = _kept_by_selection(setting) if selects else input_bytes
+    # The causal half; a window shortens it further.
+    window = model.layer_windows[0]
+    span = setting.sequence_length / 2 if window is None else min(window, setting.sequence_length / 2)
+    if not setting.on_gpu:
+        span = setting.sequence_length * 9 / 16  # chunks of queries, each with all keys up to its end
+    # Reads and writes of each token: norms and additions of the residual stream, rotations, the gated product.
+    stream, gates = width / tensor, (3 if model.family == "llama" else 2) * inner
+    if setting.compiled:
+        forward, backward = 9 * stream + 2 * (queries + keys) + gates, 25 * stream + 2 * (queries + keys) + 2 * gates
+    else:
+        forward, backward = 38 * stream + 12 * (queries + keys) + 5 * inner, 76 * stream + 24 * (queries + keys) + 10 * inner
+    return BlockCost(
+        parameters=block_parameters(model) // tensor,
+        products=block_products(model, tensor),
+        attention_flops=4.0 * tokens * span * queries,
+        forward_bytes=tokens * forward * number_bytes,
+        backward_bytes=tokens * backward * number_bytes,
+        saved_bytes=saved,
+        recomputed_bytes=whole - saved if checkpointed else 0,
+        input_bytes=input_bytes,
+        feed_forward_bytes=tokens * inner * number_bytes,
+    )

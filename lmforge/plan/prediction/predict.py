@@ -1,0 +1,149 @@
+"""Memory and time of a step of a setting: `predict` runs the step's operations and adds what no operation shows."""
+
+from dataclasses import dataclass
+
+from lmforge.model.flops import flops_per_token
+from lmforge.plan.hardware import GPU
+from lmforge.plan.prediction.program import StepProgram
+from lmforge.plan.prediction.rates import COLLECTIVE_SMS, Rates, make_group
+from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Simulation, simulate
+from lmforge.plan.prediction.units import Stage
+
+# torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
+ROUNDING_FRACTION = 0.03
+# What CUDA's context and the libraries' workspaces take, and NCCL's buffers of a communicator.
+CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
+# A process on a CPU, whatever it trains, with the pages that the C library keeps.
+HOST_BYTES = 320 * 2**20
+# How far truth may be from a prediction with constants from data sheets, below and above.
+SPEED_INTERVAL = (0.70, 1.20)
+MEMORY_INTERVAL = (0.92, 1.10)
+# Micro-batches that are simulated one by one; all between the first and the last are alike.
+SIMULATED = 3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step needs.
+
+    memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where in the step that is.
+    live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with context and libraries.
+    step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: collectives that nothing hides.
+    timeline: (operation, live bytes) in order of issue.
+    """
+
+    setting: Setting
+    memory: dict[str, float]
+    peak_at: str
+    live_bytes: float
+    reserved_bytes: float
+    device_bytes: float
+    step_seconds: float
+    seconds: dict[str, float]
+    exposed_seconds: float
+    hidden_seconds: float
+    bubble_seconds: float
+    host_seconds: float
+    timeline: list[tuple[str, float]]
+    mfu: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.setting.tokens_per_step / self.step_seconds / self.setting.world_size
+
+    @property
+    def speed_interval(self) -> tuple[float, float]:
+        return self.tokens_per_second * SPEED_INTERVAL[0], self.tokens_per_second * SPEED_INTERVAL[1]
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        return self.device_bytes * MEMORY_INTERVAL[0], self.device_bytes * MEMORY_INTERVAL[1]
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of a step's time goes to."""
+        waits = {"collectives that nothing hides": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
+        waits["the host, which launches kernels"] = self.host_seconds
+        network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
+        parts = {name: seconds for name, seconds in self.seconds.items() if name not in network} | waits
+        return max(parts, key=lambda name: parts[name])
+
+
+def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
+    """The fullest rank's memory, and the time of a step. Raises UserError where the options do not fit the ranks."""
+    stages = _stages(setting)
+    simulated = [_simulate(setting, rates, stage) for stage in stages]
+    simulation = max(simulated, key=lambda each: each.reserved)
+    slowest = max(simulated, key=lambda each: each.seconds)
+    seconds, busy, exposed = slowest.seconds, slowest.busy, slowest.exposed
+    network = busy.get(NETWORK, 0.0)
+    hidden = max(0.0, network - exposed)
+    if not rates.is_cpu:  # collectives take a part of the device from the kernels beside them
+        seconds += hidden * COLLECTIVE_SMS / rates.sms
+    bubble = 0.0
+    if setting.pipeline > 1:
+        per_micro_batch = seconds / setting.accumulation
+        hops = setting.options.stages_per_rank
+        hidden_bytes = float(setting.tokens * setting.model.hidden_size * setting.dtype_bytes / setting.tensor)
+        stride = setting.world_size // setting.pipeline
+        hop = rates.gather_seconds(2 * hidden_bytes, make_group(2, stride, setting.gpus_per_host))
+        exposed += 2 * hop * hops * setting.accumulation
+        bubble = (setting.pipeline - 1) / hops * per_micro_batch
+        seconds += bubble + 2 * hop * hops * setting.accumulation
+    live = sum(simulation.live_peak.values())
+    reserved = live if rates.is_cpu else simulation.reserved * (1 + ROUNDING_FRACTION)
+    groups = sum(size > 1 for size in (setting.shards, setting.replicas, setting.tensor, setting.context, setting.pipeline))
+    overhead = HOST_BYTES if rates.is_cpu else CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    per_token = flops_per_token(setting.model, setting.sequence_length)
+    peak = gpu.peak_flops("fp32" if setting.dtype == "fp32" else "bf16") or gpu.peak_flops("fp32") or 1.0
+    mfu = setting.tokens_per_step / seconds / setting.world_size * per_token / peak
+    return Prediction(
+        setting,
+        {**simulation.live_peak, "allocator": reserved - live, "context and libraries": float(overhead)},
+        simulation.peak_at,
+        live,
+        reserved,
+        reserved + overhead,
+        seconds,
+        busy,
+        exposed,
+        hidden,
+        bubble,
+        slowest.host_bound,
+        simulation.timeline,
+        mfu,
+    )
+
+
+def resolve_reduction(setting: Setting, gpu: GPU, rates: Rates, usable_fraction: float) -> Setting:
+    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients fit until the last micro-batch."""
+    if setting.options.reduce_every_micro_batch is not None:
+        return setting
+    can_wait = setting.on_gpu and setting.is_fsdp and setting.shards > 1 and setting.pipeline == 1 and setting.accumulation > 1
+    if can_wait:
+        once = setting.with_options(reduce_every_micro_batch=False)
+        if predict(once, gpu, rates).device_bytes <= usable_fraction * gpu.memory_bytes:
+            return once
+    return setting.with_options(reduce_every_micro_batch=True)
+
+
+def _stages(setting: Setting) -> list[Stage]:
+    """The parts of the model that may be the fullest or the slowest."""
+    layers, degree = setting.model.num_hidden_layers, setting.pipeline
+    if degree == 1:
+        return [Stage(layers)]
+    most = -(-layers // degree)
+    in_flight = min(setting.accumulation, degree)
+    if setting.options.stages_per_rank > 1:
+        in_flight = min(setting.accumulation, degree + (degree - 1) // setting.options.stages_per_rank)
+    return [Stage(most, True, False, in_flight), Stage(most, False, True, 1)]
+
+
+def _simulate(setting: Setting, rates: Rates, stage: Stage) -> Simulation:
+    """The step of a rank with this part of the model."""
+    program = StepProgram(setting, rates, stage)
+    operations = program.build(min(setting.accumulation, SIMULATED))
+    repeated = (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
+    return simulate(operations, program.held(), repeated, max(0, setting.accumulation - SIMULATED))

@@ -1,0 +1,383 @@
+"""A step as a list of operations, in the order in which torch's engines issue them: gather, compute, reduce, free.
+
+For FSDP2 the order of allocations was read from fully_shard's hooks (torch 2.13) and is compared with what FSDPMemTracker sees
+(tests/plan/test_memory_order.py). In the forward pass a unit's all-gather buffer lives until the next unit is waited for. In
+the backward pass the unit before is gathered while this one computes, and a unit's reduce-scatter input lives until the next
+reduce-scatter. FSDP1 does the same with one flat tensor.
+"""
+
+from lmforge.data.labels import CHUNK_TOKENS, cpu_chunk_tokens, fused_chunk_tokens
+from lmforge.plan.memory import DTYPE_BYTES
+from lmforge.plan.prediction.block import COMPILED_KERNELS, EAGER_KERNELS, BlockCost, block_shapes, count_block
+from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, UNIT_SECONDS, Rates, make_group
+from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
+from lmforge.plan.prediction.units import Stage, Unit, make_unit
+
+FP32 = 4
+# Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block holds besides what was kept.
+BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
+
+
+class StepProgram:
+    """The operations of one step. `build` returns them; `held` is what the rank keeps between steps, by kind."""
+
+    def __init__(self, setting: Setting, rates: Rates, stage: Stage) -> None:
+        self.setting, self.rates, self.stage = setting, rates, stage
+        options, model = setting.options, setting.model
+        self.operations: list[Operation] = []
+        self.number_bytes, self.master_bytes = setting.dtype_bytes, DTYPE_BYTES[setting.master_dtype]
+        tensor, context, hosts = setting.tensor, setting.context, setting.gpus_per_host
+        self.tensor_group = make_group(tensor, 1, hosts)
+        self.context_group = make_group(context, tensor, hosts)
+        self.shard_group = make_group(setting.shards, tensor, hosts)
+        self.replica_group = make_group(setting.replicas, tensor * setting.shards, hosts)
+        self.reshards = setting.is_fsdp and setting.dims.reshard_after_forward
+        self.reduces_once = options.reduce_every_micro_batch is False
+        every = options.activation_checkpointing_every if options.activation_checkpointing == "selective-blocks" else 1
+        checkpoints = options.activation_checkpointing != "none"
+        self.plain = count_block(setting, checkpointed=False)
+        self.saving = count_block(setting, checkpointed=True) if checkpoints else self.plain
+        self.costs = [self.saving if number % every == 0 else self.plain for number in range(1, stage.blocks + 1)]
+        by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
+        width, flat = model.hidden_size, options.engine == "fsdp1"
+        tables = [(model.vocab_size // by_vocabulary, width)]
+        tables += [(model.max_position_embeddings, width)] if model.family == "gpt2" else []
+        head = [(model.num_outputs // by_vocabulary, width)] if stage.has_head else []
+        self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
+        # A tied embedding, or one that is no unit of its own, is gathered with the last norm, for the whole step.
+        self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
+
+        def unit(name: str, shapes: list[tuple[int, int]]) -> Unit:
+            return make_unit(name, shapes, setting.shards, flat=flat)
+
+        self.root = unit("root", [*(tables if self.in_root else []), (width, 1)])
+        self.embedding = unit("embedding", tables if stage.has_embedding and not self.in_root else [])
+        self.head = unit("head", [] if self.tied else head)
+        self.head_parameters = sum(rows * columns for rows, columns in head)
+        shapes = block_shapes(model, tensor)
+        self.units = [unit(f"block {number}", shapes) for number in range(1, stage.blocks + 1)]
+        self.parameters = sum(each.padded for each in (self.embedding, *self.units, self.head, self.root))
+        self.starts: list[int] = []  # of each micro-batch, in `operations`
+        self._gathered: set[str] = set()
+        self._gathering: dict[str, int] = {}
+        self._copied: list[int] = []
+        self._buffered: dict[str, float] = {}
+        self._reducing: dict[str, float] = {}
+        self._reduction: int | None = None
+        self._reduced_units: set[str] = set()
+        self._compute: list[int] = []
+
+    # --- between steps ---------------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, float]:
+        """Bytes by kind that a rank keeps between steps."""
+        setting, count = self.setting, self.parameters / self.setting.shards
+        optimizer = setting.optimizer
+        is_ours = optimizer.name == "muon" or optimizer.state_dtype != "fp32"
+        state = DTYPE_BYTES[optimizer.state_dtype if is_ours else setting.master_dtype]
+        matrices = sum(each.parameters for each in self.units) / setting.shards
+        states = {"adamw": 2 * count, "sgd": 0 if optimizer.momentum == 0 else count, "muon": 2 * count - matrices}
+        held = {"weights": count * self.master_bytes, "optimizer states": states[optimizer.name] * state}
+        if setting.options.cpu_offload and setting.on_gpu:
+            held = {}
+        if setting.options.engine == "ddp":
+            held["gradients"] = self.parameters * self.master_bytes  # DDP's buckets, of which gradients are views
+        kept = sum(cost.saved_bytes for cost in self.costs)
+        if self.stage.in_flight > 1:
+            held["activations of other micro-batches"] = (self.stage.in_flight - 1) * kept
+        return held
+
+    # --- one step ----------------------------------------------------------------------------------------------------------
+
+    def build(self, micro_batches: int) -> list[Operation]:
+        setting = self.setting
+        if not setting.is_fsdp and self.number_bytes < self.master_bytes:
+            matrices = sum(each.parameters for each in self.units)
+            seconds = matrices * (self.number_bytes + self.master_bytes) / self.rates.memory
+            copies = {"working weights": matrices * self.number_bytes}
+            self._add("working weights", allocate=copies, seconds=seconds, kind="element-wise")
+        for number in range(1, micro_batches + 1):
+            self.starts.append(len(self.operations))
+            self._forward()
+            self._backward(is_first=number == 1, is_last=number == micro_batches)
+        self._optimizer()
+        return self.operations
+
+    def _add(self, name: str, stream: str = COMPUTE, **fields: object) -> int:
+        self.operations.append(Operation(name, stream, **fields))  # type: ignore[arg-type]
+        number = len(self.operations) - 1
+        if stream == COMPUTE:
+            self._compute.append(number)
+        return number
+
+    def _gather(self, unit: Unit, *, after: tuple[int, ...]) -> None:
+        """Issue the all-gather of a unit, unless it is there or on its way."""
+        if not self.setting.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
+            return
+        nbytes = float(unit.padded * self.number_bytes)
+        buffer = {"gather buffers": nbytes} if self.setting.shards > 1 else {}
+        seconds = self.rates.gather_seconds(nbytes, self.shard_group)
+        if self.setting.options.cpu_offload:
+            seconds += unit.padded * self.master_bytes / self.setting.shards / self.rates.host_copy
+        self._gathering[unit.name] = self._add(
+            f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, allocate=buffer,
+            host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
+
+    def _wait(self, unit: Unit, *, in_forward: bool) -> None:
+        """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the forward pass keeps for one more
+        unit, so that the next gather need not wait for this copy."""
+        if unit.name not in self._gathering:
+            return
+        number = self._gathering.pop(unit.name)
+        self._gathered.add(unit.name)
+        nbytes = float(unit.padded * self.number_bytes)
+        buffer = {"gather buffers": nbytes} if self.setting.shards > 1 else {}
+        before, self._buffered = self._buffered, buffer if in_forward else {}
+        if before:
+            self._add("free a buffer", free=before)
+        copied = self._add(
+            f"copy out {unit.name}",
+            seconds=2 * nbytes / self.rates.memory,
+            kind="copies of parameters",
+            after=(number,),
+            allocate={"gathered weights": nbytes},
+            free={} if in_forward else buffer,
+        )
+        self._copied = [*self._copied[-1:], copied]
+
+    def _after_copy(self, *, in_forward: bool) -> tuple[int, ...]:
+        """The copy that the next gather waits for: in the forward pass the last but one, in the backward pass the last."""
+        return tuple(self._copied[:1] if in_forward else self._copied[-1:])
+
+    def _free(self, unit: Unit) -> dict[str, float]:
+        """What resharding a unit gives back."""
+        if unit.name not in self._gathered:
+            return {}
+        self._gathered.discard(unit.name)
+        return {"gathered weights": float(unit.padded * self.number_bytes)}
+
+    def _host(self, seconds: float) -> float:
+        return 0.0 if self.rates.is_cpu else seconds
+
+    def _recent(self, back: int) -> tuple[int, ...]:
+        """The compute operation `back` places before the last."""
+        return (self._compute[-back],) if len(self._compute) >= back else ()
+
+    def _forward(self) -> None:
+        setting, tokens, width = self.setting, self.setting.tokens, self.setting.model.hidden_size
+        self._gather(self.root, after=())
+        self._wait(self.root, in_forward=True)
+        residual = float(tokens * width * self.number_bytes // setting.tensor)
+        if self.stage.has_embedding:
+            self._gather(self.embedding, after=())
+            self._wait(self.embedding, in_forward=True)
+            angles = FP32 * setting.model.head_dim * tokens if setting.model.family == "llama" else 0
+            mask = 0 if setting.on_gpu else setting.sequence_length * tokens
+            self._add("forward, embedding", seconds=3 * residual / self.rates.memory, kind="element-wise",
+                      allocate={"activations": residual + angles + mask},
+                      free=self._free(self.embedding) if self.reshards else {})  # fmt: skip
+        for unit, cost in zip(self.units, self.costs, strict=True):
+            self._gather(unit, after=self._after_copy(in_forward=True))
+            self._wait(unit, in_forward=True)
+            for name, seconds, kind in self._forward_parts(cost):
+                self._add(f"forward, {unit.name}{name}", seconds=seconds, kind=kind,
+                          host_seconds=self._host(self._launches() if not name else 0.0))  # fmt: skip
+            wide = 3.0 if cost.recomputed_bytes else 1.0
+            self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
+                      transient={"temporary": wide * cost.feed_forward_bytes},
+                      free=self._free(unit) if self.reshards else {})  # fmt: skip
+        if self.stage.has_head:
+            self._head_forward()
+
+    def _launches(self) -> float:
+        return (COMPILED_KERNELS if self.setting.compiled else EAGER_KERNELS) * self.rates.launch_seconds
+
+    def _forward_parts(self, cost: BlockCost, only_dropped: bool = False) -> list[tuple[str, float, str]]:
+        """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
+        rates, rows = self.rates, self.setting.tokens
+        selects = only_dropped and self.setting.options.activation_checkpointing == "selective-ops"
+        # The last product's output is needed by nothing that is computed again.
+        products = cost.products[:-1] if only_dropped else cost.products
+        chosen = [each for each in products if not (selects and each.kept)]
+        parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]
+        if not selects:
+            parts.append((" attention", cost.attention_flops / rates.attention_flops[0], "attention"))
+        parts.append((" element-wise", cost.forward_bytes / rates.memory, "element-wise"))
+        return parts + self._block_collectives()
+
+    def _product(self, rows: int, inner: int, columns: int) -> float:
+        return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.setting.float8)
+
+    def _block_collectives(self) -> list[tuple[str, float, str]]:
+        """Those that a block's forward pass, and its backward pass, wait for."""
+        setting, parts = self.setting, []
+        hidden = float(setting.tokens * setting.model.hidden_size * self.number_bytes)
+        if setting.tensor > 1:
+            seconds = 4 * self.rates.gather_seconds(hidden, self.tensor_group)
+            parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
+        if setting.context > 1:
+            keys = 2 * setting.model.num_key_value_heads * setting.model.head_dim // setting.tensor
+            nbytes = float(setting.tokens * setting.context * keys * self.number_bytes)
+            parts.append(
+                (" context parallel", self.rates.gather_seconds(nbytes, self.context_group), "context-parallel gathers")
+            )
+        return parts
+
+    def _head_forward(self) -> None:
+        setting, rates, tokens = self.setting, self.rates, self.setting.tokens
+        width, vocabulary = setting.model.hidden_size, self.head_parameters // self.setting.model.hidden_size
+        self._gather(self.head, after=self._after_copy(in_forward=True))
+        self._wait(self.head, in_forward=True)
+        product = rates.product_seconds(tokens, width, vocabulary, self.number_bytes)
+        hidden = float(tokens * width * self.number_bytes)
+        norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32 * tokens * width)
+        logits = float(tokens * vocabulary)
+        if setting.chunked_loss:
+            fused = setting.on_gpu and setting.compiled
+            eager = CHUNK_TOKENS if setting.on_gpu else cpu_chunk_tokens(vocabulary, FP32)
+            chunk = min(tokens, fused_chunk_tokens(vocabulary, self.number_bytes) if fused else eager)
+            kept = hidden + FP32 * self.head_parameters
+            once = self.number_bytes if fused else self.number_bytes + FP32
+            transient = float(chunk * vocabulary * once)
+            if not setting.on_gpu and self.number_bytes < FP32:
+                transient += self.head_parameters * self.number_bytes  # a CPU has no product of bf16 into fp32
+            passes, products = (3 * self.number_bytes if fused else 10 * FP32), 3
+        else:
+            kept, transient = hidden + FP32 * logits, logits * (self.number_bytes + FP32)
+            passes, products = (6 if setting.compiled else 12) * FP32, 1
+        self._add("forward, head and loss", seconds=products * product, kind="head and loss",
+                  allocate={"activations": norm - (hidden if setting.chunked_loss else 0), "loss": kept},
+                  transient={"loss": transient}, host_seconds=self._host(self._launches()))  # fmt: skip
+        self._add("forward, loss", seconds=logits * passes / rates.memory, kind="head and loss")
+
+    def _backward(self, *, is_first: bool, is_last: bool) -> None:
+        if self.stage.has_head:
+            self._head_backward(is_first, is_last)
+        pairs = list(zip(self.units, self.costs, strict=True))
+        for number in range(len(pairs) - 1, -1, -1):
+            unit, cost = pairs[number]
+            self._gather(unit, after=self._after_copy(in_forward=False))
+            self._wait(unit, in_forward=False)
+            if number:
+                self._gather(pairs[number - 1][0], after=self._after_copy(in_forward=False))
+            self._block_backward(unit, cost)
+            self._reduce(unit, is_first=is_first, is_last=is_last)
+        if self.stage.has_embedding:
+            setting = self.setting
+            residual = float(setting.tokens * setting.model.hidden_size * self.number_bytes // setting.tensor)
+            angles = FP32 * setting.model.head_dim * setting.tokens if setting.model.family == "llama" else 0
+            mask = 0 if setting.on_gpu else setting.sequence_length * setting.tokens
+            self._add("backward, embedding", seconds=4 * residual / self.rates.memory, kind="element-wise",
+                      allocate=self._unreduced(self.embedding), free={"activations": residual + angles + mask})  # fmt: skip
+            self._reduce(self.embedding, is_first=is_first, is_last=is_last)
+        self._reduce(self.root, is_first=is_first, is_last=is_last)
+
+    def _unreduced(self, unit: Unit) -> dict[str, float]:
+        """A unit's gradients before they are reduced: in the compute dtype under FSDP."""
+        return {"gradients before reduction": float(unit.parameters * self.number_bytes)} if self.setting.is_fsdp else {}
+
+    def _head_backward(self, is_first: bool, is_last: bool) -> None:
+        setting, rates, tokens = self.setting, self.rates, self.setting.tokens
+        width, vocabulary = setting.model.hidden_size, self.head_parameters // self.setting.model.hidden_size
+        hidden = float(tokens * width * self.number_bytes)
+        norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32 * tokens * width)
+        if setting.chunked_loss:
+            loss = hidden + FP32 * self.head_parameters
+            seconds = 4 * FP32 * self.head_parameters / rates.memory
+            transient = {"loss": float(FP32 * self.head_parameters)}
+            norm -= hidden
+        else:
+            loss = hidden + FP32 * tokens * vocabulary
+            product = rates.product_seconds(tokens, width, vocabulary, self.number_bytes)
+            seconds = 2 * product + 6 * FP32 * tokens * vocabulary / rates.memory
+            transient = {"loss": float(2 * FP32 * tokens * vocabulary)}
+        self._add("backward, head and loss", seconds=seconds, kind="head and loss", transient=transient,
+                  allocate=self._unreduced(self.root if self.tied else self.head), free={"loss": loss, "activations": norm},
+                  host_seconds=self._host(self._launches()))  # fmt: skip
+        self._reduce(self.head, is_first=is_first, is_last=is_last)
+
+    def _block_backward(self, unit: Unit, cost: BlockCost) -> None:
+        rates, setting, rows = self.rates, self.setting, self.setting.tokens
+        wait = () if self._reduction is None else (self._reduction,)
+        if cost.recomputed_bytes:
+            recomputed = self._forward_parts(cost, only_dropped=True)
+            for name, seconds, kind in recomputed:
+                self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=wait,
+                          host_seconds=self._host(self._launches() if not name else 0.0))  # fmt: skip
+            self._add(f"backward, {unit.name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
+        wide = (3 if setting.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
+        whole = cost.saved_bytes + cost.recomputed_bytes
+        share = min(0.9, wide / whole) if whole else 0.5
+        half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
+        stream = BACKWARD_STREAM * cost.input_bytes
+        products = 2 * sum(self._product(rows, each.inputs, each.outputs) for each in cost.products)
+        extra = {"recomputed": cost.recomputed_bytes * share, "activations": 0.0 if cost.recomputed_bytes else whole * share}
+        self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=wait, allocate=half,
+                  transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, free=extra,
+                  host_seconds=self._host(2 * self._launches()))  # fmt: skip
+        rest = {"recomputed": cost.recomputed_bytes - extra["recomputed"],
+                "activations": cost.saved_bytes - extra["activations"]}  # fmt: skip
+        self._add(f"backward, {unit.name}: attention", seconds=2.5 * cost.attention_flops / rates.attention_flops[1],
+                  kind="attention", allocate=half, transient={"temporary": stream}, free=rest)  # fmt: skip
+        self._add(f"backward, {unit.name}: element-wise", seconds=cost.backward_bytes / rates.memory, kind="element-wise")
+        for name, seconds, kind in self._block_collectives():
+            self._add(f"backward, {unit.name}{name}", seconds=seconds, kind=kind)
+
+    def _reduce(self, unit: Unit, *, is_first: bool, is_last: bool) -> None:
+        """Reduce a unit's gradients and free what is no longer needed of it."""
+        setting, rates = self.setting, self.rates
+        if not unit.parameters:
+            return
+        unreduced = self._unreduced(unit)
+        if unit is self.root and self.in_root and not self.tied:
+            self._add("backward, root", allocate=unreduced)
+        elif unit is self.root and not self.tied:
+            unreduced = {}
+        freed = unreduced | (self._free(unit) if self.reshards or is_last else {})
+        new = {} if unit.name in self._reduced_units else {"gradients": float(unit.padded * self.master_bytes)}
+        if not setting.is_fsdp:
+            self._add(f"gradients, {unit.name}", allocate={} if setting.options.engine == "ddp" else new)
+            self._reduced_units.add(unit.name)
+            if is_last and setting.replicas > 1:
+                seconds = rates.all_reduce_seconds(float(unit.parameters * FP32), self.replica_group)
+                self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._recent(1))
+            return
+        if self.reduces_once and not is_last:
+            fresh = {"accumulated gradients": float(unit.parameters * FP32)} if is_first else {}
+            self._add(f"accumulate {unit.name}", seconds=unit.parameters * 10 / rates.memory, kind="element-wise",
+                      allocate=fresh, free=freed)  # fmt: skip
+            return
+        if self.reduces_once and not is_first:
+            freed |= {"accumulated gradients": float(unit.parameters * FP32)}
+        buffer = {"reduce buffers": float(unit.padded * setting.reduce_dtype_bytes)} if setting.shards > 1 else {}
+        # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
+        waits = self._recent(1) + (() if self._reduction is None else (self._reduction,))
+        self._add(f"copy in {unit.name}", after=waits, kind="copies of parameters", free=self._reducing,
+                  seconds=unit.parameters * (self.number_bytes + setting.reduce_dtype_bytes) / rates.memory)  # fmt: skip
+        self._reducing = buffer
+        shard = {kind: count / setting.shards for kind, count in new.items()}
+        self._reduced_units.add(unit.name)
+        if setting.options.cpu_offload and setting.on_gpu:
+            shard = {}
+        seconds = rates.gather_seconds(float(unit.padded * setting.reduce_dtype_bytes), self.shard_group)
+        self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
+                                    after=self._recent(1), allocate=buffer | shard, free=freed,
+                                    host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
+        if setting.replicas > 1 and is_last:
+            nbytes = unit.padded * setting.reduce_dtype_bytes / setting.shards
+            self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=(self._reduction,),
+                                        seconds=rates.all_reduce_seconds(nbytes, self.replica_group))  # fmt: skip
+
+    def _optimizer(self) -> None:
+        setting, rates = self.setting, self.rates
+        count = self.parameters / setting.shards
+        ends = tuple(number for number, each in enumerate(self.operations) if each.stream == NETWORK)[-1:]
+        # Reads master, gradient and two states, and writes all but the gradient; clipping reads and writes the gradient.
+        nbytes = count * self.master_bytes * (7 + 3)
+        seconds = nbytes / rates.memory
+        if setting.options.cpu_offload and setting.on_gpu:
+            seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
+        transient = 3 * count * FP32 if setting.optimizer.implementation == "foreach" else 0.0
+        self._add("optimizer", seconds=seconds, kind="optimizer", after=ends, free=self._reducing | {},
+                  transient={"temporary": transient}, host_seconds=self._host(UNIT_SECONDS))  # fmt: skip

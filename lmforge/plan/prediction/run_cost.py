@@ -1,0 +1,71 @@
+"""From a step to the whole run: days, GPU-hours, energy, money, checkpoints and what failures cost."""
+
+import math
+from dataclasses import dataclass
+
+from lmforge.config.planning import PlanOptions
+from lmforge.model.flops import parameter_count
+from lmforge.plan.hardware import GB, GPU
+from lmforge.plan.memory import ParameterCounts, checkpoint_bytes
+from lmforge.plan.prediction.predict import Prediction
+
+# Of a GPU's power limit, what it takes in training on average, and what the rest of a host adds to its GPUs.
+POWER_FRACTION, HOST_POWER = 0.9, 1.35
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Of a whole run, by the expected speed.
+
+    checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by Young and Daly
+    (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput: the fraction of the time that trains.
+    """
+
+    steps: int
+    tokens: int
+    days: float
+    gpu_hours: float
+    kilowatt_hours: float
+    price: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    checkpoint_every_seconds: float
+    checkpoint_every_steps: int
+    failures: float
+    goodput: float
+
+
+def run_cost(prediction: Prediction, steps: int, options: PlanOptions, gpu: GPU, *, async_save: bool) -> RunCost:
+    """What `steps` such steps cost. An asynchronous save costs the time to copy a rank's part to host memory."""
+    setting = prediction.setting
+    count = parameter_count(setting.model)
+    counts = ParameterCounts(count.total, count.total, count.block_matrices)
+    size = checkpoint_bytes(setting.optimizer, setting.master_dtype, counts)
+    writing = size / (options.disk_gb_s * GB)
+    cost = writing
+    if async_save:
+        hosts = math.ceil(setting.world_size / setting.gpus_per_host)
+        writers = setting.shards * setting.tensor * setting.pipeline if setting.is_fsdp else 1
+        cost = min(writing, size / writers / (gpu.pcie_gb_s * GB) + 0.1 * hosts**0.5)
+    between = options.failure_gpu_hours * 3600 / setting.world_size
+    # A save cannot begin before the one before it is written.
+    every = max(math.sqrt(2 * cost * between), writing)
+    lost = cost / every + (every / 2 + options.restart_minutes * 60 + writing) / between
+    goodput = 1 / (1 + lost)
+    seconds = steps * prediction.step_seconds / goodput
+    gpu_hours = seconds / 3600 * setting.world_size
+    watts = gpu.watts * POWER_FRACTION * HOST_POWER
+    return RunCost(
+        steps,
+        steps * setting.tokens_per_step,
+        seconds / 86400,
+        gpu_hours,
+        gpu_hours * watts / 1000,
+        gpu_hours * options.price,
+        size,
+        writing,
+        every,
+        max(1, round(every / prediction.step_seconds)),
+        seconds / between,
+        goodput,
+    )

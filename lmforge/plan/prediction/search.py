@@ -1,0 +1,196 @@
+"""Which configuration of a run is the fastest that fits: all are estimated, and the best of them predicted in full.
+
+The estimate takes a model of few blocks twice, and goes on in a straight line: blocks are alike. The global batch, the model
+and the numbers that training computes stay what they are; float8, which changes numbers, is tried only where it is asked for.
+fsdp1 does what fsdp2 does, and is not tried.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+from lmforge.config.batch_plan import BatchPlan, divisors
+from lmforge.config.sections import ParallelOptions
+from lmforge.errors import UserError
+from lmforge.model.config import ModelConfig
+from lmforge.parallel.validate import check_parallel
+from lmforge.plan.hardware import GPU
+from lmforge.plan.prediction.predict import Prediction, predict, resolve_reduction
+from lmforge.plan.prediction.rates import Rates
+from lmforge.plan.prediction.setting import Setting
+
+CHECKPOINTING = ("none", "selective-ops", "selective-blocks", "full")
+SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
+# Blocks of a pipeline stage in the two estimates, and how many of the fastest estimates are predicted in full.
+FEW_BLOCKS, FINALISTS = (2, 4), 24
+MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration; `device_bytes` and `step_seconds` are estimates until `prediction` is there."""
+
+    setting: Setting
+    device_bytes: float
+    step_seconds: float
+    parts: dict[str, float]
+    prediction: Prediction | None = None
+
+    def describe(self) -> str:
+        """What it chooses, in options."""
+        options, words = self.setting.options, [str(self.setting.options.engine)]
+        if self.setting.is_fsdp and options.sharding:
+            words.append(options.sharding)
+        for name in ("tensor", "context", "pipeline"):
+            if (degree := getattr(options, f"{name}_parallel_degree")) > 1:
+                words.append(f"{name} {degree}")
+        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.setting.micro_batch_size}"]
+        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.setting.float8)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the fastest first.
+
+    too_large: the smallest estimates that do not fit. refused: how many the checks of a run refuse.
+    """
+
+    best: list[Candidate]
+    fitting: list[Candidate]
+    too_large: list[Candidate]
+    tried: int
+    refused: int
+    left_out: int
+
+
+def search(
+    base: Setting, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
+) -> SearchResult:
+    """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes."""
+    fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
+    usable = budget / gpu.memory_bytes
+    for setting in candidates(base, global_batch_size, float8):
+        if tried == most:
+            left_out += 1
+            continue
+        tried += 1
+        try:
+            _check(setting, global_batch_size)
+            candidate = estimate(setting, gpu, rates, usable)
+        except UserError:
+            refused += 1
+            continue
+        (fitting if candidate.device_bytes <= budget else too_large).append(candidate)
+    fitting.sort(key=lambda each: each.step_seconds)
+    too_large.sort(key=lambda each: each.device_bytes)
+    finalists = []
+    for each in fitting[:FINALISTS]:
+        prediction = predict(resolve_reduction(each.setting, gpu, rates, usable), gpu, rates)
+        if prediction.device_bytes <= budget:
+            found = Candidate(
+                prediction.setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
+            )
+            finalists.append(found)
+    finalists.sort(key=lambda each: each.step_seconds)
+    return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
+
+
+def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[Setting]:
+    """All configurations, those that split the model least first."""
+    world = base.world_size
+    sizes_of_groups = [each for each in divisors(world) if each <= MAX_DEGREE]
+    splits = [(t, c, p) for t, c, p in product(sizes_of_groups, repeat=3) if world % (t * c * p) == 0]
+    splits = [(t, c, p) for t, c, p in splits if t <= base.gpus_per_host]
+    splits.sort(key=lambda split: (math.prod(split), split[0], split[2]))
+    for tensor, context, pipeline in splits:
+        data_parallel = world // (tensor * context * pipeline)
+        if global_batch_size < data_parallel or global_batch_size % data_parallel:
+            continue
+        local = global_batch_size // data_parallel
+        sizes = [each for each in divisors(local) if each <= MAX_MICRO_BATCH]
+        for engine, sharding, offload in _engines(base, tensor * context * pipeline):
+            for checkpointing, size in product(CHECKPOINTING, reversed(sizes)):
+                options: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload}
+                options |= {"shard_degree": None, "reduce_every_micro_batch": None, "activation_checkpointing": checkpointing}
+                degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context}
+                options |= degrees | {"pipeline_parallel_degree": pipeline}
+                setting = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
+                for eight in (False, True) if float8 and tensor == 1 else (False,):
+                    yield replace(setting, float8=eight)
+
+
+def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool]]:
+    """(engine, sharding, cpu_offload) that are worth a try."""
+    if base.world_size == 1:
+        yield "single", None, False
+        if base.on_gpu:
+            yield "fsdp2", None, True
+        return
+    if splits == 1:
+        yield "ddp", None, False
+    for sharding in SHARDINGS:
+        if not sharding.startswith("hybrid") or base.world_size > base.gpus_per_host:
+            yield "fsdp2", sharding, False
+    if base.on_gpu:
+        yield "fsdp2", "full-shard", True
+
+
+def _check(setting: Setting, global_batch_size: int) -> None:
+    """Raise UserError where the run itself would refuse."""
+    data_parallel = setting.world_size // setting.options.model_parallel_size
+    plan = BatchPlan(global_batch_size, setting.sequence_length, data_parallel, setting.micro_batch_size, setting.accumulation)
+    check_parallel(setting.options, setting.model, plan)
+    _ = setting.dims
+
+
+@cache
+def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
+    return replace(model, num_hidden_layers=layers, layer_types=None)
+
+
+def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candidate:
+    """Memory and time by the straight line through two models of few blocks."""
+    layers = setting.model.num_hidden_layers
+    few, more = (count * setting.pipeline for count in FEW_BLOCKS)
+    options: ParallelOptions = setting.options
+    once = setting.on_gpu and setting.is_fsdp and setting.shards > 1 and setting.pipeline == 1 and setting.accumulation > 1
+    for waits in (True, False) if once else (False,):
+        setting = setting.with_options(reduce_every_micro_batch=not waits)
+        if layers <= more:
+            whole = predict(setting, gpu, rates)
+            result = Candidate(setting, whole.device_bytes, whole.step_seconds, _parts(whole))
+        else:
+            low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
+            times = (layers - more) / (more - few)
+
+            def line(below: float, above: float, times: float = times) -> float:
+                return above + times * (above - below)
+
+            parts_low, parts_high = _parts(low), _parts(high)
+            parts = {name: line(parts_low.get(name, 0.0), value) for name, value in parts_high.items()}
+            seconds = line(low.step_seconds, high.step_seconds)
+            result = Candidate(setting, line(low.device_bytes, high.device_bytes), seconds, parts)
+        if not waits or result.device_bytes <= usable * gpu.memory_bytes:
+            break
+    return replace(result, setting=replace(result.setting, options=options if not once else result.setting.options))
+
+
+def _parts(prediction: Prediction) -> dict[str, float]:
+    """Seconds that the device spends, by kind, those in which it waits included."""
+    hidden = ("all-gather", "reduce-scatter", "all-reduce", "compute", "network")
+    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in hidden}
+    parts["collectives that nothing hides"] = prediction.exposed_seconds
+    parts["pipeline bubble"] = prediction.bubble_seconds
+    parts["waiting for the host"] = prediction.host_seconds
+    return parts
+
+
+def why_slower(candidate: Candidate, winner: Candidate) -> str:
+    """The part of a step in which a configuration loses most time to the winner."""
+    losses = {name: seconds - winner.parts.get(name, 0.0) for name, seconds in candidate.parts.items()}
+    name = max(losses, key=lambda each: losses[each])
+    slower = candidate.step_seconds / winner.step_seconds - 1
+    return f"{slower:.0%} slower: {name} (+{1e3 * losses[name]:,.0f} ms)" if slower > 0.0005 else "as fast"

@@ -1,0 +1,211 @@
+"""Everything that a recipe chooses by name: one table for what lmforge brings and for what plugins add.
+
+An entry has a kind (objective, optimizer, …), a name, an implementation that is imported when it is first used, and, if it has
+any, a class of options. Nothing here imports torch or knows what an entry does: `config/builtin_names.py` registers what
+lmforge brings, `plugins.py` loads files and packages of users, `config/extend.py` puts their options into the config classes.
+"""
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from lmforge.errors import UserError
+from lmforge.python_files import describe_exception
+from lmforge.untrusted import cut, quoted
+
+BUILT_IN = "lmforge"
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What can be registered. `section` holds the options of its entries, each in a section of its own name: that section of a
+    recipe where the kind is chosen, or "" for the options of `lmforge prepare`."""
+
+    name: str
+    section: str
+    chosen_by: str
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("objective", "objective", "objective.name"),
+        Kind("optimizer", "optimizer", "optimizer.name"),
+        Kind("schedule", "schedule", "schedule.name"),
+        Kind("model_family", "model", "model.model_type"),
+        Kind("document_source", "", "the suffix of a file"),
+        Kind("reward", "rollout", "rollout.reward_functions"),
+        Kind("tracker", "log", "log.trackers"),
+        Kind("callback", "train", "train.callbacks"),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What a name stands for.
+
+    implementation  what the kind is called with (docs/extending.md), or "module:name" of it, imported by `load`
+    options         a class of options (`lmforge.Options`), every one with a default; None: there are none
+    origin          "lmforge", or the plugin that registered it, for messages
+    facts           what else the kind has to know without the implementation, such as `like` of a model family
+    """
+
+    kind: str
+    name: str
+    implementation: Any
+    options: type[Any] | None = None
+    origin: str = BUILT_IN
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def option_name(self) -> str:
+        """The name of the section with its options: dashes are underscores on a command line."""
+        return self.name.replace("-", "_")
+
+    def load(self) -> Any:
+        """The implementation. Raises UserError where a plugin's cannot be imported."""
+        if not isinstance(self.implementation, str):
+            return self.implementation
+        module, _, name = self.implementation.partition(":")
+        if self.origin == BUILT_IN:
+            return getattr(importlib.import_module(module), name)
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (Exception, SystemExit) as error:
+            words = f"{self.implementation} cannot be imported: {describe_exception(error)}"
+            raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
+
+    def build(self, *arguments: Any) -> Any:
+        """What the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
+        implementation = self.load()
+        if self.origin == BUILT_IN:
+            return implementation(*arguments)
+        try:
+            return implementation(*arguments)
+        except (Exception, SystemExit) as error:
+            words = str(error) if isinstance(error, UserError) else f"raised {describe_exception(error)}"
+            raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
+
+
+_entries: dict[tuple[str, str], Entry] = {}
+_origin: ContextVar[str] = ContextVar("origin", default="this program")
+_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
+
+
+@overload
+def register(kind: str, name: str, implementation: Any, *, options: type[Any] | None = None, **facts: Any) -> None: ...
+
+
+@overload
+def register(
+    kind: str, name: str, *, options: type[Any] | None = None, **facts: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def register(kind: str, name: str, implementation: Any = None, *, options: type[Any] | None = None, **facts: Any) -> Any:
+    """Make `name` a value of the option that chooses a `kind`: see `KINDS`, and docs/extending.md for what each is called with.
+
+    `implementation` is a function or class, or "module:name", which is imported when it is first used. Without it this is a
+    decorator of one. Raises UserError for an unknown kind, a name that is taken, or one that is not letters, digits and dashes.
+    """
+    if kind not in KINDS:
+        raise UserError(f"{kind}: nothing of this kind is registered{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise UserError(f"{kind} {cut(str(name))!r}: expected a name of lower-case letters, digits, - and _")
+    if (there := _entries.get((kind, name))) is not None:
+        raise UserError(f"{kind} {name}: this name is taken by {there.origin}; choose another")
+    if isinstance(implementation, str) and not re.fullmatch(r"[\w.]+:\w+", implementation):
+        raise UserError(f"{kind} {name}: expected a function, a class or module:name, got {cut(implementation)!r}")
+    origin = _origin.get()
+    if kind == "model_family" and origin != BUILT_IN and facts.get("like") not in names(kind):
+        raise UserError(f"{kind} {name}: give like=…, the model_type whose config it has: {', '.join(names(kind))}")
+
+    if kind == "tracker" and options is not None:
+        raise UserError(f"tracker {name}: it has no options of its own, because a process of its own opens it; read run.config")
+
+    def add(given: Any) -> Any:
+        if not isinstance(given, str) and not callable(given):
+            raise UserError(f"{kind} {name}: expected a function, a class or module:name, got {type(given).__name__}")
+        _entries[kind, name] = Entry(kind, name, given, options, origin, facts)
+        return given
+
+    if implementation is None:
+        return add
+    add(implementation)
+    return None
+
+
+def names(kind: str) -> list[str]:
+    """The names of a kind: first those that lmforge brings, each in the order of registration."""
+    return [entry.name for entry in entries(kind)]
+
+
+def entries(kind: str | None = None) -> list[Entry]:
+    """Everything that is registered, or what is of a kind; what lmforge brings comes first."""
+    chosen = [entry for entry in _entries.values() if kind in (None, entry.kind)]
+    return sorted(chosen, key=lambda entry: entry.origin != BUILT_IN)
+
+
+def find(kind: str, name: str) -> Entry | None:
+    return _entries.get((kind, name))
+
+
+def get(kind: str, name: str) -> Entry:
+    """The entry of a name. Raises UserError, with the nearest names, where there is none."""
+    if (entry := find(kind, name)) is None:
+        raise UserError(f"{KINDS[kind].chosen_by}: {unknown_name(kind, name)}")
+    return entry
+
+
+def unknown_name(kind: str, name: str) -> str:
+    """What is wrong with a name that is not registered, in words."""
+    known = names(kind)
+    expected = " or ".join(filter(None, [", ".join(known[:-1]), known[-1]])) if known else f"a registered {kind}"
+    return f"expected {expected}, got {quoted(name)}{did_you_mean(name, known) or '; a plugin may add it (--plugins FILE.py)'}"
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(cut(name), list(known), n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def is_known(kind: str, name: str) -> bool:
+    """Whether a name may be chosen: it is registered, or names are not checked."""
+    return _unchecked.get() or (kind, name) in _entries
+
+
+@contextmanager
+def names_unchecked() -> Iterator[None]:
+    """Within, any name may be chosen: for reading what a run was, whose plugins are not loaded for that."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)
+
+
+@contextmanager
+def registering(origin: str) -> Iterator[None]:
+    """Within, what is registered is of `origin`. Where the block raises, nothing of it stays."""
+    before, token = dict(_entries), _origin.set(origin)
+    try:
+        yield
+    except BaseException:
+        _entries.clear()
+        _entries.update(before)
+        raise
+    finally:
+        _origin.reset(token)
+
+
+def remove(origin: str) -> None:
+    """Take out what `origin` has registered."""
+    for key in [key for key, entry in _entries.items() if entry.origin == origin]:
+        del _entries[key]

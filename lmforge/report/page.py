@@ -1,0 +1,43 @@
+"""The values of run_data.py, with the page's style and script, as one HTML file."""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lmforge.atomic_files import atomic_write, without_non_finite
+from lmforge.report.run_data import read_run, verdict
+from lmforge.runs import Run
+
+REPORT_FILE = "report.html"  # in a run
+
+
+def write_report(runs: Sequence[Run], path: Path, title: str | None = None) -> Path:
+    """Write the report of one run, or of several side by side, to `path`. Returns it.
+
+    Raises UserError where a run cannot be read, OSError where the file cannot be written.
+    """
+    page = render([read_run(run) for run in runs], title)
+    with atomic_write(path, sync=False) as file:
+        file.write(page.encode(errors="replace"))  # a path need not be Unicode
+    return path
+
+
+def write_run_report(run: Run) -> Path:
+    """Write `report.html` into a run. Returns its path; raises as `write_report` does."""
+    return write_report([run], run.path / REPORT_FILE)
+
+
+def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:
+    """The page of some runs as `read_run` gives them."""
+    web = files("lmforge.report") / "web"
+    texts = {name: (web / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    data = {"title": title, "runs": [run | {"verdict": verdict(run)} for run in runs]}
+    # Inside a script element only "</" ends it, and "<!--" changes how it is read.
+    values = json.dumps(without_non_finite(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    heading = title or ", ".join(run["name"] for run in runs)
+    parts = {"TITLE": html.escape(heading), "STYLE": texts["css"], "SCRIPT": texts["js"], "DATA": values}
+    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], texts["html"])

@@ -1,0 +1,297 @@
+"""What a report shows of one run, read from its directory as values that JSON has. Everything but the recipe may be missing."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from lmforge.config.load import flat_options
+from lmforge.config.options import Options
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.data.shards import TokenFolder
+from lmforge.data.source_report import read_source
+from lmforge.errors import UserError, format_count
+from lmforge.monitor.heartbeat import FINAL_PHASES
+from lmforge.monitor.run_status import read_run_status
+from lmforge.runs import MANIFEST, Run
+from lmforge.untrusted import open_file, parse_json, read_json
+
+# A page with more would take long to open; of a longer series every n-th point is shown, and the last.
+MAX_POINTS = 2000
+MAX_SAMPLES = 40
+MAX_TABLES, MAX_TABLE_ROWS, MAX_TEXT = 8, 8, 2000
+MAX_LINE_BYTES = 2**20  # of an event, or of a completion with its prompt; longer ones are left out
+# A rank writes its heartbeat every second; after this long without one it is not running any more.
+HEARTBEAT_SECONDS = 60.0
+MAX_LENGTHS_SOURCES = 20
+MAX_RANKS = 64
+
+
+class RunEvent(BaseModel, extra="allow"):
+    """A line of events.jsonl: what every event has (see train/run_events.py)."""
+
+    time: str
+    kind: str
+    step: int | None = Field(ge=0, le=2**53)
+
+
+class CompletionRow(BaseModel):
+    """What is shown of a line of a table of completions."""
+
+    prompt: str | list[dict[str, Any]] = ""
+    completion: str = ""
+    reward: float | None = None
+    parts: Any = None
+    tokens: int | None = None
+    ended: bool | None = None
+
+
+def read_run(run: Run) -> dict[str, Any]:
+    """What page.js calls a run. Raises UserError where the recipe or the metrics cannot be read."""
+    config, records = run.load_config(), run.read_metrics()
+    events, samples = read_events(run)
+    return {
+        "name": run.path.name,
+        "path": str(run.path),
+        "stage": config.of_stage,
+        "state": run_state(run),
+        "steps": config.train.steps,
+        "series": _series(records),
+        "last": last_values(records),
+        "axis": _axis(records),
+        "step_times": _thinned(_step_times(records), MAX_POINTS),
+        "events": events,
+        "samples": _thinned(samples, MAX_SAMPLES),
+        "tables": _completion_tables(run.path / "completions"),
+        "checkpoints": _checkpoints(run),
+        "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
+        "options": dict(flat_options(config)),
+        "changed": [name for name, value in flat_options(config) if value != _defaults(type(config)).get(name)],
+        "environment": _environment(run),
+        "ranks": _ranks(run),
+    }
+
+
+def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The events of a run in time order, without its samples, and some of these, the last among them.
+
+    Lines that are none are left out.
+    """
+    events: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    last: dict[str, Any] | None = None
+    count, every = 0, 1
+    with suppress(OSError), open_file(run.events_path) as file:
+        for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+            with suppress(UserError):
+                event = parse_json(line, RunEvent, str(run.events_path)).model_dump()
+                if event["kind"] != "sample":
+                    events.append(event)
+                    continue
+                last = event
+                if count % every == 0:
+                    samples.append(event)
+                count += 1
+                if len(samples) > 2 * MAX_SAMPLES:
+                    del samples[1::2]
+                    every *= 2
+    if last is not None and samples[-1] is not last:
+        samples.append(last)
+    return events, samples
+
+
+def last_values(records: Iterable[dict[str, float | None]]) -> dict[str, float | None]:
+    """The metrics of the last record, None where not finite. Validation is rarer: its last ones are those that it had."""
+    last: dict[str, float | None] = {}
+    for record in records:
+        validation = {name: value for name, value in last.items() if name.startswith("val/")}
+        last = validation | record
+    return last
+
+
+def run_state(run: Run) -> str:
+    """running, done, interrupted, failed, or lost where it neither runs nor said how it ended."""
+    with suppress(OSError, UserError, KeyError, TypeError, OverflowError):
+        beat = read_json(run.health_folder / "rank-0.json", dict[str, Any])
+        if beat["phase"] in FINAL_PHASES:
+            return str(beat["phase"])
+        return "running" if time.time() - beat["written"] < HEARTBEAT_SECONDS else "lost"
+    ended = [event.get("state") for event in read_events(run)[0] if event["kind"] == "end"]
+    return str(ended[-1]) if ended else "lost"
+
+
+def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """[step, value] of each metric by name."""
+    series: dict[str, list[list[float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name not in ("step", "tokens", "seconds_left") and isinstance(value, int | float):
+                series.setdefault(name, []).append([record["step"], value])
+    return {name: _thinned(points, MAX_POINTS) for name, points in series.items()}
+
+
+def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Steps, and the tokens and the seconds of training up to each. A run that began at a later step began with no seconds."""
+    seconds = [0.0]
+    for before, record in pairwise([_begin(records), *records]):
+        seconds.append(seconds[-1] + (record.get("step_seconds") or 0.0) * (record["step"] - before["step"]))
+    rows = [[each["step"], each.get("tokens"), each_seconds] for each, each_seconds in zip(records, seconds[1:], strict=True)]
+    columns = zip(*_thinned(rows, MAX_POINTS), strict=True) if rows else ([], [], [])
+    return dict(zip(("step", "tokens", "seconds"), map(list, columns), strict=True))
+
+
+def _begin(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The step from which the first record counts."""
+    gap = records[1]["step"] - records[0]["step"] if len(records) > 1 else 0
+    return {"step": 0 if not records or records[0]["step"] <= gap else records[0]["step"] - gap}
+
+
+def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
+    """Step, and the mean seconds of a step since the record before: in all, waiting for data, and waiting for a save."""
+    rows, stalled = [], 0.0
+    for before, record in pairwise([_begin(records), *records]):
+        total = record.get("save_stall_seconds") or stalled
+        # A running total of the attempt: where it has fallen, another attempt has begun at 0.
+        stall = total - stalled if total >= stalled else total
+        stalled = total
+        if seconds := record.get("step_seconds"):
+            steps = max(1, record["step"] - before["step"])
+            rows.append([record["step"], seconds, record.get("data_seconds") or 0.0, stall / steps])
+    return rows
+
+
+def _thinned(points: list[Any], most: int) -> list[Any]:
+    """At most `most` points, evenly spaced, the first and the last among them."""
+    if len(points) <= most:
+        return points
+    return [points[index] for index in np.linspace(0, len(points) - 1, most).round().astype(int).tolist()]
+
+
+def _ranks(run: Run) -> dict[str, Any]:
+    """What ranks did when they last said so: how many are in each phase, and those in the worst state."""
+    ranks = sorted(read_run_status(run).ranks, key=lambda rank: rank.severity)
+    worst = [
+        {
+            "rank": rank.rank,
+            "host": rank.host,
+            "phase": rank.phase,
+            "step": rank.step if rank.phase else None,
+            "seconds": rank.seconds_in_phase if rank.state not in ("missing", "ended", "gone") else None,
+            "note": rank.note,
+        }
+        for rank in ranks[:MAX_RANKS]
+    ]
+    return {"total": len(ranks), "counts": Counter(rank.phase or "missing" for rank in ranks), "worst": worst}
+
+
+def _completion_tables(folder: Path) -> list[dict[str, Any]]:
+    """The first rows of some tables of completions, in the order in which they were sampled."""
+    names = sorted(path.name for path in folder.glob("*-rank-0.jsonl"))
+    sampled = [name for name in names if name.startswith("set-")]
+    validated = [name for name in names if name not in sampled]
+    tables = []
+    for name in [*_thinned(validated, MAX_TABLES // 2), *_thinned(sampled, MAX_TABLES)]:
+        rows = []
+        with suppress(OSError), open_file(folder / name) as file:
+            for line, _ in zip(iter(partial(file.readline, MAX_LINE_BYTES), b""), range(MAX_TABLE_ROWS), strict=False):
+                with suppress(UserError):
+                    row = parse_json(line, CompletionRow, name)
+                    prompt = row.prompt
+                    if isinstance(prompt, list):
+                        prompt = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt)
+                    shown = {"prompt": prompt[:MAX_TEXT], "completion": row.completion[:MAX_TEXT]}
+                    rows.append(row.model_dump() | shown)
+        tables.append({"name": name.removesuffix("-rank-0.jsonl"), "rows": rows})
+    return tables
+
+
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    """Those that are there: step, bytes, and what was measured when they were saved."""
+    found = []
+    with suppress(UserError):
+        for step in run.checkpoint_steps():
+            with suppress(OSError, UserError, KeyError, TypeError, ValueError, AttributeError):
+                manifest = read_json(run.checkpoint_path(step) / MANIFEST, dict[str, Any])
+                size = sum(file["bytes"] for file in manifest["files"].values())
+                found.append({"step": step, "bytes": size, "metrics": dict(manifest.get("metrics", {}))})
+    return found
+
+
+def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
+    """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1 tokens."""
+    found = []
+    for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
+        entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
+        with suppress(UserError, OSError):
+            # Of a folder elsewhere shards would be downloaded for a picture.
+            if "://" not in source.folder:
+                found_source = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
+                entry |= {
+                    "documents": found_source.documents,
+                    "tokens": found_source.tokens,
+                    "bytes": found_source.text_bytes,
+                    "lengths": found_source.histogram().tolist(),
+                }
+        found.append(entry)
+    return found
+
+
+def _files(config: StageConfig) -> list[dict[str, Any]]:
+    return [{"name": str(file)} for file in getattr(config.data, "files", ())]
+
+
+def _defaults(options: type[Options], prefix: str = "") -> dict[str, Any]:
+    """The default values of the options of a class by section.name."""
+    found: dict[str, Any] = {}
+    for name, field in options.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Options):
+            found |= _defaults(kind, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True)
+            found[f"{prefix}{name}"] = list(default) if isinstance(default, tuple) else default
+    return found
+
+
+def _environment(run: Run) -> dict[str, str]:
+    """Versions, hardware and command of the last attempt, as text."""
+    with suppress(OSError, UserError, AttributeError):
+        table = read_json(run.path / "environment.json", dict[str, Any])
+        packages = table.pop("packages", {})
+        if isinstance(table.get("command"), list):
+            table["command"] = " ".join(map(str, table["command"]))
+        table["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
+        return {name: str(value) for name, value in table.items() if value is not None}
+    return {}
+
+
+def verdict(run: dict[str, Any]) -> str:
+    """One or two sentences: what was trained, how far, with what result, and what went wrong."""
+    series, events = run["series"], run["events"]
+    step = run["axis"]["step"][-1] if run["axis"]["step"] else 0
+    words = {"running": "Running", "done": "Finished", "interrupted": "Interrupted", "failed": "Failed"}
+    text = f"{words.get(run['state'], 'Stopped without saying why')}: {step:,} of {run['steps']:,} steps"
+    for name, title in (("val/reward", "validation reward"), ("val/loss", "validation loss"), ("loss", "loss")):
+        if points := series.get(name):
+            text += f", {title} {points[0][1]:.3f} → {points[-1][1]:.3f}"
+            break
+    if bits := series.get("val/bits_per_byte"):
+        text += f" ({bits[0][1]:.3f} → {bits[-1][1]:.3f} bits per byte)"
+    counts = {kind: sum(event["kind"] == kind for event in events) for kind in ("bad step", "rollback", "stall", "start")}
+    faults = [format_count(counts[kind], kind) for kind in ("bad step", "rollback", "stall") if counts[kind]]
+    if counts["start"] > 1:
+        faults.append(format_count(counts["start"] - 1, "restart"))
+    if run["last"].get("loss", 0.0) is None:
+        faults.append("the loss is not finite")
+    trouble = f" {', '.join(faults)}." if faults else ""
+    how = [event for event in events if event["kind"] in ("start", "end")][-1:]
+    if run["state"] == "failed" and how and how[0].get("error"):
+        trouble += f" {how[0]['error']}"
+    return f"{text}.{trouble or (' Nothing went wrong.' if run['state'] in ('done', 'running') else '')}"

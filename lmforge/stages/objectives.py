@@ -1,0 +1,85 @@
+"""Which objective a run has: `build_objective`, and how each of ours is built from a config.
+
+Each is called as `(config, options)`: the config of the stage, and the options of its own, which none of these has. The losses
+themselves are in objectives/.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lmforge import registry
+from lmforge.config.align import AlignConfig
+from lmforge.config.extend import own_options
+from lmforge.config.mixture import AnySourceOptions
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import SftConfig
+from lmforge.errors import UserError
+from lmforge.objectives.kto import KTOObjective
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.objectives.objective import Objective
+from lmforge.objectives.policy import build_policy_loss_config
+from lmforge.objectives.preference import PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
+from lmforge.stages.rollouts import RolloutObjective, completion_metric_names
+
+ALIGNMENT_METHODS = ("dpo", "kto", "orpo", "simpo", "reward", "grpo")
+
+
+def build_objective(config: StageConfig) -> Objective:
+    """The objective that a recipe chooses. Raises UserError for one that its stage has no data for."""
+    default = config.align.method if isinstance(config, AlignConfig) else "next-token"
+    name = config.objective.name or default
+    if name in ALIGNMENT_METHODS and name != default:
+        raise UserError(f"objective.name = {name}: it is a method of alignment; choose it with align.method")
+    if name == "next-token" and name != default:
+        raise UserError(f"objective.name = {name}: it reads texts, and this is an alignment; use pretrain or sft")
+    entry = registry.get("objective", name)
+    objective = entry.build(config, own_options(config.objective, entry))
+    return check_objective(objective, f"{entry.origin}: objective {name}")
+
+
+def check_objective(objective: Any, what: str = "objective") -> Objective:
+    """The objective itself. Raises UserError for what is none."""
+    if missing := [method for method in ("num_items", "loss") if not callable(getattr(objective, method, None))]:
+        raise UserError(f"{what}: {type(objective).__name__} has no method {missing[0]}")
+    return objective
+
+
+def build_next_token_objective(config: StageConfig, options: None = None) -> NextTokenObjective:
+    """The objective of pretraining and fine-tuning."""
+    sources: Sequence[AnySourceOptions] = ()
+    if isinstance(config, PretrainConfig):
+        sources = config.data.all_sources
+    elif isinstance(config, SftConfig):
+        sources = config.data.file_sources
+    names = [source.label for source in sources] if len(sources) > 1 else []
+    return NextTokenObjective(z_loss=config.train.z_loss, source_names=names)
+
+
+def build_dpo(config: AlignConfig, options: None = None) -> Objective:
+    align = config.align
+    loss_fn = partial(dpo, beta=config.beta, loss_type=align.loss_type, label_smoothing=align.label_smoothing)
+    return PreferenceObjective(loss_fn, uses_reference=True)
+
+
+def build_orpo(config: AlignConfig, options: None = None) -> Objective:
+    return PreferenceObjective(partial(orpo, beta=config.beta), uses_reference=False)
+
+
+def build_simpo(config: AlignConfig, options: None = None) -> Objective:
+    return PreferenceObjective(partial(simpo, beta=config.beta, gamma=config.align.gamma), uses_reference=False)
+
+
+def build_kto(config: AlignConfig, options: None = None) -> Objective:
+    weights = {"desirable_weight": config.align.desirable_weight, "undesirable_weight": config.align.undesirable_weight}
+    return KTOObjective(beta=config.beta, **weights)
+
+
+def build_reward_model_objective(config: AlignConfig, options: None = None) -> Objective:
+    return RewardModelObjective(center_rewards_coefficient=config.align.center_rewards_coefficient)
+
+
+def build_policy_objective(config: AlignConfig, options: None = None) -> RolloutObjective:
+    """The objective of grpo."""
+    names = completion_metric_names(config.rollout.num_generations)
+    return RolloutObjective(build_policy_loss_config(config.rollout), names)

@@ -1,0 +1,42 @@
+"""What a run executes besides lmforge's own code: its objective, callbacks and plugin files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from lmforge.config.stage import StageConfig
+from lmforge.objectives.objective import Objective
+from lmforge.plugins import freeze_plugins
+from lmforge.stages.objectives import build_objective, check_objective
+from lmforge.train.callbacks import Callbacks
+from lmforge.train.trainer import RunContext
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What a program that calls a stage gives it: an objective instead of the recipe's, and callbacks besides the recipe's."""
+
+    objective: Objective | None = None
+    callbacks: Sequence[Any] = ()
+
+    def open(self, config: StageConfig) -> "OpenedCode":
+        """Build what the recipe names. Raises UserError; nothing of the run has been written."""
+        objective = build_objective(config) if self.objective is None else check_objective(self.objective)
+        return OpenedCode(objective, Callbacks.of_run(config, self.callbacks))
+
+
+NO_OWN_CODE = OwnCode()
+
+
+@dataclass(frozen=True)
+class OpenedCode:
+    """The objective and the callbacks of a run."""
+
+    objective: Objective
+    callbacks: Callbacks
+
+    def enter(self, ctx: RunContext) -> RunContext:
+        """Copy plugin files into the run's directory. Every rank calls it; returns the context with the callbacks."""
+        ctx.dist_ctx.decide_on_rank0(partial(freeze_plugins, ctx.config.plugins, ctx.run.path))
+        return replace(ctx, callbacks=self.callbacks)

@@ -1,0 +1,36 @@
+"""`data.stage_to`: the folders that a run reads, copied to each host's own disk before it begins."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.data.staged_copy import stage_folder
+from lmforge.runs import is_local, parse_location
+from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights
+
+
+def stage_inputs(config: StageConfig, dist_ctx: DistributedContext) -> None:
+    """Have the token folders and the model of a recipe on each host's own disk, if it says so. Every rank calls it.
+
+    One rank of each host copies, or of all hosts that share the folder. Addresses are not copied: what is read of them is kept
+    in data.cache_folder. Raises UserError on all ranks where one host has no room.
+    """
+    if config.data.stage_to is not None:
+        dist_ctx.run_once_per_folder(partial(_stage, config, config.data.stage_to), config.data.stage_to)
+
+
+def _stage(config: StageConfig, stage_to: Path) -> None:
+    for folder in _folders(config):
+        stage_folder(stage_to, folder, partial(print, file=sys.stderr, flush=True))
+
+
+def _folders(config: StageConfig) -> list[Path]:
+    folders = []
+    if isinstance(config, PretrainConfig):
+        folders = [path for source in config.data.all_sources if is_local(path := parse_location(source.folder))]
+    if config.model.source is not None and loads_pretrained_weights(config):
+        pretrained = find_pretrained(config.model.source, "weights")
+        folders += [pretrained.folder, *([pretrained.adapters] if pretrained.adapters else [])]
+    return [folder for folder in folders if folder.is_dir()]

@@ -1,0 +1,121 @@
+"""Cells, lines and tables for terminals: numbers with their units, bars, sparklines, tables with notes."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lmforge.errors import format_count
+
+WIDE_COLUMNS = 120
+BAD, DOUBTFUL, QUIET = "bold red", "yellow", "dim"
+SPARKS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "×"
+# How a metric of metrics.jsonl is written, in this order.
+METRIC_WORDS = {
+    "loss": "loss {:.4f}",
+    "val/loss": "val {:.4f}",
+    "val/bits_per_byte": "({:.3f} bits/byte)",
+    "val/reward": "val reward {:.2f}",
+    "rewards/accuracy": "preferred {:.2f}",
+    "rewards/margin": "margin {:.2f}",
+    "reward": "reward {:.2f}",
+    "pass@1": "pass {:.2f}",
+    "kl": "KL {:.2f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "grad {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "mfu": "MFU {:.0%}",
+    "memory_gib": "{:.1f} GiB",
+}
+
+
+def format_metrics(record: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics of a record that people read, in words, by name."""
+    parts = {name: words.format(record[name]) for name, words in METRIC_WORDS.items() if record.get(name) is not None}
+    if (bits := parts.pop("val/bits_per_byte", None)) and "val/loss" in parts:
+        parts["val/loss"] += f" {bits}"
+    return parts
+
+
+def fit_words(words: Sequence[str], columns: int) -> list[str]:
+    """Words on as few lines as they fit on, two blanks apart."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 2 + len(word) <= columns:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def progress_line(step: int, steps: int | None, seconds_left: float | None, columns: int) -> Text:
+    """step 1,200 of 5,000  ━━━━────  24%  1h12m left"""
+    if not steps:
+        return Text(f"step {step:,}")
+    ratio = min(1.0, step / steps)
+    remaining = f"  {format_age(seconds_left)} left" if seconds_left is not None else ""
+    width = max(10, min(40, columns - 50))
+    done = int(ratio * width)
+    bar = ("━" * done, "green"), ("─" * (width - done), QUIET)
+    return Text.assemble(f"step {step:,} of {steps:,}  ", *bar, f"  {ratio:.0%}{remaining}")
+
+
+def sparkline(values: Sequence[float | None], columns: int) -> str:
+    """The curve of values in at most so many characters: means of equal parts, from the least to the largest of them.
+
+    None is a value that is not finite.
+    """
+    if len(values) > columns:
+        edges = [index * len(values) // max(1, columns) for index in range(columns + 1)]
+        parts = [values[begin:end] for begin, end in pairwise(edges)]
+        values = [None if None in part else sum(each for each in part if each is not None) / len(part) for part in parts]
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(NOT_FINITE if value is None else SPARKS[round((value - low) * scale)] for value in values)
+
+
+def note_table(columns: int, heads: Sequence[tuple[str, int, bool]]) -> Table:
+    """A table with these columns (name, least width, right-aligned), and one for notes, which may be on several lines."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET, width=columns)
+    for name, width, is_number in heads:
+        most = None if is_number else 24 if columns >= WIDE_COLUMNS else 12
+        justify: Literal["right", "left"] = "right" if is_number else "left"
+        table.add_column(name, justify=justify, min_width=width or None, max_width=most, no_wrap=True, overflow="ellipsis")
+    table.add_column("", ratio=1)
+    return table
+
+
+def omitted(count: int, noun: str) -> list[RenderableType]:
+    return [Text(f"… {format_count(count, noun)} more, in no worse state", QUIET)] if count > 0 else []
+
+
+def clean(text: str) -> str:
+    """Text from outside, which must not drive the terminal."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "·" for each in text)
+
+
+def format_percent(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f} %"
+
+
+def format_gib(used: int | None, total: int | None) -> str:
+    return "/".join("?" if count is None else format_short(count / 2**30) for count in (used, total))
+
+
+def format_short(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def format_age(seconds: float) -> str:
+    """12 s, 3m05s, 2h07m, 3d04h"""
+    whole = int(seconds + 0.5)
+    if whole < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m" if whole < 86400 else f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

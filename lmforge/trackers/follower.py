@@ -1,0 +1,220 @@
+"""The process of one tracker: reads what a run appends to metrics.jsonl and events.jsonl, and sends it.
+
+How far it has sent is in a file of the run, together with the tracker's id of the run, so that the next attempt goes on there.
+It says what people should know as lines of JSON on its standard output; what libraries print goes to a log.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from lmforge import registry
+from lmforge.atomic_files import atomic_write_text
+from lmforge.config.load import flat_options
+from lmforge.errors import UserError
+from lmforge.locks import hold_lock
+from lmforge.plugins import load_plugins
+from lmforge.runs import MetricsRecord, Run
+from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+from lmforge.untrusted import cut, parse_json, read_json
+
+POLL_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer and longer, and at most so long
+MAX_CHUNK_BYTES = 2**22  # read at once; no line of the run is longer
+MAX_SAMPLE_CHARACTERS = 10_000
+MAX_PROBLEM_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class FollowerOptions:
+    """What the training process says: `tracker` is a registered name, `plugins` the files that register it.
+
+    `last_seconds`: when the training has ended or was killed, this process ends by itself within this time.
+    """
+
+    tracker: str
+    plugins: list[str]
+    run: str
+    folder: str
+    project: str
+    process: int
+    last_seconds: float
+
+
+@dataclass
+class Progress:
+    """The content of NAME.json: the tracker's id of the run, and the bytes of each file that were sent."""
+
+    run_id: str
+    metrics_bytes: int = 0
+    events_bytes: int = 0
+
+
+class SampleEvent(BaseModel):
+    """A line of events.jsonl about a sample; other lines do not fit."""
+
+    kind: Literal["sample"]
+    step: int = Field(ge=0, le=2**53)
+    prompt: str
+    text: str
+
+
+class Follower:
+    """Sends what a run writes to one tracker, which it opens when it first can."""
+
+    def __init__(self, options: FollowerOptions) -> None:
+        self._options, self._run, folder = options, Run(Path(options.run)), Path(options.folder)
+        self._folder, self._path = folder, folder / f"{options.tracker}.json"
+        self._tracker: Tracker | None = None
+        self._progress: Progress | None = None
+        with suppress(OSError, UserError):
+            self._progress = read_json(self._path, Progress)
+
+    def send_new(self) -> str | None:
+        """Send what was written since the last call. Returns where people see the run, when it was just opened."""
+        opened = None
+        if self._tracker is None:
+            opened = self._open()
+        assert self._tracker is not None
+        assert self._progress is not None
+        for lines, end in _new_lines(self._run.metrics_path, self._progress.metrics_bytes):
+            for line in lines:
+                with suppress(UserError):
+                    record = parse_json(line, MetricsRecord, "")
+                    values = {name: value for name, value in (record.__pydantic_extra__ or {}).items() if value is not None}
+                    self._tracker.log_metrics(record.step, values)
+            self._progress.metrics_bytes = end
+            self._store()
+        for lines, end in _new_lines(self._run.events_path, self._progress.events_bytes):
+            for _, samples in groupby(_samples(lines), key=lambda sample: sample.step):
+                self._tracker.log_samples(list(samples))
+            self._progress.events_bytes = end
+            self._store()
+        return opened
+
+    def finish(self, state: str) -> None:
+        """Attach the report, and close the tracker."""
+        assert self._tracker is not None
+        report = self._run.path / "report.html"
+        if report.exists():
+            self._tracker.attach(report)
+        self._tracker.close(state)
+
+    def _open(self) -> str | None:
+        options, known = self._options, self._progress
+        load_plugins(options.plugins)
+        config = dict(flat_options(self._run.load_config()))
+        run_id = known.run_id if known else None
+        described = TrackedRun(self._run.path, self._folder, options.project, run_id, config, options.process)
+        self._tracker = registry.get("tracker", options.tracker).load()(described)
+        assert self._tracker is not None
+        self._progress = known or Progress(self._tracker.run_id)
+        self._progress.run_id = self._tracker.run_id
+        self._store()
+        return self._tracker.url
+
+    def _store(self) -> None:
+        assert self._progress is not None
+        atomic_write_text(self._path, json.dumps(asdict(self._progress)), sync=False)
+
+
+def _new_lines(path: Path, begin: int) -> Iterator[tuple[list[bytes], int]]:
+    """The finished lines of a file from byte `begin` on, in chunks, each with the byte after it."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        if begin > file.seek(0, os.SEEK_END):
+            begin = 0  # another file than the one that was read
+        file.seek(begin)
+        while chunk := file.read(MAX_CHUNK_BYTES):
+            finished = chunk.rfind(b"\n") + 1
+            if not finished:
+                return
+            begin += finished
+            yield chunk[:finished].splitlines(), begin
+            file.seek(begin)
+
+
+def _samples(lines: list[bytes]) -> Iterator[Sample]:
+    for line in lines:
+        with suppress(UserError):
+            event = parse_json(line, SampleEvent, "")
+            yield Sample(event.step, event.prompt[:MAX_SAMPLE_CHARACTERS], event.text[:MAX_SAMPLE_CHARACTERS])
+
+
+class _Training:
+    """What the training process says on our standard input: nothing, and at its end the state in which it ended."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+
+    def state(self, wait_seconds: float) -> str | None:
+        """None while it goes on; waits so long for its end."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if select.select([0], [], [], min(left, POLL_SECONDS))[0]:
+                words = os.read(0, 64).decode(errors="replace").split()
+                return words[0] if words else "failed"
+            # Its end of the pipe may be open in a process that it started.
+            if os.getppid() != self._process:
+                return "failed"
+            if left == 0.0:
+                return None
+
+
+def follow(options: FollowerOptions, output: int) -> None:
+    """Send until the training has ended. The first problem is said on `output`, a descriptor, and where the run can be seen."""
+    training, follower = _Training(options.process), Follower(options)
+    wait_seconds, state, has_complained = POLL_SECONDS, None, False
+    while state is None:
+        state = training.state(wait_seconds)
+        if state is not None:
+            _end_this_process_after(options.last_seconds)
+        try:
+            if url := follower.send_new():
+                _say(output, "info", url)
+            if state is not None:
+                follower.finish(state)
+            wait_seconds = POLL_SECONDS
+        except Exception as problem:
+            sys.stderr.write(f"{type(problem).__name__}: {problem}\n")
+            if not has_complained:
+                has_complained = True
+                lines = f"{type(problem).__name__}: {problem}".split()
+                _say(output, "problem", cut(" ".join(lines), MAX_PROBLEM_CHARACTERS))
+            wait_seconds = min(2 * wait_seconds, MAX_RETRY_SECONDS)
+
+
+def _say(output: int, kind: str, text: str) -> None:
+    with suppress(OSError):  # nobody listens any more
+        os.write(output, json.dumps({kind: text}).encode() + b"\n")
+
+
+def _end_this_process_after(seconds: float) -> None:
+    """With all that it has started: libraries wait for the network when Python ends."""
+    timer = threading.Timer(seconds, os.killpg, (0, signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def main() -> None:
+    """The process: `FollowerOptions` as JSON in sys.argv."""
+    options = FollowerOptions(**json.loads(sys.argv[1]))
+    output = os.dup(1)
+    os.dup2(2, 1)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a launcher signals all processes of a job; the training says when it ends
+    # An earlier attempt whose training was killed may still be sending.
+    with hold_lock(Path(options.folder) / f"{options.tracker}.lock", lambda: False):
+        follow(options, output)

@@ -1,0 +1,131 @@
+"""The processes of the trackers, from the side of the training: started with the run, asked at log steps, ended with it.
+
+Nothing here waits for a tracker but `finish`, and that for a bounded time.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lmforge import registry
+from lmforge.plugins import files_of
+from lmforge.python_files import python_command
+from lmforge.runs import Run
+from lmforge.trackers.follower import FollowerOptions
+
+# In all, for trackers to send the end of a run.
+FINISH_SECONDS = 30.0
+
+
+@dataclass
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    received: bytes = b""
+    has_ended: bool = False
+    is_lost: bool = False
+
+    def read(self) -> list[tuple[str, str]]:
+        """(info or problem, text) of what it has said since the last call. Does not wait."""
+        assert self.process.stdout is not None
+        with suppress(BlockingIOError):
+            while not self.has_ended:
+                piece = os.read(self.process.stdout.fileno(), 1 << 16)
+                self.received += piece
+                self.has_ended = not piece
+        *lines, self.received = self.received.split(b"\n")
+        return [pair for line in lines for pair in json.loads(line).items()]
+
+
+@dataclass
+class TrackerProcesses:
+    """The trackers of a run; none on ranks other than 0, and where no names are given.
+
+    `info` and `warn` are called with lines for people, `warn` at most twice for each tracker: when it first fails, and when
+    it has not finished in time.
+    """
+
+    info: Callable[[str], None]
+    warn: Callable[[str], None]
+    _children: list[_Child] = field(default_factory=list)
+    _is_finishing: bool = False
+
+    def start(self, run: Run, names: Sequence[str], project: str) -> None:
+        """Start a process for each tracker. One that cannot be started is reported."""
+        folder = run.path / "trackers"
+        for name in dict.fromkeys(names):
+            paths = str(run.path.absolute()), str(folder.absolute())
+            options = FollowerOptions(
+                name, files_of([registry.get("tracker", name)]), *paths, project, os.getpid(), 2 * FINISH_SECONDS
+            )
+            command = python_command("lmforge.trackers.follower", json.dumps(asdict(options)))
+            try:
+                folder.mkdir(exist_ok=True)
+                with open(folder / f"{name}.log", "ab") as log:
+                    process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True
+                    )
+            except OSError as problem:
+                self.warn(f"{name} was not started ({problem.strerror}); the run goes on without it")
+                continue
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            self._children.append(_Child(name, process, folder / f"{name}.log"))
+
+    def report(self) -> None:
+        """Pass on what trackers have said. Does not wait."""
+        for child in self._children:
+            for kind, text in child.read():
+                if kind == "info":
+                    self.info(f"{child.name:10} {text}")
+                else:
+                    self.warn(f"{child.name}: {text}; the run goes on, and {child.name} is tried again")
+            if child.has_ended and not self._is_finishing:
+                self._report_lost(child)
+
+    def _report_lost(self, child: _Child) -> None:
+        if not child.is_lost:
+            child.is_lost = True
+            self.warn(f"{child.name}: its process has ended, see {child.log}; the run goes on without it")
+
+    def finish(self, state: str) -> None:
+        """Let trackers send the end of the run, for at most FINISH_SECONDS in all; then end their processes."""
+        deadline, self._is_finishing = time.monotonic() + FINISH_SECONDS, True
+        for child in self._children:
+            assert child.process.stdin is not None
+            with suppress(OSError):  # it has ended
+                child.process.stdin.write(f"{state}\n".encode())
+            with suppress(OSError):
+                child.process.stdin.close()
+        open_children = list(self._children)
+        while open_children and time.monotonic() < deadline:
+            poll = select.poll()
+            for child in open_children:
+                assert child.process.stdout is not None
+                poll.register(child.process.stdout)
+            poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+            self.report()
+            open_children = [child for child in open_children if not child.has_ended]
+        for child in self._children:
+            # What it prints last ends before the process does, which may wait for threads of its library.
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            if child.process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+                self.warn(
+                    f"{child.name} had not sent everything {FINISH_SECONDS:.0f} s after the end; what is missing is sent"
+                    " when the run is resumed"
+                )
+            elif child.process.returncode:
+                self._report_lost(child)
+        self._children.clear()

@@ -1,0 +1,69 @@
+"""What a tracker does (`Tracker`), what it is given (`TrackedRun`), and whether those that a run names are installed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from lmforge import registry
+from lmforge.errors import UserError, how_to_install
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is given when a run is opened.
+
+    path      the run's directory
+    folder    for files of the tracker's own, in the run's directory
+    project   what groups runs: a project, or an experiment of mlflow
+    run_id    what `Tracker.run_id` was in an earlier attempt, None in the first
+    config    every option as `section.name`, with values that JSON has
+    process   the process that trains
+    """
+
+    path: Path
+    folder: Path
+    project: str
+    run_id: str | None
+    config: Mapping[str, Any]
+    process: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what the model wrote after it, once `step` steps were done."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+class Tracker(Protocol):
+    """An open run of a tracker, in a process of its own. Any method may wait for the network or raise; it is then called
+    again later with the same values."""
+
+    run_id: str
+    """By which the tracker continues this run."""
+
+    url: str | None
+    """Where people see the run, if it is somewhere."""
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Finite values, by the names that they have in metrics.jsonl. A step may come again, after a resume or a rollback."""
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        """All samples of one step."""
+
+    def attach(self, report: Path) -> None:
+        """Attach the report, an HTML file, at the end of an attempt."""
+
+    def close(self, state: str) -> None:
+        """Send what is left. `state`: done, interrupted or failed."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker that does not exist, or whose package (of that name, as is its extra) is not installed."""
+    for name in names:
+        if registry.get("tracker", name).origin == registry.BUILT_IN and find_spec(name) is None:
+            raise UserError(f"log.trackers: {name} is not installed; {how_to_install(name)}, or leave it out")

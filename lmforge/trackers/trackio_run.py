@@ -1,0 +1,39 @@
+"""Trackio. Its own variables say where runs go: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, …"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+
+
+class TrackioRun:
+    """A run of trackio, which knows runs by their name: two of one name in a project would be one."""
+
+    url: str | None = None
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self.run_id = run.run_id or f"{run.path.name}-{secrets.token_hex(3)}"
+        self._run = trackio.init(
+            project=run.project, name=self.run_id, config=dict(run.config), resume="allow", embed=False, auto_log_gpu=False
+        )
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        rows = [[sample.step, sample.prompt, sample.text] for sample in samples]
+        self._run.log({"samples": self._trackio.Table(columns=["step", "prompt", "text"], data=rows)}, step=samples[0].step)
+
+    def attach(self, report: Path) -> None:
+        self._trackio.log_artifact(report, name=f"{self.run_id}-report", type="report")
+
+    def close(self, state: str) -> None:
+        self._run.finish()
+
+
+def open_run(run: TrackedRun) -> Tracker:
+    return TrackioRun(run)

@@ -1,0 +1,46 @@
+"""Weights & Biases. Its own variables say where runs go: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE=offline, …"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+
+
+class WandbRun:
+    """A run of wandb. Its charts are over our step: its own counter must not go back, which ours does after a rollback."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._wandb = wandb
+        settings = wandb.Settings(silent=True, console="off", x_stats_pid=run.process)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.path.name,
+            id=run.run_id or secrets.token_hex(8),
+            resume="allow",
+            dir=run.folder,
+            config=dict(run.config),
+            settings=settings,
+        )
+        self.run_id, self.url = self._run.id, self._run.url
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        rows = [[sample.step, sample.prompt, sample.text] for sample in samples]
+        self._run.log({"step": samples[0].step, "samples": self._wandb.Table(columns=["step", "prompt", "text"], data=rows)})
+
+    def attach(self, report: Path) -> None:
+        self._run.log({"report": self._wandb.Html(report.read_text("utf-8"), inject=False)})
+
+    def close(self, state: str) -> None:
+        self._run.finish(exit_code=0 if state == "done" else 1)
+
+
+def open_run(run: TrackedRun) -> Tracker:
+    return WandbRun(run)

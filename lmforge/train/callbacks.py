@@ -1,0 +1,99 @@
+"""Callbacks: objects of plugins whose methods are called at named points of a run, on every rank.
+
+A callback has one or more of the methods of `CallbackPoints`. Each is called at the same step on all ranks, and must not
+communicate between them. What one raises ends the run on all ranks.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmforge import registry
+from lmforge.config.extend import own_options
+from lmforge.config.stage import StageConfig
+from lmforge.errors import RunFailed, UserError
+from lmforge.python_files import describe_exception
+
+if TYPE_CHECKING:
+    from lmforge.model.layers import LanguageModel
+    from lmforge.train.trainer import RunContext
+
+
+class CallbackPoints:
+    """The points of a run, in order. `run` has the config, the run directory (`run.run.path`), the ranks (`run.dist_ctx`) and
+    the console (`run.console.info`); `step` counts the steps that are done."""
+
+    def on_run_start(self, run: "RunContext", step: int, model: "LanguageModel") -> None:
+        """Before the first step of an attempt. `model` is this rank's, as it is trained: sharded, its blocks wrapped."""
+
+    def on_step_end(self, run: "RunContext", step: int, metrics: dict[str, Any]) -> None:
+        """After each step. `metrics` has, at log steps, what metrics.jsonl has, and is empty at others: so that nothing waits
+        for the device."""
+
+    def on_validation_end(self, run: "RunContext", step: int, metrics: dict[str, float]) -> None:
+        """After a validation, with its metrics, such as val/loss."""
+
+    def on_checkpoint_saved(self, run: "RunContext", step: int, folder: Path) -> None:
+        """Once the checkpoint of `step` is complete on the disk, which can be some steps later."""
+
+    def on_run_end(self, run: "RunContext", step: int | None, state: str) -> None:
+        """At the end: `state` is done, interrupted (a signal; the step is saved) or failed. A run that failed has lost its
+        step (None), and what this raises is then only logged."""
+
+
+POINTS = tuple(name for name in vars(CallbackPoints) if name.startswith("on_"))
+
+
+class Callbacks:
+    """The callbacks of a run, in the order of `train.callbacks`."""
+
+    def __init__(self, callbacks: dict[str, Any] | None = None) -> None:
+        self._callbacks = callbacks or {}
+
+    @classmethod
+    def of_run(cls, config: StageConfig, own: Sequence[Any] = ()) -> "Callbacks":
+        """Build those that a recipe names; `own` come after them. Raises UserError for one that is none."""
+        callbacks = {}
+        for name in config.train.callbacks:
+            entry = registry.get("callback", name)
+            callbacks[name] = entry.build(own_options(config.train, entry))
+            _check_methods(callbacks[name], f"{entry.origin}: callback {name}")
+        for number, callback in enumerate(own, start=1):
+            name = f"{type(callback).__name__} ({number})"
+            _check_methods(callback, f"callback {name}")
+            callbacks[name] = callback
+        return cls(callbacks)
+
+    def has(self, point: str) -> bool:
+        return any(hasattr(callback, point) for callback in self._callbacks.values())
+
+    def call(self, point: str, run: "RunContext", step: int, value: Any) -> None:
+        """Call the method `point` of each that has it. Every rank calls it; RunFailed, on all of them, where one raises."""
+        if self.has(point):
+            with run.dist_ctx.raise_on_all():
+                self._call(point, run, step, value)
+
+    def run_failed(self, run: "RunContext") -> None:
+        """The point on_run_end of a run that failed: peers may be lost, so nothing is agreed on, and nothing is raised."""
+        try:
+            self._call("on_run_end", run, None, "failed")
+        except RunFailed as problem:
+            run.console.warn(str(problem))
+
+    def _call(self, point: str, run: "RunContext", step: int | None, value: Any) -> None:
+        for name, callback in self._callbacks.items():
+            method = getattr(callback, point, None)
+            if method is None:
+                continue
+            try:
+                method(run, step, value)
+            except (Exception, SystemExit) as error:
+                raise RunFailed(f"callback {name}: {point} raised {describe_exception(error)}") from error
+
+
+def _check_methods(callback: Any, what: str) -> None:
+    methods = [method for method in dir(callback) if method.startswith("on_")]
+    unknown = [method for method in methods if method not in POINTS]
+    if unknown or not methods:
+        wrong = f"{unknown[0]} is no point of a run" if unknown else f"{type(callback).__name__} has no method that is one"
+        raise UserError(f"{what}: {wrong}; there are {', '.join(POINTS)}")

@@ -1,0 +1,48 @@
+"""What a pretraining recipe is trained on, in lines: its folder, or each source of a mixture and how often it is read."""
+
+from pathlib import Path
+
+from lmforge.config.batch_plan import batch_plan
+from lmforge.config.stage import PretrainConfig
+from lmforge.data.mixture import MixedDataset
+from lmforge.data.shard_format import SHARDS_MANIFEST
+from lmforge.stages.training_data import TokenSources
+
+
+def describe_data(config: PretrainConfig, step: int | None = None, batch_offset: int = 0) -> tuple[list[str], int | None]:
+    """Lines about the data, and the size of the vocabulary where the data is there.
+
+    With `step`, also what has been read after so many steps. `batch_offset` is the number of batches that rollbacks have left
+    out so far: they count as read. Raises UserError where the data is damaged.
+    """
+    folders = [source.folder for source in config.data.all_sources if "://" not in source.folder]
+    missing = [folder for folder in folders if not (Path(folder) / SHARDS_MANIFEST).exists()]
+    if missing:
+        return [f"data       {missing[0]}: not there yet; `lmforge prepare SOURCE {missing[0]}` makes it"], None
+    sources = TokenSources.open(config)
+    size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
+    if not config.data.sources and not config.data.phases:
+        num_tokens = sources.folders[0].split("train").num_tokens
+        epochs = config.train.steps * size * config.data.sequence_length / num_tokens
+        line = f"data       {sources.location}: {num_tokens:,} tokens, so {epochs:.2f} epochs"
+        return [line], sources.tokenizer.vocab_size
+    dataset = sources.training(size)
+    steps = {} if step is None else {f"after {step:,} steps": step}
+    steps[f"after all {config.train.steps:,}"] = config.train.steps
+    rows = _rows(dataset, {title: (number + batch_offset) * size for title, number in steps.items()})
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    title = "data       tokens of each source, padding included, and how often it is read"
+    return [title, *table, *dataset.describe_phases()], sources.tokenizer.vocab_size
+
+
+def _rows(dataset: MixedDataset, samples: dict[str, int]) -> list[list[str]]:
+    """A row a source; for each number of samples, by its title: the tokens, their fraction of all, and the epochs."""
+    rows = [["source"], *([name] for name in dataset.names)]
+    for title, n in samples.items():
+        uses = dataset.use_until(n)
+        total = sum(use.tokens for use in uses) or 1
+        rows[0] += [title, "of all", "epochs"]
+        for row, use in zip(rows[1:], uses, strict=True):
+            row += [f"{use.tokens:,}", f"{use.tokens / total:.2%}", f"{use.epochs:.2f}"]
+    return rows

@@ -1,0 +1,162 @@
+"""`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for it and waited for.
+
+What is examined is in `bench/`. Here the job: the launchers of `lmforge launch` start it, with a folder of its own that is
+removed at the end.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from lmforge.atomic_files import atomic_write_text
+from lmforge.bench.doctor import doctor
+from lmforge.cluster.jobs.job import JOB_SCRIPT, Job, JobPlan, JobState
+from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_scripts, stop_job, submit
+from lmforge.cluster.jobs.scripts import PRINTED_PREFIX, STATUS_PREFIX
+from lmforge.config.load import read_config
+from lmforge.config.operation import JobOptions, LaunchOptions
+from lmforge.config.verbs import DoctorOptions
+from lmforge.errors import RunFailed, UserError
+from lmforge.untrusted import describe_os_error
+from lmforge.verbs.launch import with_nodes
+
+POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
+# What a scheduler takes to say that a job has ended whose script has left its status.
+ENDING_SECONDS = 30.0
+
+
+def run_doctor(options: DoctorOptions) -> int:
+    """Examine this machine, or the hosts of a job. Returns the exit status; raises UserError and RunFailed."""
+    return _examine_job(options) if options.is_elsewhere else doctor(options)
+
+
+def _examine_job(options: DoctorOptions) -> int:
+    config = read_config(options.recipe) if options.recipe is not None else None
+    given = {name: getattr(options, name) for name in JobOptions.model_fields if name in options.model_fields_set}
+    launch = (config.launch if config else LaunchOptions()).model_copy(update={**given, "signal_seconds": 1})
+    launch = with_nodes(launch)
+    on_cpu = options.device == "cpu" or (config is not None and config.train.device == "cpu")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".lmforge-doctor-", dir=Path.cwd()))
+    except OSError as problem:
+        raise UserError(f"{describe_os_error(problem, Path.cwd())}; the job needs a folder here for its scripts") from None
+    try:
+        plan = JobPlan(
+            name="doctor",
+            verb="doctor",
+            folder=folder,
+            directory=Path.cwd(),
+            recipes=(Path(os.devnull),),
+            options=launch,
+            python=launch.python or sys.executable,
+            nodes=launch.nodes or 1,
+            gpus=launch.gpus if launch.gpus is not None else (0 if on_cpu else launch.processes),
+            arguments=_arguments(options, launch.processes),
+        )
+        return _carry_out(plan)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _arguments(options: DoctorOptions, processes: int) -> tuple[str, ...]:
+    """What is typed after `doctor` on each node."""
+    words = [] if options.recipe is None else [os.path.abspath(options.recipe)]
+    for name in options.changed():
+        if name not in JobOptions.model_fields and name != "recipe":
+            words += [f"--{name}", str(getattr(options, name))]
+    return (*words, "--processes", str(processes))
+
+
+def _carry_out(plan: JobPlan) -> int:
+    hosts = find_hosts(plan)
+    for name, text in plan_scripts(plan, hosts).items():
+        atomic_write_text(plan.folder / name, text)
+    check(plan, plan.folder / JOB_SCRIPT)
+    job_id, sessions = submit(plan, hosts)
+    job = Job(
+        name=plan.name,
+        launcher=plan.options.on,
+        folder=str(plan.folder),
+        nodes=plan.nodes,
+        processes=plan.options.processes,
+        submitted_at="",
+        job_id=job_id,
+        sessions=sessions,
+        ssh_options=list(hosts.ssh_options) if hosts else [],
+    )
+    with _ended_with_this_process(job):
+        _await_end(job)
+    return _report(plan, job)
+
+
+@contextmanager
+def _ended_with_this_process(job: Job) -> Iterator[None]:
+    """A block in which a signal that ends this process ends the job too."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    handlers = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except BaseException:
+        stop_job(job, JobState.RUNNING, kill=True)
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _await_end(job: Job) -> None:
+    """Wait for the end of a job, with the lines of its logs on standard error, and what its scheduler says while it waits."""
+    shown: dict[Path, int] = {}
+    said, asked = "", 0.0
+    deadline = float("inf")
+    while True:
+        _show_logs(Path(job.folder), shown)
+        now = time.monotonic()
+        if deadline == float("inf") and job.status_path.exists():
+            deadline, asked = now + ENDING_SECONDS, 0.0
+        if now > asked + STATE_SECONDS:
+            state, detail = job_state(job)
+            asked = time.monotonic()
+            if not state.is_active:
+                _show_logs(Path(job.folder), shown)
+                return
+            if state == JobState.PENDING and detail != said:
+                said = detail
+                name = f"job {job.job_id}" if job.job_id else "the job"
+                print(f"lmforge: {name} is pending ({detail or 'no reason given'})", file=sys.stderr, flush=True)
+        if now > deadline:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _show_logs(folder: Path, shown: dict[Path, int]) -> None:
+    """Print what is new in the logs; `shown` are the bytes of each that have been."""
+    for path in sorted(folder.glob("output*.log")):
+        with path.open("rb") as file:
+            file.seek(shown.get(path, 0))
+            new = file.read()
+        shown[path] = shown.get(path, 0) + len(new)
+        sys.stderr.write(new.decode(errors="replace"))
+    sys.stderr.flush()
+
+
+def _report(plan: JobPlan, job: Job) -> int:
+    """Print what doctor has printed, and return its status on all nodes as one: 2 before others."""
+    for path in sorted(plan.folder.glob(f"{PRINTED_PREFIX}.*")):
+        sys.stdout.write(path.read_text(errors="replace"))
+    statuses = [int(path.read_text().strip() or 1) for path in plan.folder.glob(f"{STATUS_PREFIX}.*")]
+    if not statuses:
+        state = job.state_by_status()
+        raise (UserError if state == JobState.REFUSED else RunFailed)(f"doctor has not run on any node; the job is {state}")
+    return 2 if 2 in statuses else max(statuses)

@@ -1,0 +1,225 @@
+"""A pipeline on several nodes: the first one carries out the stages, and says to the others which of them to start with it.
+
+A stage that trains is started on all nodes, whose launchers then meet by themselves (`cluster/node_group.py`). Any other verb
+runs on the first node. What stages hand over are files, so before a stage all nodes compare what they see of its inputs.
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import xxhash
+
+from lmforge.cluster.folder_marker import FolderMarker
+from lmforge.cluster.node_group import (
+    ADDRESS_VARIABLE,
+    NODES_VARIABLE,
+    READ_SECONDS,
+    STATUS_VARIABLE,
+    NodeGroup,
+    NodeMeeting,
+    write_status,
+)
+from lmforge.cluster.waiting import LAST_PAUSE_SECONDS, wait_until
+from lmforge.config.load import STAGES, parse_config
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.runs import is_local, parse_location
+
+# A network file system may show a new file late to other hosts.
+VISIBLE_SECONDS = 30.0
+ANSWER_SECONDS = VISIBLE_SECONDS + 60.0
+# What tells a process that it is one of several: a stage that runs on the first node is alone.
+LAUNCHER_PREFIXES = ("SLURM_STEP", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "PALS_", NODES_VARIABLE, ADDRESS_VARIABLE)
+
+RunCommand = Callable[[list[str], dict[str, str]], tuple[int, int]]
+
+
+@dataclass
+class PipelineOutcome:
+    """The exit status of a pipeline."""
+
+    status: int = 0
+
+
+class PipelineNodes:
+    """The nodes of a pipeline, on the first of them. Raises PeerLost where another one does not come or does not answer."""
+
+    def __init__(self, group: NodeGroup, folder: Path) -> None:
+        """`folder` holds the runs. Raises UserError naming the nodes that do not share it."""
+        self._group, self._meeting = group, NodeMeeting(group)
+        self._meeting.check_in(0)
+        self._number = 0
+        marker = FolderMarker(folder)
+        try:
+            self._set("marker", json.dumps([str(folder), marker.shared_name]))
+            apart = [rank for rank, answer in self._answers("marker").items() if answer != "seen"]
+        finally:
+            marker.remove()
+        if apart:
+            self.end(UserError.exit_status)
+            raise UserError(
+                f"{folder}: not the same folder on {group.names[0]} and {group.describe(apart)}; the stages of a pipeline hand"
+                " over files: use folders that all nodes share, or one node"
+            )
+
+    def start_stage(self, words: list[str]) -> dict[str, str]:
+        """Have the other nodes start a command line. Returns the environment with which this node is to start it.
+
+        Raises UserError naming the nodes that do not see its inputs as this node does.
+        """
+        if words[0] not in STAGES:
+            return environment_of_first_node()
+        key = f"stage/{self._number}"
+        self._number += 1
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        inputs = describe_inputs(words)
+        self._set(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
+        problems = {rank: answer for rank, answer in self._answers(key).items() if answer}
+        self._set(f"{key}/go", "" if problems else "go")
+        if problems:
+            path = next(iter(problems.values()))
+            raise UserError(
+                f"{path}: not the same on {self._group.names[0]} and {self._group.describe(list(problems))}; the stages of a"
+                " pipeline hand over files: put them into a folder that all nodes share"
+            )
+        return _environment_of_stage(self._group, port)
+
+    def _answers(self, key: str) -> dict[int, str]:
+        answers = {}
+        for rank in range(1, len(self._group.names)):
+            if not wait_until(lambda rank=rank: has(self._meeting, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
+                raise PeerLost(f"{self._group.names[rank]} does not answer: lost, or its launcher has ended")
+            answers[rank] = read(self._meeting, f"{key}/{rank}")
+        return answers
+
+    def _set(self, key: str, value: str) -> None:
+        self._meeting.call(lambda store: store.set(key, value))
+
+    def end(self, status: int) -> None:
+        """Have the other nodes end with a status, and wait a moment until they know it: the store goes with this process."""
+        self._set("end", str(status))
+        others = len(self._group.names) - 1
+        wait_until(lambda: self._meeting.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
+
+
+@contextmanager
+def lead(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes | None, "PipelineOutcome"]]:
+    """A block in which the first node carries out a pipeline, and sets its status; no nodes where there are no others, which
+    end as the block does."""
+    nodes, outcome = None, PipelineOutcome()
+    try:
+        nodes = PipelineNodes(group, folder) if group is not None and len(group.names) > 1 else None
+        yield nodes, outcome
+    except BaseException as problem:
+        outcome.status = problem.exit_status if isinstance(problem, (UserError, RunFailed)) else 1
+        raise
+    finally:
+        if nodes is not None:
+            nodes.end(outcome.status)
+        if group is not None:
+            write_status(group, outcome.status)
+
+
+def follow(group: NodeGroup, run_command: RunCommand) -> int:
+    """On the other nodes: start what the first one says, until it ends. Returns its status. Raises PeerLost if that is lost."""
+    meeting, number = NodeMeeting(group), 0
+    received: list[int] = []
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> None:
+        received.append(signal_number)
+
+    for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(each, interrupt)
+    meeting.check_in(0)
+    folder, name = json.loads(meeting.get("marker", ANSWER_SECONDS))
+    own = FolderMarker(Path(folder))
+    own.remove()
+    sees = bool(name) and wait_until(lambda: own.sees(name), VISIBLE_SECONDS)
+    meeting.call(lambda store: store.set(f"marker/{group.rank}", "seen" if sees else "absent"))
+    while not received:
+        if has(meeting, "end"):
+            status = int(read(meeting, "end"))
+            meeting.call(lambda store: store.add("ended", 1))
+            return status
+        if has(meeting, f"stage/{number}"):
+            received += _start_with_the_first(meeting, f"stage/{number}", run_command)
+            number += 1
+        time.sleep(LAST_PAUSE_SECONDS)
+    return 128 + received[0]
+
+
+def _start_with_the_first(meeting: NodeMeeting, key: str, run_command: RunCommand) -> list[int]:
+    """Start a stage if all nodes see its inputs. Returns the signal that interrupted it, if one did."""
+    group, stage = meeting.group, json.loads(read(meeting, key))
+    difference = _first_difference(stage["inputs"])
+    meeting.call(lambda store: store.set(f"{key}/{group.rank}", difference))
+    if not meeting.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
+        return []
+    _, interrupted = run_command(stage["words"], _environment_of_stage(group, stage["port"]))
+    return [interrupted] if interrupted else []
+
+
+def has(meeting: NodeMeeting, key: str) -> bool:
+    """Whether a key is set. Raises PeerLost where the first node does not answer."""
+    return meeting.call(lambda store: bool(store.check([key])))
+
+
+def read(meeting: NodeMeeting, key: str) -> str:
+    """The value of a key that is set. Raises PeerLost."""
+    return meeting.call(lambda store: str(store.get(key).decode()))
+
+
+def environment_of_first_node() -> dict[str, str]:
+    """The environment of a stage that runs on the first node alone."""
+    return {name: value for name, value in _without_status_file().items() if not name.startswith(LAUNCHER_PREFIXES)}
+
+
+def _environment_of_stage(group: NodeGroup, port: int) -> dict[str, str]:
+    return {**_without_status_file(), ADDRESS_VARIABLE: f"{group.address}:{port}"}
+
+
+def _without_status_file() -> dict[str, str]:
+    """The environment without the file of the job's status, which is that of the pipeline and not of a stage."""
+    return {name: value for name, value in os.environ.items() if name != STATUS_VARIABLE}
+
+
+def describe_inputs(words: Sequence[str]) -> dict[str, str]:
+    """A digest of what each local path that a training command line reads holds, as this host sees it, by path."""
+    config: StageConfig = parse_config(STAGES[words[0]], list(words[1:]))
+    paths = [config.model.source] if config.model.source is not None else []
+    if isinstance(config, PretrainConfig):
+        paths += [path for source in config.data.all_sources if is_local(path := parse_location(source.folder))]
+    elif isinstance(config, TunedConfig):
+        paths += [path for source in config.data.file_sources for path in (*source.files, *source.validation_files)]
+    # What this node lacks the stage itself refuses, or it is the name of a model.
+    return {str(path): _digest(path) for path in paths if path.exists()}
+
+
+def _digest(path: Path) -> str:
+    """Of a folder the names in it, of a file its size: by which a copy or another folder of that name is known."""
+    try:
+        held: object = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
+    except NotADirectoryError:
+        held = path.stat().st_size
+    except OSError:
+        return "absent"
+    return xxhash.xxh3_64_hexdigest(repr(held).encode())
+
+
+def _first_difference(inputs: dict[str, str]) -> str:
+    """The first path that this host does not see as the first node does; empty where there is none."""
+    for path, digest in inputs.items():
+        if not wait_until(lambda path=path, digest=digest: _digest(Path(path)) == digest, VISIBLE_SECONDS):  # type: ignore[misc]
+            return path
+    return ""

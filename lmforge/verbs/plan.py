@@ -1,0 +1,165 @@
+"""`lmforge plan`: prints what a run will need and cost. The arithmetic is in plan/prediction."""
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lmforge.config.planning import PlanConfig
+from lmforge.errors import format_bytes, format_duration
+from lmforge.interop.resolve import model_config_from_options
+from lmforge.model.flops import parameter_count
+from lmforge.plan.memory import DTYPE_BYTES
+from lmforge.plan.planning import find_machine, make_setting, predict_setting, suggest_fit
+from lmforge.plan.prediction.predict import Prediction
+from lmforge.plan.prediction.run_cost import RunCost, run_cost
+
+# Characters of the picture of a step.
+PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
+
+
+def run_plan(config: PlanConfig) -> int:
+    """Print the plan of a recipe. Returns the exit status. Raises UserError where the recipe does not fit the GPUs."""
+    if config.plan.search:
+        from lmforge.verbs.plan_search import run_search
+
+        return run_search(config)
+    machine = find_machine(config)
+    model = model_config_from_options(config.model)
+    setting = make_setting(config, model, config.plan.gpus, machine)
+    prediction = predict_setting(setting, machine, config.plan.usable)
+    cost = run_cost(prediction, config.train.steps, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
+    budget = config.plan.usable * machine.gpu.memory_bytes
+    fits = prediction.device_bytes <= budget
+    advice = "" if fits else suggest_fit(setting, machine, config.plan.usable)
+    if config.plan.output == "json":
+        print(json.dumps(_as_json(prediction, cost, fits, advice, machine.gpu.memory_bytes), indent=1))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    options = prediction.setting.options
+    where = f"{config.plan.gpus} × {machine.gpu.name}"
+    if machine.network is not None:
+        where += f", {machine.gpus_per_host} a host, {machine.network.name}"
+    console.print(f"{where}; constants from data sheets: {machine.gpu.source}", soft_wrap=True)
+    engine = options.engine if not prediction.setting.is_fsdp else f"{options.engine} {prediction.setting.dims}"
+    console.print(
+        f"{engine}; {prediction.setting.accumulation} × {prediction.setting.micro_batch_size} sequences of"
+        f" {prediction.setting.sequence_length:,} tokens a rank; activation checkpointing:"
+        f" {options.activation_checkpointing}; {'compiled' if prediction.setting.compiled else 'not compiled'}",
+        soft_wrap=True,
+    )
+    console.print(_memory_table(prediction))
+    console.print(picture(prediction), soft_wrap=True)
+    low, high = (format_bytes(each) for each in prediction.memory_interval)
+    room = format_bytes(budget)
+    verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {room}; {advice}"
+    console.print(f"memory     {low} to {high} a rank, peak in: {prediction.peak_at}; {verdict}\n", soft_wrap=True)
+    console.print(_time_table(prediction))
+    slow, fast = prediction.speed_interval
+    console.print(
+        f"speed      {prediction.tokens_per_second:,.0f} tokens/s a GPU ({slow:,.0f} to {fast:,.0f}),"
+        f" MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s a step; most time: {prediction.bottleneck}\n",
+        soft_wrap=True,
+    )
+    if options.cpu_offload:
+        console.print(f"host       {format_bytes(_host_bytes(prediction, cost))} of host memory on each host, for offload")
+    _print_cost(console, prediction, cost, config)
+    return 0
+
+
+def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
+    """What offload keeps on a host: master weights, gradients and optimizer states of its ranks."""
+    setting = prediction.setting
+    gradients = parameter_count(setting.model).total * DTYPE_BYTES[setting.master_dtype]
+    ranks = setting.shards * setting.tensor * setting.pipeline
+    return (cost.checkpoint_bytes + gradients) / ranks * min(setting.gpus_per_host, setting.world_size)
+
+
+def _memory_table(prediction: Prediction) -> Table:
+    table = Table(title="memory of the fullest rank at its peak", title_justify="left")
+    table.add_column("what")
+    table.add_column("GiB", justify="right")
+    for name, count in sorted(prediction.memory.items(), key=lambda item: -item[1]):
+        if count >= 2**20:
+            table.add_row(name, f"{count / 2**30:.2f}")
+    table.add_section()
+    table.add_row("in all", f"{prediction.device_bytes / 2**30:.2f}")
+    return table
+
+
+def _time_table(prediction: Prediction) -> Table:
+    table = Table(title="time of a step", title_justify="left")
+    table.add_column("what")
+    table.add_column("ms", justify="right")
+    table.add_column("of the step", justify="right")
+    waits = {"(collectives that nothing hides)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
+    waits["(waiting for the host)"] = prediction.host_seconds
+    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in ("compute", "network")}
+    for name, seconds in [*sorted(parts.items(), key=lambda item: -item[1]), *waits.items()]:
+        if seconds > 0:
+            table.add_row(name, f"{1e3 * seconds:,.1f}", f"{seconds / prediction.step_seconds:.0%}")
+    table.add_section()
+    table.add_row("a step; collectives run beside kernels", f"{1e3 * prediction.step_seconds:,.1f}", "")
+    return table
+
+
+def picture(prediction: Prediction) -> str:
+    """Live memory over the operations of the simulated micro-batches, as bars of characters."""
+    values = [count for _, count in prediction.timeline]
+    edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
+    columns = [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
+    most = max(columns)
+    bars = " ▁▂▃▄▅▆▇█"
+    lines = []
+    for row in range(PICTURE_HEIGHT, 0, -1):
+        cells = (min(8, max(0, round(8 * (count / most * PICTURE_HEIGHT - row + 1)))) for count in columns)
+        label = f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB " if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2) else " " * 12
+        lines.append(label + "".join(bars[cell] for cell in cells))
+    shown = "" if prediction.setting.accumulation <= 3 else f", 3 of {prediction.setting.accumulation} micro-batches"
+    return "\n".join([*lines, f"{'':12}live memory in the order in which operations are issued{shown}"])
+
+
+def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: PlanConfig) -> None:
+    below, above = (each / prediction.tokens_per_second for each in prediction.speed_interval)
+    price = f", {cost.price:,.0f} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
+    console.print(
+        f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {cost.days:.3g} days ({cost.days / above:.3g} to"
+        f" {cost.days / below:.3g}), {cost.gpu_hours:,.0f} GPU-hours, {cost.kilowatt_hours:,.0f} kWh{price}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
+        f" {config.plan.disk_gb_s:g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
+        f" ({cost.checkpoint_every_steps:,} steps, Young-Daly); {cost.failures:.2g} failures expected,"
+        f" goodput {cost.goodput:.1%}",
+        soft_wrap=True,
+    )
+
+
+def _as_json(prediction: Prediction, cost: RunCost, fits: bool, advice: str, capacity: int) -> dict[str, Any]:
+    return {
+        "memory_bytes": {name: round(count) for name, count in prediction.memory.items()},
+        "peak_at": prediction.peak_at,
+        "live_bytes": round(prediction.live_bytes),
+        "reserved_bytes": round(prediction.reserved_bytes),
+        "device_bytes": round(prediction.device_bytes),
+        "device_bytes_interval": [round(each) for each in prediction.memory_interval],
+        "capacity_bytes": capacity,
+        "fits": fits,
+        "advice": advice,
+        "step_seconds": prediction.step_seconds,
+        "seconds": prediction.seconds,
+        "exposed_seconds": prediction.exposed_seconds,
+        "bubble_seconds": prediction.bubble_seconds,
+        "host_seconds": prediction.host_seconds,
+        "tokens_per_second_per_gpu": prediction.tokens_per_second,
+        "tokens_per_second_per_gpu_interval": list(prediction.speed_interval),
+        "mfu": prediction.mfu,
+        "bottleneck": prediction.bottleneck,
+        "constants": "data sheets",
+        "run": asdict(cost),
+    }

@@ -1,0 +1,136 @@
+"""`lmforge plan --search`: prints the configurations that fit, and why the others lose; writes the fastest as a recipe."""
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lmforge.atomic_files import atomic_write_text
+from lmforge.config.options import to_toml, validate_options
+from lmforge.config.planning import PlanConfig
+from lmforge.config.stage import PretrainConfig
+from lmforge.errors import RunFailed, UserError, format_bytes
+from lmforge.interop.resolve import model_config_from_options
+from lmforge.parallel.dims import plan_batches
+from lmforge.plan.planning import find_machine, make_setting
+from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
+
+SHOWN = 10
+# The options that a search chooses, and their values, for which the best configuration of each is shown.
+CHOICES = (
+    "engine",
+    "sharding",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "activation_checkpointing",
+    "cpu_offload",
+)
+
+
+def run_search(config: PlanConfig) -> int:
+    """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
+    if config.plan.write is not None and config.plan.write.exists():
+        raise UserError(f"--write: {config.plan.write} exists; name another file")
+    machine = find_machine(config)
+    model = model_config_from_options(config.model)
+    parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
+    degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline")}
+    plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
+    base = make_setting(plain, model, config.plan.gpus, machine)
+    size = plan_batches(plain, 1).global_batch_size
+    budget = config.plan.usable * machine.gpu.memory_bytes
+    rates = machine.rates(base.dtype)
+    result = search(base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
+    if result.tried == 0:
+        raise UserError(
+            f"--search: a global batch of {size} sequences does not divide over {config.plan.gpus} GPUs in any way; change one"
+        )
+    if config.plan.output == "json":
+        print(json.dumps(_as_json(result), indent=1))
+    else:
+        _print(result, config, budget)
+    if not result.best:
+        least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
+        raise RunFailed(
+            f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; use more GPUs"
+        )
+    if config.plan.write is not None:
+        _write(result.best[0], config)
+    return 0
+
+
+def _print(result: SearchResult, config: PlanConfig, budget: float) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+    counts = f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into {format_bytes(budget)},"
+    left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
+    console.print(f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}")
+    if not result.best:
+        return
+    winner = result.best[0]
+    table = Table(title="fastest", title_justify="left")
+    for name in ("configuration", "tokens/s a GPU", "MFU", "GiB", "beside the first"):
+        table.add_column(name, justify="left" if name in ("configuration", "beside the first") else "right")
+    for each in result.best[:SHOWN]:
+        assert each.prediction is not None
+        speed = f"{each.prediction.tokens_per_second:,.0f}"
+        reason = "" if each is winner else why_slower(each, winner)
+        table.add_row(each.describe(), speed, f"{each.prediction.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
+    console.print(table)
+    table = Table(title="the best configuration with each other choice", title_justify="left")
+    for name in ("choice", "configuration", "why it loses"):
+        table.add_column(name)
+    for choice, candidate, reason in other_choices(result):
+        table.add_row(choice, candidate.describe(), reason)
+    console.print(table)
+    if config.train.float8 is False and not config.plan.gpu_type.startswith("a100"):
+        console.print("float8 changes numbers and is tried with --train.float8 true only")
+
+
+def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
+    """For each value of an option that the winner does not have: the best candidate with it, and why it loses."""
+    winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
+    seen: set[tuple[str, Any]] = {(name, getattr(winner.setting.options, name)) for name in CHOICES}
+    seen.add(("micro_batch_size", winner.setting.micro_batch_size))
+    for each in (*result.fitting, *result.too_large):
+        for name in (*CHOICES, "micro_batch_size"):
+            value = each.setting.micro_batch_size if name == "micro_batch_size" else getattr(each.setting.options, name)
+            if (name, value) in seen or value is None:
+                continue
+            seen.add((name, value))
+            fits = each in result.fitting
+            reason = why_slower(each, winner) if fits else f"does not fit: {format_bytes(each.device_bytes)} at least"
+            rows.append((f"{name} = {value}", each, reason))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _write(winner: Candidate, config: PlanConfig) -> None:
+    """The recipe with what was found, as `lmforge pretrain` takes it."""
+    assert config.plan.write is not None
+    table = config.model_dump(mode="json", exclude={"plan"})
+    options = winner.setting.options.model_dump(mode="json")
+    options["reduce_every_micro_batch"] = config.parallel.reduce_every_micro_batch
+    table["parallel"] |= options
+    table["train"] |= {"micro_batch_size": winner.setting.micro_batch_size, "float8": winner.setting.float8}
+    table["run"] |= {"name": ""}
+    recipe = validate_options(PretrainConfig, table, str(config.plan.write))
+    assert winner.prediction is not None
+    header = (
+        f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: by estimate"
+        f" {winner.prediction.tokens_per_second:,.0f} tokens/s a GPU and {winner.device_bytes / 2**30:.1f} GiB.\n"
+    )
+    atomic_write_text(config.plan.write, header + to_toml(recipe, changed_only=True))
+    print(f"wrote {config.plan.write}", file=sys.stderr)
+
+
+def _as_json(result: SearchResult) -> dict[str, Any]:
+    best = []
+    for each in result.best:
+        assert each.prediction is not None
+        row = {"configuration": each.describe(), "tokens_per_second_per_gpu": each.prediction.tokens_per_second}
+        options = each.setting.options.model_dump(mode="json")
+        best.append({**row, "device_bytes": round(each.device_bytes), "parallel": options})
+    counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}
+    return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

@@ -1,0 +1,41 @@
+"""A real browser for tests: Chromium, driven by Playwright. Import the fixture `browser`."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.tools import chromium, need
+
+SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    need("chromium")
+    expect.set_options(timeout=SECONDS)
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+def open_page(
+    browser: Browser,
+    url: str,
+    is_allowed: Callable[[str], bool] = lambda complaint: False,
+    *,
+    alone: bool = False,
+    **looks: object,
+) -> Iterator[Page]:
+    """A page; whatever the browser complains of fails the test. `alone`: so does what it loads from elsewhere."""
+    page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
+    page.set_default_timeout(SECONDS)
+    complaints: list[str] = []
+    page.on("pageerror", lambda problem: complaints.append(str(problem)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("request", lambda request: complaints.append(request.url) if alone and request.url != url else None)
+    page.goto(url)
+    yield page
+    page.context.close()
+    assert [complaint for complaint in complaints if not is_allowed(complaint)] == []

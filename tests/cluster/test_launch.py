@@ -1,0 +1,458 @@
+"""`lmforge launch`, `jobs` and `stop` without a cluster: this machine, mpiexec, a stand-in of PBS, scripts, and refusals."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmforge.config.operation import parse_time_limit
+from lmforge.runs import Run
+from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
+from tests.conftest import Command, Refusal
+
+STANDIN = Path(__file__).with_name("pbs_standin.py")
+MANY = ("--train.steps", "100000", "--validation.every_steps", "none")
+SCRIPT = re.compile(r"^# ── (\S+)\n(.*?)(?=^# ── |\Z)", re.M | re.S)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, tiny_options: list[str]) -> Iterator[Desk]:
+    with Desk(tmp_path, tiny_options) as opened:
+        yield opened
+
+
+@pytest.fixture
+def recipe(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe in the working folder of the tests, for commands that start nothing."""
+    monkeypatch.chdir(desk.folder)
+    return desk.recipe
+
+
+def mpiexec_of(kind: str, folder: Path) -> Path:
+    """A folder with an mpiexec of one kind, as a cluster has it."""
+    folder.mkdir()
+    options = "--allow-run-as-root --oversubscribe" if kind == "openmpi" and os.getuid() == 0 else ""
+    write_executable(folder / "mpiexec", f'#!/bin/sh\nexec mpiexec.{kind} {options} "$@"\n')
+    return folder
+
+
+# --- runs on this machine ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_this_machine_is_found_stopped_and_continued_by_its_name(desk: Desk) -> None:
+    run = desk.launch("--on", "local", *MANY)
+    desk.wait_for_step(run, 2)
+    running = r"^recipe +local +running +\d+ of 100000 +runs/recipe/launch/output.log$"
+    desk.wait_for_state(run, running)
+    busy = "runs/recipe: its job (local) is running; stop it with lmforge stop recipe, or choose another --run.name"
+    assert desk.refusal("launch", "recipe.toml") == busy
+    stopped = desk("stop", "recipe")
+    assert (stopped.returncode, stopped.stdout) == (0, "recipe: asked to save a checkpoint and end\n"), stopped.stderr
+    assert desk.wait_for_end(run) == 128 + 15
+    desk.wait_for_state(run, " stopped ")
+    last = run.checkpoint_steps()[-1]
+    assert f"stopped by SIGTERM after step {last}, which is saved" in desk.output(run)
+    desk.launch("--on", "local", "--train.steps", str(last + 1))
+    assert desk.wait_for_end(run) == 0
+    assert f"continuing runs/recipe from step {last}" in desk.output(run)
+    desk.wait_for_state(run, " finished ")
+    assert (run.path / "launch" / "previous" / "job.json").exists()
+
+
+def test_the_code_of_a_launched_run_can_be_restored(desk: Desk, tmp_path: Path) -> None:
+    def git(*words: object, cwd: Path = tmp_path) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *who, *map(str, words)], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "reward.py").write_text("def reward(): return 1\n")
+    (tmp_path / ".gitignore").write_text("runs\nsaid\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "reward.py").write_text("def reward(): return 2\n")
+    (tmp_path / "new.py").write_text("added = True\n")
+    (tmp_path / "big.bin").write_bytes(bytes(2**20 + 1))
+    run = desk.launch("--on", "local", "--train.steps", "2", "--optimizer.lr", "0.5")
+    assert desk.wait_for_end(run) == 0
+    code = json.loads((run.path / "launch" / "code.json").read_text())
+    assert code["commit"] == git("rev-parse", "HEAD").strip()
+    assert code["new_files_left_out"] == [str(tmp_path / "big.bin")]
+    restored = tmp_path / "said" / "restored"
+    git("clone", "-q", tmp_path, restored)
+    git("apply", run.path / "launch" / "code.diff", cwd=restored)
+    assert (restored / "reward.py").read_text() == "def reward(): return 2\n"
+    assert (restored / "new.py").read_text() == "added = True\n"
+    # The run has read the frozen recipe, with what was typed.
+    assert run.load_config().optimizer.lr == 0.5
+    assert "lr = 0.5" in (run.path / "launch" / "recipe.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_sweep_on_this_machine_runs_one_after_the_other(desk: Desk) -> None:
+    assert desk("launch", "recipe.toml", "--sweep", "optimizer.lr=1e-2,1e-3", "train.seed=1,2").returncode == 0
+    runs = [desk.run(f"recipe-{number}") for number in range(4)]
+    last = desk.run("recipe").path / "launch" / "status-3"
+    desk.wait(last.exists, desk.run("recipe"))
+    assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-2, 1e-3, 1e-3]
+    assert len({tuple(losses(run).values()) for run in runs}) == 4
+    listed = desk("jobs").stdout
+    assert len(re.findall(r"^recipe-\d .* finished +6 of 6 +runs/recipe/launch/output-\d.log$", listed, re.M)) == 4, listed
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_launched_with_its_recipes_frozen(desk: Desk, tmp_path: Path) -> None:
+    pipeline = tmp_path / "both.toml"
+    evaluate = "[[stages]]\nverb = 'evaluate'\narguments = ['{pretrain}', '--sequences', '2', '--device', 'cpu']\n"
+    pipeline.write_text(f"[[stages]]\nverb = 'pretrain'\nrecipe = 'recipe.toml'\n{evaluate}")
+    run = desk.launch(recipe="both.toml")
+    desk.recipe.unlink()
+    assert desk.wait_for_end(run) == 0, desk.output(run)
+    assert desk.run("both-pretrain").checkpoint_steps()[-1] == 6
+    assert "bits per byte" in desk.output(run)
+
+
+# --- mpiexec and PBS ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("openmpi", marks=[pytest.mark.needs("Open MPI"), pytest.mark.slow]),
+        pytest.param("mpich", marks=pytest.mark.needs("MPICH")),
+    ],
+)
+def test_mpiexec_starts_every_rank(tmp_path: Path, tiny_options: list[str], kind: str) -> None:
+    with Desk(tmp_path, tiny_options, PATH=with_programs(mpiexec_of(kind, tmp_path / "bin"))) as desk:
+        run = desk.launch("--on", "mpi", "--processes", "2")
+        assert desk.wait_for_end(run) == 0, desk.output(run)
+    assert "2 ranks on cpu" in desk.output(run)
+    assert sorted(losses(run)) == list(range(1, 7))
+    assert "\x1b" not in desk.output(run)
+
+
+# In the place of Python: the import check; and a rank that ends as $ENDS says, by number of start and rank.
+ENDING_RANK = """#!/bin/bash
+[ "$1" = -c ] && exit
+number=$(grep -c "started again" runs/recipe/launch/output.log)
+for word in $ENDS; do
+    [ ${word%=*} = $number-$PMI_RANK ] || continue
+    case ${word#*=} in SIG*) kill -${word#*=} $$ ;; *) exit ${word#*=} ;; esac
+done
+case $ENDS in $number-*|*" $number-"*) sleep 3 ;; esac
+"""
+
+
+@pytest.mark.needs("MPICH")
+@pytest.mark.parametrize(
+    ("ends", "starts", "state"),
+    [
+        ("0-1=SIGKILL 1-0=75", 3, "finished"),
+        ("0-0=SIGSEGV 1-0=SIGKILL 2-1=75 3-0=SIGKILL", 4, "failed"),
+        ("0-1=1", 1, "failed"),
+        ("0-0=2", 1, "refused"),
+    ],
+)
+def test_mpiexec_is_started_again_as_often_as_asked_where_a_rank_was_lost_and_not_where_it_has_failed(
+    tmp_path: Path, tiny_options: list[str], ends: str, starts: int, state: str
+) -> None:
+    write_executable(tmp_path / "python", ENDING_RANK)
+    variables = {"PATH": with_programs(mpiexec_of("mpich", tmp_path / "bin")), "ENDS": ends}
+    with Desk(tmp_path, tiny_options, **variables) as desk:
+        run = desk.launch("--on", "mpi", "--processes", "2", "--python", tmp_path / "python")
+        desk.wait_for_end(run)
+        desk.wait_for_state(run, f" {state} ")
+    again = [f"lmforge: all ranks are started again ({number} of 3)" for number in range(1, starts)]
+    assert [line for line in desk.output(run).splitlines() if "started again" in line] == again
+    for number, rank, name in re.findall(r"(\d)-(\d)=(SIG\w+)", ends):
+        assert int(number) < starts
+        assert f"lmforge: rank {rank} on {os.uname().nodename} was killed by {name}" in desk.output(run)
+
+
+def kill_rank(folder: Path, rank: int) -> None:
+    """Kill one rank that mpiexec has started below a folder: the process of lmforge, not the script around it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
+            here = (process / "cwd").resolve() == folder
+        except OSError:
+            continue
+        numbers = {f"{name}={rank}".encode() for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")}
+        if here and b"pretrain" in words and numbers & set(variables):
+            os.kill(int(process.name), 9)
+            return
+    raise AssertionError(f"rank {rank} does not run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")), pytest.param("mpich", marks=pytest.mark.needs("MPICH"))],
+)
+def test_a_run_of_mpiexec_goes_on_where_it_was_saved_when_a_rank_was_killed_and_stops_when_told(
+    tmp_path: Path, tiny_options: list[str], lmforge: Command, kind: str
+) -> None:
+    words = ("--checkpoint.every_steps", "5", "--validation.every_steps", "none", "--train.steps", "60")
+    with Desk(tmp_path, tiny_options, PATH=with_programs(mpiexec_of(kind, tmp_path / "bin"))) as desk:
+        run = desk.launch("--on", "mpi", "--processes", "2", *words)
+        desk.wait_for_step(run, 12)
+        kill_rank(tmp_path, 1)
+        assert desk.wait_for_end(run) == 0, desk.output(run)
+        assert "lmforge: all ranks are started again (1 of 3)" in desk.output(run)
+        assert re.search(r"^continuing runs/recipe from step \d+", desk.output(run), re.M)
+        desk.launch("--on", "mpi", "--processes", "2", *words[:-2], *MANY[:2], "--run.name", "long")
+        long = desk.run("long")
+        desk.wait_for_step(long, 2)
+        assert desk("stop", "long").returncode == 0
+        assert desk.wait_for_end(long) > 128, desk.output(long)
+        desk.wait_for_state(long, " stopped ")
+        assert "which is saved" in desk.output(long)
+        assert "started again" not in desk.output(long)
+        done = lmforge("pretrain", "recipe.toml", *words, "--run.name", "undisturbed", cwd=tmp_path, ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert_same_result(run, desk.run("undisturbed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")), pytest.param("mpich", marks=pytest.mark.needs("MPICH"))],
+)
+def test_plain_mpiexec_ends_with_a_lost_rank_and_the_same_command_goes_on(
+    tmp_path: Path, tiny_options: list[str], kind: str
+) -> None:
+    words = [
+        "pretrain",
+        *tiny_options,
+        "--train.steps",
+        "400",
+        "--checkpoint.every_steps",
+        "5",
+        "--validation.every_steps",
+        "none",
+    ]
+    programs = mpiexec_of(kind, tmp_path / "bin")
+    line = [programs / "mpiexec", "-n", "2", sys.executable, "-m", "lmforge", *words]
+    run = Run(tmp_path / "runs" / "run")
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while max(losses(run), default=0) < 12:
+            assert process.poll() is None
+            time.sleep(0.05)
+        kill_rank(tmp_path, 1)
+        assert process.wait(100) != 0
+    saved = run.checkpoint_steps()[-1]
+    done = subprocess.run([*line, "--train.steps", "420"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing runs/run from step {saved}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.needs("MPICH")
+def test_a_sweep_with_mpiexec_runs_one_after_the_other(tmp_path: Path, tiny_options: list[str]) -> None:
+    with Desk(tmp_path, tiny_options, PATH=with_programs(mpiexec_of("mpich", tmp_path / "bin"))) as desk:
+        words = ("--on", "mpi", "--processes", "2", "--sweep", "optimizer.lr=1e-2,1e-3")
+        assert desk("launch", "recipe.toml", *words).returncode == 0
+        runs = [desk.run(f"recipe-{number}") for number in range(2)]
+        for run in runs:
+            desk.wait_for_state(run, r" finished +6 of 6 ")
+    assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3]
+    assert losses(runs[0]) != losses(runs[1])
+
+
+@pytest.mark.slow
+def test_a_run_of_a_sweep_is_stopped_or_passed_over_by_itself(desk: Desk) -> None:
+    assert desk("launch", "recipe.toml", *MANY, "--sweep", "train.seed=1,2,3").returncode == 0
+    runs = [desk.run(f"recipe-{number}") for number in range(3)]
+    desk.wait_for_step(runs[0], 2)
+    assert desk("stop", "recipe-1").returncode == 0
+    desk.wait_for_state(runs[1], " stopped ")
+    desk.wait_for_state(runs[0], " running ")
+    assert desk("stop", "recipe-0").returncode == 0
+    desk.wait_for_step(runs[2], 2)
+    desk.wait_for_state(runs[0], " stopped ")
+    assert not runs[1].metrics_path.exists()
+    assert desk("stop", "recipe").returncode == 0
+    desk.wait_for_state(runs[2], " stopped ")
+
+
+@pytest.fixture
+def pbs(tmp_path: Path, tiny_options: list[str]) -> Iterator[Desk]:
+    """A desk on the login node of a cluster with the stand-in of PBS and MPICH."""
+    programs = mpiexec_of("mpich", tmp_path / "bin")
+    for name in ("qsub", "qstat", "qsig", "qdel"):
+        write_executable(programs / name, f'#!/bin/sh\nexec {sys.executable} {STANDIN} {name} "$@"\n')
+    (tmp_path / "pbs").mkdir()
+    variables = {"STANDIN_FOLDER": str(tmp_path / "pbs"), "STANDIN_HOSTS": "localhost", "PATH": with_programs(programs)}
+    with Desk(tmp_path, tiny_options, **variables) as opened:
+        yield opened
+
+
+@pytest.mark.needs("MPICH")
+def test_a_job_of_pbs_trains_on_its_nodes(pbs: Desk) -> None:
+    words = ("--account", "science", "--partition", "prod", "--cpus", "4", "--directives", "l filesystems=home:eagle")
+    run = pbs.launch("--on", "pbs", "--processes", "2", "--time", "1-02:00:00", *words)
+    directives = (pbs.folder / "pbs" / "1.directives").read_text().splitlines()
+    assert directives == [
+        "-N recipe",
+        "-l select=1:ncpus=4:mpiprocs=1",
+        "-l place=scatter",
+        "-l walltime=26:00:00",
+        "-A science",
+        "-q prod",
+        "-j oe",
+        f"-o {run.path}/launch/pbs.log",
+        "-r y",
+        "-V",
+        "-l filesystems=home:eagle",
+    ]
+    assert pbs.wait_for_end(run) == 0, pbs.output(run)
+    assert sorted(losses(run)) == list(range(1, 7))
+    pbs.wait_for_state(run, r"^recipe +pbs +1.server +finished +6 of 6 ")
+    refused = pbs.refusal("launch", "recipe.toml", "--on", "pbs", "--partition", "nowhere", "--run.name", "other")
+    assert refused == "qsub refuses the job: Unknown queue"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("MPICH")
+def test_a_job_of_pbs_submits_itself_again_when_its_time_is_up_and_stops_for_good_when_told(pbs: Desk) -> None:
+    run = pbs.launch("--on", "pbs", "--processes", "2", "--time", "00:00:40", "--signal_seconds", "15", *MANY)
+    pbs.wait((run.path / "launch" / "next-job").exists, run)
+    pbs.wait(lambda: "continuing runs/recipe from step" in pbs.output(run), run)
+    pbs.wait_for_state(run, r"^recipe +pbs .* running")
+    submitted = len(list((pbs.folder / "pbs").glob("*.pid")))
+    assert submitted >= 2
+    assert pbs("stop", "recipe").returncode == 0
+    assert pbs.wait_for_end(run) > 128
+    assert len(list((pbs.folder / "pbs").glob("*.pid"))) == submitted
+
+
+# --- scripts and refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["local", "ssh", "slurm", "pbs"])
+def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
+    recipe: Path, capsys: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    from lmforge.cli import run
+
+    (recipe.parent / "hosts").write_text("node1\nme@node2 slots=8 # second\n\n")
+    words = ["--nodes", "1" if launcher == "local" else "2", "--time", "02:00:00", "--hosts", "hosts", "--partition", "gpu"]
+    words += ["--setup", "module load 'a b'", 'export X="1"', "--container", "apptainer exec x.sif", "--gpus", "4"]
+    assert run(["launch", str(recipe), "--on", launcher, *words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    scripts = {Path(name).name: text for name, text in SCRIPT.findall(printed)}
+    assert scripts.keys() == {"job.sh", "node.sh"}
+    for text in scripts.values():
+        done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    assert "module load 'a b'\nexport X=\"1\"\n" in scripts["node.sh"]
+    assert f'apptainer exec x.sif {sys.executable} -m lmforge pretrain "$1"' in scripts["node.sh"]
+    expected = {
+        "slurm": "#SBATCH --gpus-per-node=4\n#SBATCH --time=02:00:00\n#SBATCH --partition=gpu\n#SBATCH --signal=B:USR1@120\n",
+        "pbs": "#PBS -l select=2:ngpus=4:mpiprocs=1\n#PBS -l place=scatter\n#PBS -l walltime=02:00:00\n#PBS -q gpu\n",
+        "ssh": "# job.sh would be started on: node1, me@node2\n",
+        "local": 'run bash "$folder/node.sh" "$recipe"\n',
+    }
+    assert expected[launcher] in printed
+    assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--on somewhere", "--launch.on: expected 'local', 'ssh', 'slurm', 'pbs' or 'mpi', got \"somewhere\""),
+        ("--nodes 2", "launch.nodes = 2: this machine is one; say who starts the others, such as --on slurm"),
+        ("--hosts hosts", "launch.hosts = hosts: not for this machine; say who starts the run, such as --on ssh"),
+        ("--partition gpu", "launch.partition = gpu: not for this machine; say who starts the run, such as --on slurm"),
+        ("--time soon", 'recipe.toml: launch.time = "soon": expected minutes, HH:MM:SS or DAYS-HH:MM:SS'),
+        ("--time 1", "recipe.toml: launch.time = 1: not longer than the 120 s of launch.signal_seconds, which are left for"),
+        ("--account a;b --on ssh", "launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt"),
+        ("--partition -x", 'recipe.toml: launch.partition = "-x": expected one word, without quotes'),
+        ("--on ssh --hosts absent", "launch.hosts: absent: No such file or directory"),
+        ("--on ssh --hosts twice", "twice: line 3: node1 is named twice; a host is started once"),
+        ("--on ssh --hosts option", 'option: line 1: expected one host, such as node1 or user@10.0.0.7, got "-oProxy'),
+        ("--on ssh --hosts empty", "empty: names no host; give one a line"),
+        ("--on ssh --hosts hosts --nodes 4", "launch.nodes = 4: hosts names 2 hosts"),
+        ("--on ssh --hosts hosts", "no-such-host.invalid: Could not resolve hostname no-such-host.invalid: "),
+        ("--on slurm --nodes 8", "8 ranks for a global batch of 4 sequences: a rank would have none; use at most 4 ranks"),
+        ("--on slurm", "sbatch refuses the job: sbatch is not installed here; submit from a login node of the cluster"),
+        ("--on pbs", "qsub refuses the job: qsub is not installed here; submit from a login node of the cluster"),
+        ("--on mpi", "mpiexec is not installed here; load the cluster's module for MPI first"),
+        ("--sweep optimizer.lt=1,2", "--sweep optimizer.lt: no such option; did you mean optimizer.lr?"),
+        ("--on ssh --hosts hosts --nodes 1 --address a --sweep train.seed=1,2", "launch.address: of one host, and the sweep"),
+        ("--run.resume required", "runs/recipe: there is no such run to resume"),
+        ("more", "unexpected argument 'more'; give one recipe, such as lmforge launch recipe.toml --on slurm"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_in_one_line_and_leaves_nothing(
+    recipe: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    files = {
+        "hosts": "node1\nno-such-host.invalid\n",
+        "twice": "node1\n\nnode1\n",
+        "option": "-oProxyCommand=x\n",
+        "empty": "#\n",
+    }
+    for name, text in files.items():
+        (recipe.parent / name).write_text(text)
+    programs = recipe.parent / "bin"
+    programs.mkdir()
+    for name in ("bash", "cat", "cut", "git", "hostname"):
+        if found := shutil.which(name):
+            (programs / name).symlink_to(found)
+    # Where a host is looked up by name: it is not reached, whatever this machine's network is.
+    write_executable(
+        programs / "ssh",
+        '#!/bin/bash\nfor host; do :; done\n[[ "$*" == *node1* ]] && exit 0\n'
+        'echo "ssh: Could not resolve hostname no-such-host.invalid: Name or service not known" >&2\nexit 255\n',
+    )
+    monkeypatch.setenv("PATH", str(programs))
+    assert refused("launch", recipe.name, *words.split()).startswith(message)
+    assert not (recipe.parent / "runs").exists() or not any((recipe.parent / "runs").iterdir())
+
+
+def test_a_pipeline_with_mpiexec_is_refused(recipe: Path, refused: Refusal) -> None:
+    (recipe.parent / "both.toml").write_text('[[stages]]\nverb = "pretrain"\nrecipe = "recipe.toml"\n')
+    expected = "launch.on = mpi: mpiexec starts single ranks, and a pipeline needs one process on each node; launch its stages"
+    assert refused("launch", "both.toml", "--on", "mpi", "--nodes", "2").startswith(expected)
+
+
+def test_a_run_that_was_not_launched_is_not_found(recipe: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]) -> None:
+    from lmforge.cli import run
+
+    missing = "runs/other: no run that was launched; there are: none (--folder names another folder of runs)"
+    assert refused("stop", "other") == missing
+    assert refused("jobs", "other") == missing
+    assert run(["jobs"]) == 0
+    assert capfd.readouterr().out == "runs: nothing was launched from here; lmforge launch RECIPE starts a run\n"
+
+
+def test_options_of_a_recipe_and_of_the_command_line_meet(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lmforge.cli import run
+
+    text = (
+        recipe.read_text()
+        + '[launch]\non = "slurm"\nnodes = 2\npartition = "long"\ntime = "30"\nsetup = ["module load cuda"]\n'
+    )
+    recipe.write_text(text)
+    assert run(["launch", "pretrain", recipe.name, "--partition", "short", "--run.name=b", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("--partition=short", "--time=30", "--nodes=2", "--job-name=b"):
+        assert f"#SBATCH {line}\n" in printed
+    assert "\nmodule load cuda\n" in printed
+    assert "2 data-parallel ranks" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("02:00:00", 7200), ("1-02:00:00", 93600), ("0", None), ("2h", None), ("1:2", None), ("00:00:00", None)],
+)
+def test_a_time_limit_is_read_as_slurm_and_pbs_write_it(text: str, seconds: int | None) -> None:
+    assert parse_time_limit(text) == seconds

@@ -1,0 +1,409 @@
+"""`lmforge launch` on two hosts, with the real Slurm and the real ssh: what is lost comes back, and the result is the same."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmforge.runs import Run
+from tests.cluster.laboratory import Laboratory
+from tests.cluster.launching import Desk, assert_same_result, job_id, losses, with_programs, write_executable
+from tests.conftest import Command
+
+STEPS = 60
+LONG = ("--train.steps", str(STEPS), "--checkpoint.every_steps", "5", "--validation.every_steps", "none")
+ENDLESS = ("--train.steps", "100000", "--validation.every_steps", "none")
+
+
+@pytest.fixture
+def cluster(laboratory: Laboratory, tmp_path: Path, tiny_options: list[str]) -> Iterator[Desk]:
+    """A desk from which Slurm and both hosts are reached."""
+    (tmp_path / "hosts").write_text("node1\nnode2\n")
+    with Desk(tmp_path, tiny_options, **laboratory.environment) as desk:
+        yield desk
+
+
+@pytest.fixture
+def by_ssh(laboratory: Laboratory) -> list[object]:
+    return ["--on", "ssh", "--hosts", "hosts", "--directives", f"F {laboratory.ssh_config}"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_options: list[str], lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of LONG on two ranks, never interrupted."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = lmforge("pretrain", *tiny_options, *LONG, "--run.folder", folder, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return Run(folder / "run")
+
+
+def requeue_now(desk: Desk, run: Run) -> None:
+    """Wait until Slurm has queued the job again, and have it begin at once instead of in two minutes."""
+    desk.wait_for_state(run, r" pending ")
+    update = ["scontrol", "update", f"JobId={job_id(run)}", "StartTime=now"]
+    subprocess.run(update, env={**os.environ, **desk.variables}, check=True)
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_of_slurm_trains_on_both_hosts(cluster: Desk) -> None:
+    run = cluster.launch("--on", "slurm", "--nodes", "2", "--time", "00:30:00")
+    assert cluster.wait_for_end(run) == 0, cluster.output(run)
+    assert sorted(losses(run)) == list(range(1, 7))
+    assert "2 ranks on cpu" in cluster.output(run)
+    cluster.wait_for_state(run, rf"^recipe +slurm +{job_id(run)} +finished +6 of 6 ")
+
+
+def test_slurm_and_ssh_refuse_in_one_line_and_nothing_is_started(
+    cluster: Desk, laboratory: Laboratory, by_ssh: list[object], tmp_path: Path
+) -> None:
+    slurm = ("launch", "recipe.toml", "--on", "slurm", "--nodes", "2")
+    assert cluster.refusal(*slurm, "--partition", "nowhere").startswith("sbatch refuses the job: invalid partition specified: ")
+    too_many = cluster.refusal(*slurm, "--gpus", "8")
+    assert too_many == "sbatch refuses the job: allocation failure: Requested node configuration is not available"
+    (tmp_path / "some").write_text("node1\nnode9\n")
+    options = by_ssh[-2:]
+    unknown = cluster.refusal("launch", "recipe.toml", "--on", "ssh", "--hosts", "some", *options)
+    assert re.fullmatch(r"node9: Could not resolve hostname node9: .* \(1 of 2 hosts\); nothing was started", unknown)
+    (tmp_path / "some").write_text(f"node1\nroot@{laboratory.addresses['node1']}\n")
+    twice = cluster.refusal("launch", "recipe.toml", "--on", "ssh", "--hosts", "some", *options)
+    assert twice.endswith(
+        f"@{laboratory.addresses['node1']}: the same host as node1; a host is started once; nothing was started"
+    )
+    password = cluster.refusal("launch", "recipe.toml", *by_ssh, "o PubkeyAuthentication=no")
+    assert "Permission denied" in password
+    assert "it asks for a password: set up a key (ssh-copy-id node1)" in password
+    write_executable(tmp_path / "python", "#!/bin/sh\necho 'No module named lmforge' >&2; exit 1\n")
+    without_code = cluster.refusal("launch", "recipe.toml", *by_ssh, "--python", tmp_path / "python")
+    expected = f"node1: {tmp_path}/python does not run lmforge there (No module named lmforge); see launch.python"
+    assert without_code.startswith(expected)
+    server = laboratory.start(
+        "node1", "python -c 'import socket, time; s = socket.create_server((\"\", 23456)); time.sleep(60)'"
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection((laboratory.addresses["node1"], 23456), timeout=1).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        busy = cluster.refusal("launch", "recipe.toml", *by_ssh, "--port", "23456")
+        assert busy == "launch.port = 23456: in use on node1; give another, or none; nothing was started"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_whose_port_is_taken_is_refused(cluster: Desk, laboratory: Laboratory) -> None:
+    """srun kills the other node and gives its status."""
+    server = laboratory.start(
+        "node1", "python -c 'import socket, time; s = socket.create_server((\"\", 23457)); time.sleep(100)'"
+    )
+    try:
+        run = cluster.launch("--on", "slurm", "--nodes", "2", "--port", "23457")
+        assert cluster.wait_for_end(run) == 2, cluster.output(run)
+    finally:
+        server.kill()
+        server.wait()
+    assert "lmforge: port 23457 of node1 is in use: by another run? give another --launch.port" in cluster.output(run)
+    cluster.wait_for_state(run, rf"^recipe +slurm +{job_id(run)} +refused ")
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_that_is_out_of_time_is_queued_again_and_its_result_is_that_of_an_undisturbed_run(
+    cluster: Desk, undisturbed: Run
+) -> None:
+    run = cluster.launch("--on", "slurm", "--nodes", "2", "--time", "00:30:00", *LONG)
+    cluster.wait_for_step(run, 12)
+    # What Slurm does before the time limit (--signal=B:USR1@120).
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job_id(run)], env={**os.environ, **cluster.variables}, check=True)
+    requeue_now(cluster, run)
+    cluster.wait_for_state(run, r" finished ")
+    saved = re.search(r"^stopped by SIG\w+ after step (\d+), which is saved", cluster.output(run), re.M)
+    assert saved, cluster.output(run)
+    assert 12 <= int(saved[1]) < STEPS
+    assert f"continuing runs/recipe from step {saved[1]}" in cluster.output(run)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_time_limit_of_a_minute_is_a_pause(cluster: Desk) -> None:
+    run = cluster.launch("--on", "slurm", "--nodes", "1", "--time", "1", "--signal_seconds", "20", *ENDLESS)
+    cluster.wait(lambda: "which is saved" in cluster.output(run), run, 200)
+    cluster.wait_for_state(run, r" pending ")
+    assert cluster("stop", "recipe").returncode == 0
+    cluster.wait_for_state(run, r" stopped ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("node", ["node2", "node1"])
+def test_a_node_that_is_set_down_is_waited_for_and_the_result_is_that_of_an_undisturbed_run(
+    node: str, cluster: Desk, undisturbed: Run
+) -> None:
+    """On node1 are the job's script, rank 0 and the stores at which nodes and ranks meet."""
+    run = cluster.launch("--on", "slurm", "--nodes", "2", *LONG)
+    cluster.wait_for_step(run, 12)
+    environment = {**os.environ, **cluster.variables}
+    update = ["scontrol", "update", f"NodeName={node}"]
+    subprocess.run([*update, "State=DOWN", "Reason=test"], env=environment, check=True)
+    try:
+        cluster.wait_for_state(run, r" pending ")
+    finally:
+        # It comes back by itself as soon as its daemon says that it is well; Slurm then refuses this.
+        subprocess.run([*update, "State=RESUME"], env=environment, capture_output=True)
+    requeue_now(cluster, run)
+    cluster.wait(lambda: " finished " in cluster.state("recipe"), run, 250)
+    assert re.search(r"^continuing runs/recipe from step \d+", cluster.output(run), re.M)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_sweep_is_one_array_of_jobs(cluster: Desk) -> None:
+    assert cluster("launch", "recipe.toml", "--on", "slurm", "--sweep", "optimizer.lr=1e-2,1e-3,1e-4").returncode == 0
+    runs = [cluster.run(f"recipe-{number}") for number in range(3)]
+    for run in runs:
+        cluster.wait_for_state(run, r" finished +6 of 6 ")
+    assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3, 1e-4]
+    assert {job_id(run) for run in runs} == {job_id(cluster.run("recipe"))}
+
+
+# --- ssh --------------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_started_and_stopped_together_by_ssh(cluster: Desk, laboratory: Laboratory, by_ssh: list[object]) -> None:
+    run = cluster.launch(*by_ssh, *ENDLESS)
+    cluster.wait_for_step(run, 2)
+    cluster.wait_for_state(run, r"^recipe +ssh +running \(2 of 2 hosts\) ")
+    assert cluster("stop", "recipe").returncode == 0
+    assert cluster.wait_for_end(run) == 128 + signal.SIGTERM, cluster.output(run)
+    last = run.checkpoint_steps()[-1]
+    assert f"stopped by SIGTERM after step {last}, which is saved" in cluster.output(run)
+    cluster.wait_for_state(run, r"^recipe +ssh +stopped ")
+    for host in laboratory.hosts:
+        assert str(run.path) not in laboratory.run(host, "cat /proc/[0-9]*/cmdline").stdout
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_are_shared_between_groups_of_hosts(cluster: Desk, by_ssh: list[object]) -> None:
+    words = ("--setup", 'echo "on $(hostname)"', "--sweep", "optimizer.lr=1e-2,1e-3,1e-4")
+    assert cluster("launch", "recipe.toml", *by_ssh, "--nodes", "1", *words).returncode == 0
+    runs = [cluster.run(f"recipe-{number}") for number in range(3)]
+    for run in runs:
+        cluster.wait_for_state(run, r" finished +6 of 6 ")
+    assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3, 1e-4]
+    folder = cluster.run("recipe").path / "launch"
+    on = [(folder / f"output-{number}.log").read_text().splitlines()[0] for number in range(3)]
+    assert on == ["on node1", "on node2", "on node1"]
+
+
+@pytest.mark.slow
+def test_all_hosts_train_each_run_of_a_sweep_by_ssh(cluster: Desk, by_ssh: list[object]) -> None:
+    assert cluster("launch", "recipe.toml", *by_ssh, "--sweep", "train.seed=1,2").returncode == 0
+    for number in range(2):
+        cluster.wait_for_state(cluster.run(f"recipe-{number}"), r" finished +6 of 6 ")
+        log = cluster.run("recipe").path / "launch" / f"output-{number}.log"
+        assert "2 ranks on cpu" in log.read_text()
+
+
+@pytest.mark.slow
+def test_variables_reach_the_ranks_by_ssh_and_are_in_no_file(cluster: Desk, by_ssh: list[object]) -> None:
+    cluster.variables["HF_HOME"] = "/secret/home"
+    run = cluster.launch(*by_ssh, "--setup", 'echo "home: $HF_HOME"')
+    assert cluster.wait_for_end(run) == 0, cluster.output(run)
+    assert cluster.output(run).count("home: /secret/home") == 2
+    for name in ("job.sh", "node.sh", "job.json", "recipe.toml"):
+        assert "/secret/home" not in (run.path / "launch" / name).read_text()
+
+
+@pytest.mark.slow
+def test_ranks_are_started_again_on_both_hosts_when_one_was_killed(
+    cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
+) -> None:
+    run = cluster.launch(*by_ssh, *LONG)
+    cluster.wait_for_step(run, 12)
+    # The rank, not its launcher.
+    laboratory.run(
+        "node2", "for p in /proc/[0-9]*; do grep -qz '^RANK=' $p/environ 2>/dev/null && kill -KILL ${p#/proc/}; done"
+    )
+    assert cluster.wait_for_end(run) == 0, cluster.output(run)
+    assert "lmforge: rank 1 on node2 was killed by SIGKILL" in cluster.output(run)
+    assert "lmforge: all ranks are started again (1 of 3)" in cluster.output(run)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_host_that_is_cut_off_is_named_and_the_others_do_not_hang(
+    cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
+) -> None:
+    run = cluster.launch(*by_ssh, *LONG)
+    cluster.wait_for_step(run, 12)
+    with laboratory.without_network("node2"):
+        assert cluster.wait_for_end(run, 300) == 75, cluster.output(run)
+        assert "lmforge: node2: not heard of for 60 s; the ranks of node1 end" in cluster.output(run)
+        # The host without a network ends its ranks too, and does not wait for the cable.
+        cluster.wait(lambda: laboratory.run("node2", "pgrep -f '[p]retrain'").returncode != 0, run, 200)
+    cluster.wait_for_state(run, r"^recipe +ssh +failed ")
+    cluster.launch(*by_ssh, *LONG)
+    assert cluster.wait_for_end(run) == 0, cluster.output(run)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_back_within_a_minute_is_waited_for(
+    cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
+) -> None:
+    run = cluster.launch(*by_ssh, *LONG)
+    cluster.wait_for_step(run, 12)
+    with laboratory.without_network("node2"):
+        time.sleep(20)  # no longer than what is cut: the claim is about a length of time
+        before = len(losses(run))
+        time.sleep(2)
+        assert len(losses(run)) == before < STEPS, "the run did not wait"
+    assert cluster.wait_for_end(run, 200) == 0, cluster.output(run)
+    assert "all ranks are started again" not in cluster.output(run)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_host_where_all_meet_is_cut_off_and_the_others_say_so_and_end(
+    cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
+) -> None:
+    run = cluster.launch(*by_ssh, *LONG)
+    cluster.wait_for_step(run, 12)
+    log = run.path / "launch" / "output-node2.log"
+    with laboratory.without_network("node1"):
+        expected = "lmforge: node1 does not answer: lost, or its launcher has ended; the ranks of node2 end"
+        cluster.wait(lambda: expected in log.read_text(), run, 200)
+        cluster.wait(lambda: str(run.path) not in laboratory.run("node2", "cat /proc/[0-9]*/cmdline").stdout, run, 100)
+    assert log.read_text().count("lmforge: node1 does not answer") == 1
+    assert cluster.wait_for_end(run, 200) == 75, cluster.output(run)
+    cluster.wait(lambda: " failed " in cluster.state("recipe"), run, 100)
+    cluster.launch(*by_ssh, *LONG)
+    assert cluster.wait_for_end(run, 200) == 0, cluster.output(run)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_come_is_named(laboratory: Laboratory, tiny_options: list[str], tmp_path: Path) -> None:
+    nodes = {"LMFORGE_NODES": "node1,node2", "LMFORGE_ADDRESS": "node1:23457"}
+    words = ["python", "-m", "lmforge", "pretrain", *tiny_options, "--run.folder", str(tmp_path)]
+    with open(tmp_path / "said", "w") as said:
+        process = laboratory.start("node1", words, stdout=said, **nodes)
+    deadline = time.monotonic() + 90
+    while not (text := (tmp_path / "said").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    assert text.startswith("lmforge: waiting for node2: not started, or cannot reach node1:23457 (3")
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+EVALUATE = '[[stages]]\nverb = "evaluate"\narguments = ["{second}", "--sequences", "2", "--device", "cpu"]\n'
+
+
+def write_pipeline(desk: Desk, steps: int = 6) -> None:
+    """both.toml: the recipe, the same again from its weights, and an evaluation."""
+    lines = desk.recipe.read_text().split("[model]\n")
+    shape, rest = lines[1].split("\n[", 1)
+    assert "hidden_size" in shape
+    (desk.folder / "again.toml").write_text(f"{lines[0]}[{rest}")
+    words = f'arguments = ["--train.steps", "{steps}", "--checkpoint.every_steps", "5"]\n'
+    (desk.folder / "both.toml").write_text(
+        f'[[stages]]\nverb = "pretrain"\nname = "first"\nrecipe = "recipe.toml"\n{words}'
+        f'[[stages]]\nverb = "pretrain"\nname = "second"\nrecipe = "again.toml"\n{words}{EVALUATE}'
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", ["ssh", "slurm"])
+def test_the_stages_of_a_pipeline_continue_on_all_nodes(
+    launcher: str, cluster: Desk, by_ssh: list[object], lmforge: Command
+) -> None:
+    write_pipeline(cluster)
+    words = by_ssh if launcher == "ssh" else ["--on", "slurm", "--nodes", "2"]
+    run = cluster.launch(*words, recipe="both.toml")
+    assert cluster.wait_for_end(run, 250) == 0, cluster.output(run)
+    said = cluster.output(run)
+    assert said.count("2 ranks on cpu") == 2, said
+    assert said.count("bits per byte") == 1, said
+    done = lmforge("pretrain", "recipe.toml", "--run.name", "a", "--checkpoint.every_steps", "5", cwd=cluster.folder, ranks=2)
+    assert done.returncode == 0, done.stderr
+    again = ("--run.name", "b", "--model.source", "runs/a", "--checkpoint.every_steps", "5")
+    done = lmforge("pretrain", "again.toml", *again, cwd=cluster.folder, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert_same_result(cluster.run("both-first"), cluster.run("a"))
+    assert_same_result(cluster.run("both-second"), cluster.run("b"))
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_slurm_that_is_out_of_time_goes_on_with_its_stage(cluster: Desk) -> None:
+    write_pipeline(cluster, steps=STEPS)
+    run = cluster.launch("--on", "slurm", "--nodes", "2", recipe="both.toml")
+    second = cluster.run("both-second")
+    cluster.wait(lambda: second.metrics_path.exists() and max(losses(second), default=0) >= 8, run, 200)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job_id(run)], env={**os.environ, **cluster.variables}, check=True)
+    requeue_now(cluster, run)
+    assert cluster.wait_for_end(run, 200) == 0, cluster.output(run)
+    said = cluster.output(run)
+    assert "1 of 3  first: finished before" in said
+    assert re.search(r"^continuing runs/both-second from step \d+", said, re.M), said
+    assert list(losses(second)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_pipeline_whose_stages_hand_over_files_that_a_node_does_not_see_is_refused(
+    cluster: Desk, laboratory: Laboratory, by_ssh: list[object], tiny_tokens: Path
+) -> None:
+    write_pipeline(cluster)
+    assert laboratory.run("node2", f"mount -t tmpfs tmpfs {tiny_tokens}").returncode == 0
+    try:
+        run = cluster.launch(*by_ssh, recipe="both.toml")
+        assert cluster.wait_for_end(run) == 2, cluster.output(run)
+    finally:
+        laboratory.run("node2", f"umount {tiny_tokens}")
+    expected = (
+        f"lmforge: {tiny_tokens}: not the same on node1 and node2; the stages of a pipeline hand over files: put them into"
+    )
+    assert expected in cluster.output(run)
+    cluster.wait_for_state(run, r" refused ")
+    assert not cluster.run("both-first").path.exists()
+
+
+# --- mpiexec on two hosts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.needs("MPICH")
+def test_mpiexec_starts_ranks_on_the_hosts_of_a_file(
+    laboratory: Laboratory, cluster: Desk, by_ssh: list[object], tmp_path: Path
+) -> None:
+    """From node1, where a user of such a cluster types it."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    write_executable(programs / "remote", f'#!/bin/sh\nexec ssh -F {laboratory.ssh_config} "$@"\n')
+    options = f"-launcher ssh -launcher-exec {programs}/remote"
+    write_executable(programs / "mpiexec", f'#!/bin/sh\nexec mpiexec.mpich {options} "$@"\n')
+    words = [sys.executable, "-m", "lmforge", "launch", "recipe.toml", "--on", "mpi", "--hosts", "hosts", "--nodes", "2"]
+    done = laboratory.run("node1", f"cd {tmp_path} && {' '.join(words)}", PATH=with_programs(programs))
+    assert done.returncode == 0, done.stderr
+    run = cluster.run("recipe")
+    assert cluster.wait_for_end(run) == 0, cluster.output(run)
+    assert sorted(losses(run)) == list(range(1, 7))

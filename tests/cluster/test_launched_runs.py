@@ -1,0 +1,180 @@
+"""The same run, with the same result, under every launcher: srun, both kinds of mpiexec, and torchrun on each node."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.laboratory import Laboratory
+from tests.conftest import Command
+
+LMFORGE = [sys.executable, "-m", "lmforge"]
+MPIEXEC = {
+    "openmpi": ["mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
+    "mpich": ["mpiexec.mpich"],
+}
+EVERY_LINE = ("loss", "grad_norm", "val/loss")
+
+
+def losses(run: Path) -> list[dict[str, float]]:
+    """What each step computed, without times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in EVERY_LINE if name in line} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_options: list[str], lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """What two ranks compute that have torchrun's variables."""
+    folder = tmp_path_factory.mktemp("reference")
+    done = lmforge("pretrain", *tiny_options, "--run.folder", folder, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return losses(folder / "run")
+
+
+def pretrain(launcher: list[object], options: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Train the tiny run under a launcher on this machine."""
+    return subprocess.run(
+        [str(word) for word in [*launcher, *LMFORGE, "pretrain", *options, "--run.folder", folder]],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("hosts", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_tasks_of_srun_train_together(
+    laboratory: Laboratory, hosts: int, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    done = pretrain(["srun", f"-N{hosts}", "-n2"], tiny_options, tmp_path, **laboratory.environment)
+    assert done.returncode == 0, done.stderr
+    assert "loss curve: " in done.stdout  # a launcher may kill the others when one rank has ended
+    assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")),
+        pytest.param("mpich", marks=pytest.mark.needs("MPICH")),
+    ],
+)
+def test_ranks_of_mpiexec_train_together(
+    name: str, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    done = pretrain([*MPIEXEC[name], "-n", "2"], tiny_options, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loss curve: " in done.stdout  # a launcher may kill the others when one rank has ended
+    assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_with_pmi2_train_together(
+    laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    done = pretrain(["srun", "--mpi=pmi2", "-N2", "-n2"], tiny_options, tmp_path, **laboratory.environment)
+    assert done.returncode == 0, done.stderr
+    assert "loss curve: " in done.stdout  # a launcher may kill the others when one rank has ended
+    assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.slow
+def test_torchrun_on_each_node_that_srun_starts(
+    laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    endpoint = ["--rdzv-id=job", f"--rdzv-endpoint={laboratory.addresses['node1']}:29400", "-m", "lmforge"]
+    command = ["srun", "-N2", "-n2", *torchrun, *endpoint, "pretrain", *tiny_options, "--run.folder", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **laboratory.environment}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "loss curve: " in done.stdout  # a launcher may kill the others when one rank has ended
+    assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")),
+        pytest.param("mpich", marks=pytest.mark.needs("MPICH")),
+    ],
+)
+def test_ranks_of_mpiexec_on_two_hosts_meet_where_the_variable_or_a_node_file_says(
+    name: str, laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    """mpiexec starts them over ssh. With MPICH it is a file as PBS writes it, an emulation: there is no PBS here."""
+    (tmp_path / "hosts").write_text("node1\nnode2\n")
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec ssh -F {laboratory.ssh_config} "$@"\n')
+    ssh.chmod(0o755)
+    network = laboratory.addresses["login"].rsplit(".", 1)[0] + ".0/24"
+    hosts, login = tmp_path / "hosts", laboratory.addresses["login"]
+    ways = {
+        "openmpi": f"--mca plm_rsh_agent {ssh} --mca oob_tcp_if_include {network} --map-by node --hostfile {hosts}"
+        " -x MASTER_ADDR=node1 -x PYTHONPATH -n 2",
+        "mpich": f"-launcher ssh -launcher-exec {ssh} -localhost {login} -f {hosts} -n 2 -ppn 1",
+    }
+    command = [*MPIEXEC[name], *ways[name].split(), *LMFORGE, "pretrain", *tiny_options, "--run.folder", tmp_path]
+    variables = {"PBS_NODEFILE": str(tmp_path / "hosts")} if name == "mpich" else {}
+    done = laboratory.run("login", command, timeout=200, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "loss curve: " in done.stdout  # a launcher may kill the others when one rank has ended
+    assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.slow
+def test_a_batch_script_is_alone_and_its_srun_is_not(
+    laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    """Although the script, too, has SLURM_PROCID = 0 and SLURM_NTASKS = 2."""
+    program = "from lmforge.cluster.rank_info import read_rank_info; print(read_rank_info())"
+    train = " ".join([*LMFORGE, "pretrain", *tiny_options, "--run.folder", str(tmp_path)])
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n{sys.executable} -c '{program}'\nenv | grep -E '^SLURM_(PROCID|NTASKS)='\nsrun {train}\n")
+    command = ["sbatch", "--wait", "-N2", "-n2", "-o", str(tmp_path / "out"), str(script)]
+    done = subprocess.run(command, env={**os.environ, **laboratory.environment}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr + (tmp_path / "out").read_text()
+    first, *others = (tmp_path / "out").read_text().splitlines()
+    assert first.startswith("RankInfo(rank=0, world_size=1, "), first
+    assert sorted(others[:2]) == ["SLURM_NTASKS=2", "SLURM_PROCID=0"]
+    assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.slow
+@pytest.mark.needs("MPICH")
+def test_two_jobs_at_once_on_one_machine_do_not_meet(
+    tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    processes = []
+    for number in range(2):
+        command = [*MPIEXEC["mpich"], "-n", "2", *LMFORGE, "pretrain", *tiny_options, "--run.folder", str(tmp_path)]
+        processes.append(subprocess.Popen([*command, "--run.name", f"run{number}"]))
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    assert losses(tmp_path / "run0") == losses(tmp_path / "run1") == reference
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_share_a_preparation(laboratory: Laboratory, tiny_tokens: Path, tmp_path: Path) -> None:
+    """Token for token what one process writes."""
+    prepare = [*LMFORGE, "prepare", tiny_tokens.parent / "text", tmp_path / "tokens", "--vocab_size", 512, "--validation_ratio"]
+    command = ["srun", "-N2", "-n2", *prepare, 0.1, "--workers", 1]
+    environment = {**os.environ, **laboratory.environment}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    names = [file.name for file in sorted(tiny_tokens.iterdir()) if file.suffix == ".tokens"]
+    assert names
+    for name in names:
+        assert (tmp_path / "tokens" / name).read_bytes() == (tiny_tokens / name).read_bytes()
+
+
+def test_a_launcher_that_is_not_understood_is_refused_by_one_line(
+    lmforge: Command, tiny_options: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    done = lmforge("pretrain", *tiny_options, "--run.folder", folder, FLUX_TASK_RANK="1", FLUX_JOB_SIZE="4")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("lmforge: environment: FLUX_TASK_RANK = ")
+    assert not folder.exists()

@@ -1,0 +1,47 @@
+"""Waiting for other machines ends in bounded time, and is reported."""
+
+import socket
+import threading
+from itertools import pairwise
+
+import pytest
+
+from lmforge.cluster import waiting
+from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
+
+
+def test_a_call_that_does_not_come_back_is_given_up_and_what_one_raises_is_raised() -> None:
+    answered = threading.Event()
+    with pytest.raises(TimeoutError):
+        call_bounded(answered.wait, 0.02)
+    answered.set()
+    assert call_bounded(answered.wait, 60)
+    with pytest.raises(RuntimeError, match="the store is gone"):
+        call_bounded(lambda: exec("raise RuntimeError('the store is gone')"), 60)
+
+
+def test_a_wait_is_reported_again_when_it_has_doubled_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "REPORT_AFTER_SECONDS", 0.05)
+    waits: list[float] = []
+
+    def line(waited: float) -> str:
+        waits.append(waited)
+        return "waiting for node2"
+
+    assert not wait_until(lambda: False, 0.5, line)
+    assert capsys.readouterr().err == "lmforge: waiting for node2\n" * len(waits)
+    assert len(waits) >= 1
+    assert all(later >= 2 * earlier for earlier, later in pairwise(waits))
+    assert wait_until(lambda: True, 0, line)
+
+
+def test_a_port_where_nobody_listens_is_waited_for_no_longer_than_asked() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            await_listener("127.0.0.1", port, 0.02)
+        free.listen()
+        await_listener("127.0.0.1", port, 60)

@@ -1,0 +1,155 @@
+"""Recorded decoding steps: what is recorded depends on tensors alone, and padding changes nothing.
+
+A CPU has no CUDA graphs, so the operations are recorded by torch's tracer: like a graph, it keeps each number of the host as it
+was when it was recorded.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.decode_graphs import DecodeGraphs, can_record
+from lmforge.model.incremental import IncrementalDecoder
+from lmforge.model.init_weights import init_weights
+from lmforge.model.layers import LanguageModel
+from tests.generate.test_engine import SHAPES, SIZES
+from tests.seeds import fresh_seed
+
+CPU = torch.device("cpu")
+BATCH, MAX_LENGTH = 5, 600
+
+
+def traced(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return make_fx(compute)()
+
+
+def model_of(shape: str) -> LanguageModel:
+    long = {"max_position_embeddings": MAX_LENGTH} if shape == "gpt2" else {}
+    return init_weights(build_model(ModelConfig(**SIZES, **{**SHAPES[shape], **long})), 1)
+
+
+def decoder_of(model: LanguageModel) -> IncrementalDecoder:
+    return model.incremental_decoder(BATCH, MAX_LENGTH, device=CPU, dtype=torch.float32)
+
+
+def recording(model: LanguageModel, record: Callable[..., Callable[[], Tensor]]) -> IncrementalDecoder:
+    decoder = decoder_of(model)
+    decoder._graphs = DecodeGraphs(BATCH, MAX_LENGTH, CPU, record)
+    return decoder
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(
+    shape: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = fresh_seed()
+    model = model_of(shape)
+    if not fused:
+        monkeypatch.setattr("lmforge.model.incremental.can_fuse", lambda model, dtype: False)
+    recorded: list[torch.fx.GraphModule] = []
+    replays = 0
+
+    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        recorded.append(graph := traced(compute))
+
+        def replay() -> Tensor:
+            nonlocal replays
+            replays += 1
+            return graph()
+
+        return replay
+
+    generator = torch.Generator().manual_seed(seed)
+    decoders = [decoder_of(model), recording(model, record)]
+
+    def both(call: Callable[[IncrementalDecoder], Tensor]) -> None:
+        with torch.no_grad():
+            expected, found = map(call, decoders)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    def steps(sequences: int, count: int) -> None:
+        for _ in range(count):
+            tokens = torch.randint(97, (sequences,), generator=generator)
+            both(partial(IncrementalDecoder.decode_step, tokens=tokens))
+
+    def prefill(*lengths: int) -> None:
+        prompts = [torch.randint(97, (length,), generator=generator).tolist() for length in lengths]
+        both(lambda decoder: decoder.prefill(prompts))
+
+    prefill(3, 250)
+    steps(2, 10)  # the longest needs more slots on the way
+    prefill(7)
+    steps(3, 4)
+    for decoder in decoders:
+        decoder.select_sequences([0, 2])
+    steps(2, 5)
+    prefill(1, 9, 20)
+    steps(5, 4)
+    if shape == "mistral, window 5":
+        assert not recorded  # its window is read alone, not all slots
+    else:
+        # (2, 256), (2, 512), (4, 512) and (5, 256): the shape of five is that of the whole batch. Each is computed once before.
+        assert (len(recorded), replays) == (4, 23 - 4)
+
+
+def test_a_recording_that_fails_is_said_once_and_steps_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    model = model_of("llama, grouped")
+    plain, decoder = decoder_of(model), recording(model, fails)
+    with torch.no_grad():
+        for each in (plain, decoder):
+            each.prefill([[1, 2, 3]])
+        for token in (5, 6, 7, 8):
+            torch.testing.assert_close(decoder.decode_step(torch.tensor([token])), plain.decode_step(torch.tensor([token])))
+    message = "decoding without CUDA graphs: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_collector(
+    fused: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if fails:
+            raise RuntimeError("operation not permitted")
+        output = compute()  # a graph keeps its output, and nothing of Python that computed it
+        return lambda: output
+
+    if not fused:
+        monkeypatch.setattr("lmforge.model.incremental.can_fuse", lambda model, dtype: False)
+    decoder = recording(model_of("llama, grouped"), record)
+    cache, memory = weakref.ref(decoder._cache), weakref.ref(decoder._cache.key_values[0])
+    gc.disable()
+    try:
+        with torch.no_grad():
+            decoder.prefill([[1, 2, 3]])
+            for token in (5, 6, 7):
+                decoder.decode_step(torch.tensor([token]))
+        del decoder
+        assert cache() is None
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_sharded_models_and_those_of_autocast_are_not_recorded() -> None:
+    model = model_of("llama, grouped")
+    assert can_record(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not can_record(model)
+    handle = model.blocks[0].register_forward_pre_hook(lambda module, args: None)
+    assert not can_record(model)
+    handle.remove()
+    assert can_record(model)

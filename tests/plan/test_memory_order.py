@@ -1,0 +1,124 @@
+"""The memory of a simulated step beside what FSDPMemTracker sees of a real one, for 8 to 1,024 ranks of a fake group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.sections import ParallelOptions
+from lmforge.data.batch import Batch
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.layers import LanguageModel
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallelize import parallelize
+from lmforge.plan.hardware import data_sheets
+from lmforge.plan.prediction.program import StepProgram
+from lmforge.plan.prediction.rates import Rates
+from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.simulator import simulate
+from lmforge.plan.prediction.units import Stage
+
+MIB = 2**20
+# Whose peak is in the loss, and whose is in the backward pass of a block.
+WIDE_HEAD = {"vocab_size": 8000, "num_hidden_layers": 6, "num_key_value_heads": 2, "intermediate_size": 1408}
+DEEP = {"vocab_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
+CASES = [
+    (WIDE_HEAD, 8, (2, 256), {}),
+    (DEEP, 64, (2, 512), {"activation_checkpointing": "full"}),
+    (DEEP, 1024, (1, 64), {}),
+]
+MORE_CASES = [
+    (DEEP, 8, (2, 512), {}),
+    (DEEP, 8, (1, 64), {"activation_checkpointing": "full"}),
+    (DEEP, 64, (1, 64), {"sharding": "hybrid-full-shard"}),
+    (WIDE_HEAD, 8, (2, 256), {"activation_checkpointing": "full"}),
+    (DEEP, 64, (2, 512), {"activation_checkpointing": "selective-ops"}),
+    (DEEP, 64, (2, 512), {"activation_checkpointing": "selective-blocks"}),
+    (DEEP, 1024, (2, 512), {"sharding": "grad-shard"}),
+    (DEEP, 128, (2, 512), {"activation_checkpointing": "full", "sharding": "grad-shard"}),
+    (DEEP, 256, (1, 64), {"wrap_embedding": False}),
+]
+
+
+def config_of(sizes: dict[str, int]) -> ModelConfig:
+    return ModelConfig(hidden_size=512, num_attention_heads=8, **sizes)
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[DistributedContext]:
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield DistributedContext(RankInfo(0, world_size, 0, 8), torch.device("cpu"), None)
+    finally:
+        dist.destroy_process_group()
+
+
+def tracked_peak(config: ModelConfig, world_size: int, shape: tuple[int, int], options: ParallelOptions) -> float:
+    """Bytes of live tensors at the peak of the second step on rank 0, which holds zeros: what it computes does not matter."""
+
+    def zeros(model: LanguageModel) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().zero_()  # type: ignore[attr-defined]
+
+    with fake_ranks(world_size) as dist_ctx:
+        model = parallelize(
+            build_model(config, "meta"),
+            NextTokenObjective().loss,
+            dist_ctx=dist_ctx,
+            dtype=torch.bfloat16,
+            options=options,
+            init_weights=zeros,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        batch = Batch(tokens, tokens.clone(), tokens.clone(), tokens.int(), tokens.clone())
+        model.model_with_loss(batch)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        root: Any = model.model_with_loss
+        tracker = FSDPMemTracker(root, optimizer)
+        tracker.track_external(root, optimizer)
+        with tracker:
+            root(batch)[0].backward()
+            optimizer.step()
+        peak = tracker.get_tracker_snapshot("peak")
+        return float(peak[torch.device("cpu")]["Total"])
+
+
+def compare(sizes: dict[str, int], world_size: int, shape: tuple[int, int], changes: dict[str, Any]) -> None:
+    config = config_of(sizes)
+    options = ParallelOptions(engine="fsdp2", **changes)
+    tracked = tracked_peak(config, world_size, shape, options)
+    options = options.model_copy(update={"reduce_every_micro_batch": True})
+    setting = Setting(config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False)
+    rates = Rates.of_data_sheets(data_sheets().gpu("cpu"), data_sheets().network("ethernet-100"), 8, "fp32")
+    program = StepProgram(setting, rates, Stage(config.num_hidden_layers))
+    simulated = simulate(program.build(1), program.held())
+    live = sum(simulated.live_peak.values())
+    ratio = live / tracked
+    print(f"{world_size} {shape} {changes}: {live / MIB:.1f} of {tracked / MIB:.1f} MiB, {ratio:.3f}, {simulated.peak_at}")
+    assert live == pytest.approx(tracked, rel=0.05)
+
+
+@pytest.mark.parametrize(("sizes", "world_size", "shape", "changes"), CASES)
+def test_a_simulated_step_peaks_where_a_real_one_does(
+    sizes: dict[str, int], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
+) -> None:
+    compare(sizes, world_size, shape, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "world_size", "shape", "changes"), MORE_CASES)
+def test_a_simulated_step_peaks_where_a_real_one_does_in_more_cases(
+    sizes: dict[str, int], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
+) -> None:
+    compare(sizes, world_size, shape, changes)

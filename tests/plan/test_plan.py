@@ -1,0 +1,270 @@
+"""`lmforge plan`: what it prints, refuses and writes; that predictions move the way they must; that it needs no torch."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.cli import run
+from lmforge.config.load import read_config
+from lmforge.config.sections import ParallelOptions
+from lmforge.model.config import get_preset
+from lmforge.model.flops import parameter_count
+from lmforge.plan.hardware import HARDWARE_FILE, data_sheets, find_gpu
+from lmforge.plan.planning import Machine
+from lmforge.plan.prediction.predict import Prediction, predict
+from lmforge.plan.prediction.search import estimate
+from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
+from tests.conftest import Refusal
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "llama2-7b.toml"
+
+
+def setting_of(preset: str = "llama3-8b", gpus: int = 8, **changes: Any) -> Setting:
+    names = {name: changes.pop(name) for name in [*changes] if name in ParallelOptions.model_fields}
+    options = ParallelOptions(**{"engine": "fsdp2" if gpus > 1 else "single", "reduce_every_micro_batch": True, **names})
+    numbers = {"micro_batch_size": 2, "accumulation": 1, "sequence_length": 4096, **changes}
+    return Setting(get_preset(preset), options, gpus, 8, **numbers)
+
+
+def prediction_of(setting: Setting, gpu: str = "h100-80", network: str = "infiniband-ndr") -> Prediction:
+    machine = Machine(data_sheets().gpu(gpu), data_sheets().network(network), 8)
+    return predict(setting, machine.gpu, machine.rates(setting.dtype))
+
+
+def plan_json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert run(["plan", *map(str, words), "--output", "json"]) == 0
+    return dict(json.loads(capfd.readouterr().out))
+
+
+# --- the simulator -----------------------------------------------------------------------------------------------------
+
+
+def test_streams_overlap_and_wait_for_each_other() -> None:
+    gather, compute = Operation("gather", NETWORK, 2.0), Operation("compute", COMPUTE, 3.0)
+    both = simulate([gather, compute], {})
+    assert (both.seconds, both.exposed) == (3.0, 0.0)
+    waiting = simulate([gather, replace(compute, after=(0,))], {})
+    assert (waiting.seconds, waiting.exposed) == (5.0, 2.0)
+    last = simulate([compute, replace(gather, after=(0,))], {})
+    assert (last.seconds, last.exposed) == (5.0, 2.0)
+
+
+def test_pools_of_streams_add_up_although_their_peaks_are_apart() -> None:
+    operations = [
+        Operation("a", COMPUTE, allocate={"activations": 10.0}, free={"activations": 10.0}),
+        Operation("b", NETWORK, allocate={"gather buffers": 4.0}),
+    ]
+    simulated = simulate(operations, {"weights": 1.0})
+    assert (sum(simulated.live_peak.values()), simulated.peak_at, simulated.reserved) == (11.0, "a", 15.0)
+
+
+def test_repeated_micro_batches_take_the_time_that_simulating_each_takes() -> None:
+    setting = setting_of(accumulation=3, micro_batch_size=1)
+    three, six = prediction_of(setting), prediction_of(replace(setting, accumulation=6))
+    four, five = (prediction_of(replace(setting, accumulation=count)) for count in (4, 5))
+    assert six.step_seconds - five.step_seconds == pytest.approx(four.step_seconds - three.step_seconds, rel=1e-6)
+    assert six.live_bytes == three.live_bytes
+
+
+# --- predictions ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
+    total = parameter_count(get_preset("llama3-8b")).total
+    alone = prediction_of(setting_of(gpus=1), gpu="b200").memory
+    assert alone["weights"] == pytest.approx(4 * total, rel=1e-9)
+    assert alone["optimizer states"] == pytest.approx(8 * total, rel=1e-9)
+    sharded = prediction_of(setting_of(gpus=64)).memory
+    assert sharded["weights"] == pytest.approx(4 * total / 64, rel=1e-9)
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-0.6b", "gpt2-124m", "mistral-7b"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> None:
+    length = {"gpt2-124m": 1024}.get(preset, 4096)
+    base = setting_of(preset, compiled=compiled, sequence_length=length, micro_batch_size=4)
+    modes = ("none", "selective-ops", "full")
+    found = [prediction_of(base.with_options(activation_checkpointing=mode)) for mode in modes]
+    assert found[0].memory["activations"] > found[1].memory["activations"] > found[2].memory["activations"]
+    # The smallest of them waits for the host, whatever it computes.
+    assert found[0].step_seconds < found[1].step_seconds <= 1.001 * found[2].step_seconds
+
+
+def test_more_ranks_take_less_memory_each_and_slow_networks_take_time() -> None:
+    few, many = prediction_of(setting_of(gpus=8)), prediction_of(setting_of(gpus=128))
+    assert many.device_bytes < few.device_bytes
+    steps = {"accumulation": 4, "micro_batch_size": 1}
+    slow = prediction_of(setting_of(gpus=128, **steps), network="ethernet-25")
+    assert slow.step_seconds > 3 * many.step_seconds
+    assert slow.bottleneck == "collectives that nothing hides"
+    hybrid = prediction_of(setting_of(gpus=128, sharding="hybrid-full-shard", **steps), network="ethernet-25")
+    assert hybrid.step_seconds < slow.step_seconds
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
+    few, many = (
+        prediction_of(setting_of(gpus=16, pipeline_parallel_degree=4, micro_batch_size=1, accumulation=count))
+        for count in (4, 32)
+    )
+    assert few.bubble_seconds / few.step_seconds > 2 * many.bubble_seconds / many.step_seconds
+
+
+def test_splitting_the_model_splits_its_memory() -> None:
+    whole = prediction_of(setting_of("llama3-70b", gpus=64, micro_batch_size=1))
+    for name in ("tensor_parallel_degree", "context_parallel_degree"):
+        split = prediction_of(setting_of("llama3-70b", gpus=64, micro_batch_size=1, **{name: 8}))
+        assert split.device_bytes < whole.device_bytes
+        assert split.step_seconds < whole.step_seconds  # fewer tokens
+
+
+def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
+    degrees = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
+    for changes in ({}, {"activation_checkpointing": "full"}, *degrees):
+        setting = setting_of("llama2-34b", gpus=32, accumulation=4, micro_batch_size=1, **changes)
+        machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
+        estimated, whole = estimate(setting, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(setting)
+        assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+        assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
+
+
+def test_every_entry_of_the_hardware_file_can_be_planned_for_and_names_its_source() -> None:
+    for gpu in data_sheets().gpus:
+        assert gpu.source
+        setting = setting_of("124m", sequence_length=512, dtype="bf16" if "bf16" in gpu.tflops else "fp32")
+        assert prediction_of(setting, gpu=gpu.name).tokens_per_second > 0
+        if gpu.matches:
+            assert find_gpu(f"NVIDIA {gpu.matches} 1GB") == gpu
+    for network in data_sheets().networks:
+        assert prediction_of(setting_of(gpus=16), network=network.name).tokens_per_second > 0
+
+
+# --- the verb --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_without_torch() -> None:
+    code = "import sys; from lmforge.cli import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    for words in (["plan", str(RECIPE), "--gpus", "64"], ["plan", "--search", "--configurations", "40", "--gpus", "8"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "COLUMNS": "160"},
+        )
+        assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_a_plan_says_memory_speed_and_cost_with_intervals(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPE), "--gpus", "128", "--gpu_type", "a100-80", "--price", "2"]) == 0
+    text = capfd.readouterr().out
+    for words in ("from data sheets: NVIDIA A100 data sheet", "optimizer states", "peak in: ", "fits into", "MFU"):
+        assert words in text
+    for words in ("matrix products", "most time: ", "GPU-hours", " kWh", "a GPU-hour", "Young-Daly", "goodput", " to "):
+        assert words in text
+    planned = plan_json(capfd, RECIPE, "--gpus", 128, "--gpu_type", "a100-80", "--price", 2)
+    low, high = planned["tokens_per_second_per_gpu_interval"]
+    assert low < planned["tokens_per_second_per_gpu"] < high
+    assert sum(planned["memory_bytes"].values()) == pytest.approx(planned["device_bytes"], rel=1e-6)
+    cost = planned["run"]
+    assert cost["price"] == pytest.approx(2 * cost["gpu_hours"])
+    assert cost["tokens"] == 1_000_000 * 256 * 4096
+    assert planned["fits"] is True
+
+
+def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[str]) -> None:
+    words = [RECIPE, "--gpus", 128, "--gpu_type", "a100-40"]
+    planned = plan_json(capfd, *words)
+    assert planned["fits"] is False
+    name, _, value = planned["advice"].removeprefix("would fit: ").partition(" = ")
+    assert plan_json(capfd, *words, f"--{name}", value)["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu_type", "h100-8"], '--gpu_type: no "h100-8"; nearest: h100-80, '),
+        (["--network", "infiniband"], '--network: no "infiniband"; nearest: infiniband-'),
+        (["--gpus", 512], "512 ranks for a global batch of 256 sequences: a rank would have none"),
+        (["--gpus", 8, "--parallel.tensor_parallel_degree", 3], "parallel.tensor_parallel_degree = 3: num_attention_heads"),
+        (["--gpus", 8, "--parallel.pipeline_parallel_degree", 64], "do not fill that; start at least 64"),
+        (["--gpus", 8, "--parallel.shard_degree", 3], "parallel.shard_degree = 3: 8 ranks do not divide"),
+        (["--gpus", 8, "--gpu_type", "a100-80", "--train.float8", "true"], "train.float8: a100-80 has no float8 arithmetic"),
+        (["--model.source", "nobody/nothing"], "nobody/nothing"),
+        (["--write", "a.toml"], "--write: only with --search"),
+        (["--hardware", "nothing.toml"], "--hardware: nothing.toml: no such file"),
+        (["--gpus", 0], "--plan.gpus: expected a"),
+        (["--gpus", 8, "--train.epochs", 2], "train.epochs = 2: a plan does not read the data"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, words: list[object], message: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    assert message in refused("plan", RECIPE, *words)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_gpu_of_ones_own_is_read_from_a_table(tmp_path: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.toml"
+    table = "name = 'Mine'\nmemory_gb = 80\nmemory_gb_s = 2000\nlink_gb_s = 100\n"
+    file.write_text(f"[[gpus]]\n{table}tflops = {{ bf16 = 500 }}\n")
+    planned = plan_json(capfd, RECIPE, "--gpus", 8, "--gpu_type", "mine", "--hardware", file)
+    assert planned["tokens_per_second_per_gpu"] > 0
+    file.write_text(f"[[gpus]]\n{table}tflops = {{ bf16 = -1 }}\n")
+    assert str(file) in refused("plan", RECIPE, "--gpu_type", "mine", "--hardware", file)
+    file.write_text("[[gpus]]\nname = 'mine'\n")
+    assert "memory_gb" in refused("plan", RECIPE, "--gpu_type", "mine", "--hardware", file)
+
+
+def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
+) -> None:
+    out = tmp_path / "found.toml"
+    words = ["plan", str(RECIPE), "--gpus", "16", "--gpu_type", "h100-80", "--search", "--configurations", "300"]
+    assert run([*words, "--write", str(out)]) == 0
+    text = capfd.readouterr().out
+    assert "300 configurations tried" in text
+    assert "does not fit: " in text
+    assert " slower: " in text
+    read_config(out)
+    assert "plan" not in tomllib.loads(out.read_text())
+    found = plan_json(capfd, out, "--gpus", 16, "--gpu_type", "h100-80")
+    given = plan_json(capfd, RECIPE, "--gpus", 16, "--gpu_type", "h100-80")
+    assert found["fits"]
+    assert found["tokens_per_second_per_gpu"] >= given["tokens_per_second_per_gpu"]
+    assert run(["pretrain", str(out), "--dry-run", "--launch.processes", "16"]) == 0
+    capfd.readouterr()
+    assert "exists; name another file" in refused(*words, "--write", out)
+
+
+def test_a_search_in_which_nothing_fits_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
+    words = ["plan", ROOT / "recipes" / "llama3.1-405b.toml", "--gpus", 1, "--gpu_type", "rtx-4090", "--search"]
+    printed = refused(*words, "--write", tmp_path / "a.toml", status=1)
+    assert "no configuration fits into" in printed
+    assert not (tmp_path / "a.toml").exists()
+
+
+def test_published_rows_are_predicted(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "plan.py")], capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((ROOT / "benchmarks" / "published.json").read_text())["rows"]
+    assert all(row["source"] for row in rows)
+    assert "not scored: length and batch" in done.stdout
+    assert f"of {len(rows) - 1} rows" in done.stdout
+
+
+def test_the_hardware_file_is_in_the_package() -> None:
+    assert HARDWARE_FILE.is_file()
+    assert 'plan" = ["hardware.toml"]' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,75 @@
+"""`lmforge runs`: one line a run, of what the run's files say."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.runs import Run
+from lmforge.verbs.list_runs import TAIL_BYTES, read_runs
+from tests.report.conftest import copied
+
+
+@pytest.fixture
+def folder(first: Run, second: Run, tmp_path: Path) -> Path:
+    """A run that has ended, one that runs, and folders that are none."""
+    copied(first, tmp_path)
+    running = copied(second, tmp_path)
+    path = running.health_folder / "rank-0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "forward", "written": time.time()}))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    return tmp_path
+
+
+def test_runs_that_run_come_first_and_each_has_its_last_values(folder: Path, first: Run) -> None:
+    os.utime(folder / "first" / "metrics.jsonl", (4e9, 4e9))
+    rows = read_runs(folder)
+    assert [(row.name, row.state) for row in rows] == [("second", "running"), ("first", "done")]
+    assert {(row.step, row.steps) for row in rows} == {(6, 6)}
+    last = first.read_metrics()[-1]
+    assert (rows[1].loss, rows[1].validation) == (last["loss"], last["val/loss"])
+    assert rows[1].seconds_left is None
+
+
+def test_of_long_metrics_the_end_is_read(folder: Path) -> None:
+    path = folder / "first" / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": step + 0.5}) for step in range(100_000)]
+    path.write_text("\n".join([*lines, '{"step": 100000, "lo']))
+    assert path.stat().st_size > 10 * TAIL_BYTES
+    row = next(row for row in read_runs(folder) if row.name == "first")
+    assert (row.step, row.loss) == (99_999, 99_999.5)
+    path.write_text("\n".join(lines) + "\n" + " " * TAIL_BYTES + json.dumps({"step": 100_000, "loss": 7.5}) + "\n")
+    row = next(row for row in read_runs(folder) if row.name == "first")
+    assert row.loss is None, "what is before the last TAIL_BYTES is not read"
+
+
+def test_the_table_and_its_json_name_every_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(["runs", str(folder)]) == 0
+    table = capfd.readouterr().out.splitlines()
+    found = [line.split()[:4] for line in table[1:]]
+    assert found == [["second", "pretrain", "running", "6/6"], ["first", "pretrain", "done", "6/6"]]
+    assert command(["runs", str(folder), "--output", "json"]) == 0
+    assert [json.loads(line)["name"] for line in capfd.readouterr().out.splitlines()] == ["second", "first"]
+
+
+def test_a_damaged_recipe_is_named_and_the_other_runs_are_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "first" / "recipe.toml").write_text("nonsense = 1")
+    assert command(["runs", str(folder)]) == 0
+    out = capfd.readouterr().out
+    assert "second" in out
+    assert "nonsense" in out
+
+
+def test_a_folder_without_runs_or_that_is_not_there_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in (folder / "empty", folder / "nowhere", folder / "file"):
+        assert command(["runs", str(path)]) == 2
+        err = capfd.readouterr().err
+        assert err.count("\n") == 1
+        assert str(path) in err
+    shutil.rmtree(folder / "second")
+    assert command(["runs", str(folder), "--watch", "--output", "json"]) == 2

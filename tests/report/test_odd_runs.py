@@ -1,0 +1,210 @@
+"""Reports and the table of runs that failed, were killed, or whose files hold what lmforge does not write."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from lmforge.cli import run as command
+from lmforge.report.page import render
+from lmforge.report.run_data import MAX_SAMPLES, last_values, read_run, verdict
+from lmforge.runs import Run
+from lmforge.stages import run_stage
+from lmforge.train.run_events import RunEvents
+from lmforge.verbs.list_runs import read_runs
+from tests.report.conftest import add_event, copied
+from tests.report.test_page import opened
+
+DEEP = "[" * 20_000 + "]" * 20_000
+HUGE = "9" * 400
+
+
+def values_of(page: str) -> Any:
+    """What the page's script draws; a constant that JSON lacks fails the test."""
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1], parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), KeyError("x\ny"), KeyboardInterrupt()])
+def test_a_run_that_failed_unforeseen_says_why(
+    tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException
+) -> None:
+    def fail(trainer: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(run_stage, "train", fail)
+    assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) != 0
+    shown = read_run(Run.open(tmp_path / "a"))
+    assert shown["state"] == "failed"
+    assert type(problem).__name__ in verdict(shown)
+    assert "Nothing went wrong" not in verdict(shown)
+    assert type(problem).__name__ in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_nothing_went_wrong_only_in_a_run_that_is_done_or_runs(first: Run) -> None:
+    shown = read_run(first) | {"events": []}
+    said = {
+        state: "Nothing went wrong." in verdict(shown | {"state": state}) for state in ("done", "running", "failed", "lost")
+    }
+    assert said == {"done": True, "running": True, "failed": False, "lost": False}
+    assert "Nothing" not in verdict(shown | {"state": "interrupted"})
+
+
+@pytest.mark.parametrize("problem", [RecursionError("too deep"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a surrogate")])
+def test_whatever_a_report_fails_of_is_a_warning(
+    tiny_options: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    problem: Exception,
+) -> None:
+    def fail(run: Run) -> Path:
+        raise problem
+
+    monkeypatch.setattr(run_stage, "write_run_report", fail)
+    assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]) == 0
+    assert f"no report: {type(problem).__name__}: " in capfd.readouterr().out
+
+
+def test_the_wait_for_a_save_is_what_the_total_grew_by(first: Run, tmp_path: Path, browser: Browser) -> None:
+    run = copied(first, tmp_path)
+    totals = [0, 0, 5.0, 5.0, 9.0, 2.0, 2.0]  # another attempt begins at the sixth
+    lines = [{"step": 10 * n, "step_seconds": 1.0, "save_stall_seconds": total} for n, total in enumerate(totals, 1)]
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [row[3] for row in read_run(run)["step_times"]] == pytest.approx([0, 0, 0.5, 0, 0.4, 0.2, 0])
+    assert command(["report", str(run.path)]) == 0
+    for page in opened(browser, run.path / "report.html"):
+        assert "waiting for a save 15.7 %" in page.locator("#curves").inner_text()
+    with open(run.metrics_path, "a") as file:
+        file.writelines(
+            json.dumps({"step": 70 + n, "step_seconds": 1.0, "save_stall_seconds": 2.0}) + "\n" for n in range(1, 9000)
+        )
+    assert sum(row[3] for row in read_run(run)["step_times"]) <= 1.1
+
+
+def test_many_samples_hide_no_event_and_are_thinned(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    before = len(read_run(run)["events"])
+    line = json.dumps({"time": "t", "kind": "sample", "step": 0, "prompt": "", "text": "x" * 70_000}) + "\n"
+    with open(run.events_path, "a") as file:
+        file.writelines(line.replace('"step": 0', f'"step": {step}') for step in range(10, 1010))
+    add_event(run, kind="bad step", step=1010, reason="the loss is NaN")
+    assert run.events_path.stat().st_size > 2**26
+    shown = read_run(run)
+    assert len(shown["events"]) == before + 1
+    assert len(shown["samples"]) == MAX_SAMPLES
+    assert shown["samples"][-1]["step"] == 1009
+
+
+def test_odd_content_is_left_out_of_the_report(first: Run, tmp_path: Path, browser: Browser) -> None:
+    run = copied(first, tmp_path)
+    events = ['{"time": "t", "kind": "end", "step": NaN}', DEEP, '{"time": 1, "kind": [], "step": 1}', f'{{"step": {HUGE}}}']
+    events += [r'{"time": "t", "kind": "bad step", "step": 1, "reason": "\ud800"}']
+    events += ['{"time": "t", "kind": "rollback", "step": 1, "to": 1e999, "reason": "kept"}']
+    with open(run.events_path, "a") as file:
+        file.write("\n".join(events) + "\n")
+    (run.path / "completions").mkdir()
+    rows = ["[]", DEEP, '{"prompt": [1]}', '{"prompt": "p", "completion": "good", "reward": 1}']
+    (run.path / "completions" / "set-000000-rank-0.jsonl").write_text("\n".join(rows))
+    (run.path / "environment.json").write_text('{"packages": 1}')
+    assert command(["report", str(run.path)]) == 0
+    (shown,) = values_of((run.path / "report.html").read_text())["runs"]
+    assert shown["events"][-1] == {"time": "t", "kind": "rollback", "step": 1, "to": None, "reason": "kept"}
+    assert [row["completion"] for row in shown["tables"][0]["rows"]] == ["good"]
+    for page in opened(browser, run.path / "report.html"):
+        assert page.locator("#environment").count() == 0
+
+
+def test_a_path_that_is_not_unicode_can_be_shown(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    odd = Run(run.path.rename(tmp_path / "odd\udcff"))
+    assert run_stage.write_run_report(odd).exists()
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": Infinity}', f'{{"step": 7, "loss": {HUGE}}}', f'{{"step": {HUGE}}}', DEEP, '{"step": "x"}']
+)
+def test_an_odd_record_does_not_stop_the_table(first: Run, tmp_path: Path, line: str) -> None:
+    run = copied(first, tmp_path)
+    with open(run.metrics_path, "a") as file:
+        file.write(line + "\n")
+    (row,) = read_runs(tmp_path)
+    assert (row.step, row.state) == (6, "done")
+    (run.health_folder / "rank-0.json").write_text(f'{{"phase": "x", "written": {HUGE}}}')
+    (run.events_path).write_text(DEEP)
+    assert [row.state for row in read_runs(tmp_path)] == ["lost"]
+    assert command(["runs", str(tmp_path)]) == 0
+
+
+def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_its_last_number(
+    first: Run, tmp_path: Path, browser: Browser
+) -> None:
+    run = copied(first, tmp_path)
+    with open(run.metrics_path, "a") as file:
+        file.write('{"step": 7, "loss": null, "tokens_per_second": null}\n')
+    (row,) = read_runs(tmp_path)
+    validation = first.read_metrics()[-1]["val/loss"]
+    assert (row.step, row.loss, row.tokens_per_second, row.validation) == (7, None, None, validation)
+    assert "the loss is not finite" in verdict(read_run(run))
+    assert command(["report", str(run.path)]) == 0
+    for page in opened(browser, run.path / "report.html"):
+        assert "not finite" in page.locator(".tile").filter(has_text="loss").first.inner_text()
+
+
+def test_last_values_are_those_of_the_last_record_but_for_validation() -> None:
+    records: list[dict[str, float | None]] = [{"step": 1, "loss": 1.0, "mfu": 0.5, "val/loss": 2.0}, {"step": 2, "loss": None}]
+    assert last_values(records) == {"step": 2, "loss": None, "val/loss": 2.0}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("values", [(1e17, 1e17 + 16), (1e17, 1e17 + 1e6), (0.1, 0.1 + 2**-56), (0.0, 0.0)])
+def test_values_that_hardly_differ_are_drawn(first: Run, tmp_path: Path, browser: Browser, values: tuple[float, float]) -> None:
+    run = copied(first, tmp_path)
+    lines = [json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values, 1)]
+    run.metrics_path.write_text("".join(lines))
+    assert command(["report", str(run.path)]) == 0
+    for page in opened(browser, run.path / "report.html"):
+        assert page.locator("path.curve").count() == 1
+        found = page.evaluate("[ticks(1e17, 1e17 + 16, 100).length, ticks(0, 10, 5), ticks(-3, 3, 3)]")
+        assert found[0] <= 401
+        assert found[1:] == [[0, 2, 4, 6, 8, 10], [-2, 0, 2]]
+
+
+def test_after_half_an_event_the_next_one_is_a_line_of_its_own(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    whole = read_run(run)["events"]
+    with open(run.events_path, "a") as file:
+        file.write('{"time": "t", "kind": "bad st')
+    RunEvents(run.events_path).add("sample", 6, prompt="\ud800", text="")
+    RunEvents(run.events_path).add("start", 6, ranks=1, hosts=1, device="cpu")
+    shown = read_run(run)
+    assert [event["kind"] for event in shown["events"]] == [*(event["kind"] for event in whole), "start"]
+    assert shown["samples"][-1]["prompt"] == "?"
+
+
+def test_a_name_that_looks_like_a_place_in_the_page_is_only_a_name(first: Run, tmp_path: Path) -> None:
+    run = read_run(first) | {"name": "x@STYLE@@DATA@"}
+    page = render([run])
+    assert "<title>x@STYLE@@DATA@ · lmforge</title>" in page
+    assert values_of(page)["runs"][0]["name"] == "x@STYLE@@DATA@"
+
+
+def test_a_run_named_like_a_pipeline_is_a_run(first: Run, tmp_path: Path) -> None:
+    path = copied(first, tmp_path).path.rename(tmp_path / "a.toml")
+    assert command(["report", str(path)]) == 0
+    assert "<title>a.toml · lmforge</title>" in (path / "report.html").read_text()
+
+
+def test_events_are_read_only_where_there_is_no_heartbeat(first: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = copied(first, tmp_path)
+    add_event(run, kind="end", step=None, state="interrupted")
+    assert [row.state for row in read_runs(tmp_path)] == ["done"]
+    (run.health_folder / "rank-0.json").unlink()
+    assert [row.state for row in read_runs(tmp_path)] == ["interrupted"]
+    monkeypatch.setattr(Run, "events_path", property(lambda run: pytest.fail("events are read")))
+    copied(first, tmp_path / "others")
+    assert [row.state for row in read_runs(tmp_path / "others")] == ["done"]

@@ -1,0 +1,124 @@
+"""What a report says of a run is what the run's files say."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.report.run_data import MAX_POINTS, read_run, verdict
+from lmforge.runs import Run
+from lmforge.stages import run_stage
+from tests.report.conftest import add_event, copied
+
+
+def test_every_metric_has_its_values_by_step(first: Run) -> None:
+    shown, records = read_run(first), first.read_metrics()
+    for name in ("loss", "val/loss", "lr", "grad_norm"):
+        expected = [[record["step"], record[name]] for record in records if name in record]
+        assert shown["series"][name] == expected
+    assert shown["axis"]["tokens"] == [record["tokens"] for record in records]
+    assert shown["axis"]["seconds"][-1] == pytest.approx(sum(record.get("step_seconds", 0) for record in records))
+
+
+def test_a_series_of_a_long_run_is_thinned_to_its_first_last_and_evenly_spaced_points(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    run.metrics_path.write_text("".join(json.dumps({"step": step, "loss": step / 7}) + "\n" for step in range(1, 50_001)))
+    steps = [step for step, _ in read_run(run)["series"]["loss"]]
+    assert (len(steps), steps[0], steps[-1]) == (MAX_POINTS, 1, 50_000)
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_a_restart_checkpoints_and_samples_are_events_in_the_order_of_time(first: Run) -> None:
+    shown = read_run(first)
+    kinds = [(event["kind"], event["step"]) for event in shown["events"]]
+    attempt = [("start", 0), ("checkpoint", 2), ("checkpoint", 4), ("end", None)]
+    assert kinds == [*attempt, ("start", 4), ("checkpoint", 6), ("end", None)]
+    assert [sample["step"] for sample in shown["samples"]] == [2, 4, 6]
+    assert {sample["prompt"] for sample in shown["samples"]} == {"def "}
+    assert shown["state"] == "done"
+
+
+def test_the_verdict_names_how_it_ended_and_what_went_wrong(first: Run, tmp_path: Path) -> None:
+    shown = read_run(first)
+    losses = [value for _, value in shown["series"]["val/loss"]]
+    words = f"Finished: 6 of 6 steps, validation loss {losses[0]:.3f} → {losses[-1]:.3f}"
+    assert verdict(shown).startswith(words)
+    assert verdict(shown).endswith(" 1 restart.")
+    run = copied(first, tmp_path)
+    add_event(run, kind="bad step", step=5, reason="the loss is NaN")
+    add_event(run, kind="bad step", step=6, reason="the loss is NaN")
+    add_event(run, kind="rollback", step=6, to=4, reason="2 bad steps in a row")
+    add_event(run, kind="end", step=None, state="failed", error="the disk is full")
+    (run.health_folder / "rank-0.json").unlink()
+    assert verdict(read_run(run)).endswith("2 bad steps, 1 rollback, 1 restart. the disk is full")
+    assert verdict(read_run(run)).startswith("Failed: ")
+
+
+def test_a_run_without_heartbeats_for_a_minute_is_lost_and_one_with_them_runs(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    path = run.health_folder / "rank-0.json"
+    beat = json.loads(path.read_text()) | {"phase": "forward", "written": 1.0}
+    path.write_text(json.dumps(beat))
+    assert read_run(run)["state"] == "lost"
+    path.write_text(json.dumps(beat | {"written": 4e9}))
+    assert read_run(run)["state"] == "running"
+
+
+def test_options_that_differ_from_the_defaults_are_those_that_were_given(first: Run) -> None:
+    shown = read_run(first)
+    assert shown["options"]["optimizer.lr"] == 0.01
+    assert {"optimizer.lr", "model.hidden_size", "data.folder", "schedule.warmup_steps"} <= set(shown["changed"])
+    assert not {"optimizer.beta1", "optimizer.name", "train.master_dtype", "data.sources"} & set(shown["changed"])
+
+
+def test_the_documents_of_the_data_are_counted_by_length(first: Run) -> None:
+    (source,) = read_run(first)["sources"]
+    assert sum(source["lengths"]) == source["documents"] > 0
+    assert source["tokens"] > source["documents"]
+
+
+def test_what_is_missing_or_damaged_is_left_out(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    (run.path / "environment.json").write_text("{")
+    run.events_path.write_bytes(b'\xff\n[1]\n{"kind": "sample"}\n{"time": "t", "kind": "start", "step": 0}\nhalf a li')
+    (run.health_folder / "rank-0.json").write_text("[]")
+    for folder in run.checkpoints_folder.iterdir():
+        (folder / "manifest.json").write_text("[]")
+    (run.path / "completions").mkdir()
+    (run.path / "completions" / "set-000000-rank-0.jsonl").write_text("no JSON")
+    shown = read_run(run)
+    assert (shown["environment"], shown["checkpoints"], shown["state"]) == ({}, [], "lost")
+    assert [event["kind"] for event in shown["events"]] == ["start"]
+    assert shown["tables"] == [{"name": "set-000000", "rows": []}]
+    run.metrics_path.unlink()
+    assert read_run(run)["series"] == {}
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = run_stage.write_run_report
+
+    def into_a_folder(run: Run) -> Path:
+        (run.path / "report.html").mkdir()
+        return written(run)
+
+    monkeypatch.setattr(run_stage, "write_run_report", into_a_folder)
+    assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) == 0
+    assert "no report: " in capfd.readouterr().out
+    assert command(["report", str(tmp_path / "a")]) == 2
+    err = capfd.readouterr().err
+    assert err == f"lmforge: --out: {tmp_path / 'a' / 'report.html'}: Is a directory; name another file\n"
+
+
+def test_numbers_that_json_lacks_are_not_in_the_page(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    lines = ['{"step": 1, "loss": null, "lr": 1.0}', '{"step": 2, "loss": 2.5}', '{"step": 3, "loss": 1e999}']
+    run.metrics_path.write_text("\n".join(lines) + "\n")
+    series = read_run(run)["series"]
+    assert series["loss"] == [[2, 2.5]]
+    assert all(math.isfinite(value) for points in series.values() for _, value in points)

@@ -1,0 +1,137 @@
+"""A tracker that is slow, fails or dies does not touch the run; what it missed is sent when the run is resumed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.runs import Run
+from lmforge.trackers import processes
+from tests.conftest import Refusal
+
+Train = Callable[..., int]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plugin") / "plugin.py"
+    path.write_text('import lmforge\nlmforge.register("tracker", "recording", "tests.trackers.recording:open_run")\n')
+    return path
+
+
+@pytest.fixture
+def train(tiny_options: list[str], plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """`train(steps, fault)`: a run with a tracker that records what it is told."""
+
+    def start(steps: int, fault: str = "") -> int:
+        monkeypatch.setenv("LMFORGE_TEST_TRACKER", fault)
+        where = ["--run.folder", str(tmp_path), "--run.name", "a", "--log.trackers", "recording", "--plugins", str(plugin)]
+        return command(["pretrain", *tiny_options, *where, "--schedule.name", "constant", "--train.steps", str(steps)])
+
+    return start
+
+
+def recorded(tmp_path: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in (tmp_path / "a" / "trackers" / "recorded.jsonl").read_text().splitlines()]
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "lmforge.trackers" in " ".join(child.cmdline())]
+
+
+def test_a_resumed_run_goes_on_with_its_id_and_sends_each_record_once(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(2) == train(4) == 0
+    run = Run(tmp_path / "a")
+    told = recorded(tmp_path)
+    assert [each[:2] for each in told if each[0] != "metrics"] == [
+        *(["open", None], ["attach", "report.html"], ["close", "done"]),
+        *(["open", "id-of-a"], ["attach", "report.html"], ["close", "done"]),
+    ]
+    metrics = [[each[1], each[2]] for each in told if each[0] == "metrics"]
+    assert metrics == [
+        [record["step"], {name: value for name, value in record.items() if name != "step" and value is not None}]
+        for record in run.read_metrics()
+    ]
+    printed = capsys.readouterr()
+    assert printed.out.count("recording  http://example.org/run\n") == 2
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("place", ["open", "metrics 2"])
+def test_a_tracker_that_hangs_holds_up_nothing_and_misses_nothing(
+    train: Train, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "FINISH_SECONDS", 3.0)
+    assert train(3, f"hang {place}") == 0
+    warning = "lmforge: recording had not sent everything 3 s after the end; what is missing is sent when the run is resumed\n"
+    assert capsys.readouterr().err == warning
+    assert children() == []
+    monkeypatch.undo()
+    assert train(4) == 0
+    assert [each[1] for each in recorded(tmp_path) if each[0] == "metrics"] in ([1, 2, 3, 4], [1, 1, 2, 3, 4])
+
+
+def test_a_tracker_without_a_network_is_reported_in_one_line(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(6, "fail open") == 0
+    error = "lmforge: recording: ConnectionError: no route to the server; the run goes on, and recording is tried again\n"
+    assert capsys.readouterr().err == error
+    assert not (tmp_path / "a" / "trackers" / "recorded.jsonl").exists()
+
+
+@pytest.mark.parametrize("steps", [2, 400])  # it dies after the end of the run, or in it
+def test_a_tracker_whose_process_dies_is_reported_in_one_line(
+    train: Train, tmp_path: Path, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(steps, "die open") == 0
+    log = tmp_path / "a" / "trackers" / "recording.log"
+    assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run goes on without it\n"
+
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+from lmforge.runs import Run
+from lmforge.trackers.processes import TrackerProcesses
+from lmforge.plugins import load_plugins
+load_plugins([sys.argv[2]])
+TrackerProcesses(print, print).start(Run(Path(sys.argv[1])), ["recording"], "ours")
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_tracker_of_a_training_that_is_killed_sends_what_there_is_and_ends(
+    train: Train, plugin: Path, tmp_path: Path
+) -> None:
+    assert train(2) == 0
+    (tmp_path / "a" / "trackers" / "recording.json").unlink()
+    (tmp_path / "a" / "trackers" / "recorded.jsonl").unlink()
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(tmp_path / "a"), str(plugin)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == b"started\n"
+        [child] = psutil.Process(training.pid).children()
+        training.kill()
+    child.wait(timeout=60)
+    assert [each[:2] for each in recorded(tmp_path)] == [
+        *(["open", None], ["metrics", 1], ["metrics", 2], ["attach", "report.html"], ["close", "failed"])
+    ]
+
+
+def test_a_tracker_that_does_not_exist_is_refused(tiny_options: list[str], tmp_path: Path, refused: Refusal) -> None:
+    printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.trackers", "x")
+    assert printed.startswith("--log.trackers: expected tensorboard, wandb, trackio")
+    assert printed.endswith('got "x"; a plugin may add it (--plugins FILE.py)')
+    assert not (tmp_path / "a" / "recipe.toml").exists()

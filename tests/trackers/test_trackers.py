@@ -1,0 +1,169 @@
+"""Trackers for real: what arrived is read with each tracker's own reader, in local or offline mode."""
+
+import json
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.runs import Run
+from lmforge.trackers import processes
+from tests.tools import need
+
+PROMPT = "def "
+VARIABLES = ("MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "WANDB_PROJECT", "WANDB_RUN_ID")
+
+
+def have(*packages: str) -> None:
+    for package in packages:
+        need(package)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of runs, where trackers keep what they have; no variable of the user's leads elsewhere."""
+    folder = tmp_path_factory.mktemp("tracked")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:
+            patch.delenv(name, raising=False)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.chdir(folder)
+        patch.setattr(processes, "FINISH_SECONDS", 240.0)  # a busy machine imports mlflow slowly
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def tracked(tiny_options: list[str], place: Path) -> Run:
+    """A run of 4 steps with all trackers, that was continued to 6."""
+    have("wandb", "trackio", "mlflow")
+    where = [*tiny_options, "--run.folder", str(place), "--run.name", "tracked", "--log.project", "ours"]
+    where += [
+        "--sample.every_steps",
+        "2",
+        "--sample.max_tokens",
+        "4",
+        "--sample.prompts",
+        PROMPT,
+        "--schedule.name",
+        "constant",
+    ]
+    where += ["--log.trackers", "tensorboard", "wandb", "trackio", "mlflow"]
+    for steps in ("4", "6"):
+        assert command(["pretrain", *where, "--train.steps", steps]) == 0
+    return Run.open(place / "tracked")
+
+
+def expected(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each metric of metrics.jsonl."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in run.read_metrics():
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                found.setdefault(name, []).append((record["step"], value))
+    return found
+
+
+def texts(run: Run) -> list[str]:
+    events = [json.loads(line) for line in run.events_path.read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "sample"]
+
+
+def test_tensorboard_has_the_metrics_of_both_attempts(tracked: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    events = EventAccumulator(str(tracked.path / "tensorboard"), {"tensors": 0, "scalars": 0}).Reload()
+    wanted = expected(tracked)
+    assert set(events.Tags()["scalars"]) == set(wanted)
+    for name, points in wanted.items():
+        assert [(event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(name)] == points
+    samples = [make_ndarray(event.tensor_proto).item().decode() for event in events.Tensors("samples")]
+    assert len(samples) == 3
+    assert all(PROMPT in table for table in samples)
+    [config] = events.Tensors("config")
+    assert "| train.steps | 4 |" in make_ndarray(config.tensor_proto).item().decode()
+
+
+def test_mlflow_has_one_run_with_metrics_options_samples_and_the_report(tracked: Run, place: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("ours")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("tracked", "FINISHED")
+    assert run.data.params["train.steps"] == "4"  # mlflow keeps the first value
+    for name, points in expected(tracked).items():
+        assert [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)] == points
+    folder = Path(client.download_artifacts(run.info.run_id, "", str(place)))
+    tables = [json.loads(path.read_text()) for path in sorted((folder / "samples").iterdir())]
+    assert [row for table in tables for row in table["data"]] == [
+        [step, PROMPT, text] for step, text in zip((2, 4, 6), texts(tracked), strict=True)
+    ]
+    assert (folder / "report.html").read_bytes() == (tracked.path / "report.html").read_bytes()
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file: those of a LevelDB log, in blocks of 32 KiB, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:
+            at += 2**15 - at % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+def test_wandb_has_one_run_with_the_metrics_of_both_attempts(tracked: Run) -> None:
+    files = sorted(tracked.path.glob("trackers/wandb/offline-run-*/*.wandb"))
+    records = [record for file in files for record in wandb_records(file)]
+    assert len(files) == 2
+    runs = [record.run for record in records if record.HasField("run")]
+    run_id = json.loads((tracked.path / "trackers" / "wandb.json").read_text())["run_id"]
+    assert {(run.run_id, run.project, run.display_name) for run in runs} == {(run_id, "ours", "tracked")}
+    assert "train.steps" in {update.key for run in runs for update in run.config.update}
+    found: dict[str, list[tuple[int, float]]] = {}
+    shown: dict[str, list[int]] = {}
+    for record in records:
+        if not record.HasField("history"):
+            continue
+        row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in record.history.item}
+        for names, value in row.items():
+            if names[1:] == ("_type",):  # a table or a page
+                shown.setdefault(names[0], []).append(row[("step",)])
+            elif len(names) == 1 and not names[0].startswith("_") and names != ("step",):
+                found.setdefault(names[0], []).append((row[("step",)], value))
+    assert found == expected(tracked)
+    assert shown == {"samples": [2, 4, 6], "report": [4, 6]}
+    tables = [
+        json.loads(path.read_text())["data"] for path in tracked.path.glob("trackers/wandb/offline-run-*/files/media/table/*")
+    ]
+    assert sorted(tables) == [[[step, PROMPT, text]] for step, text in zip((2, 4, 6), texts(tracked), strict=True)]
+
+
+def test_trackio_has_one_run_with_the_same_metrics(tracked: Run, place: Path) -> None:
+    [database] = (place / "trackio").glob("*.db")
+    rows = sqlite3.connect(database).execute("select run_name, step, metrics from metrics order by id").fetchall()
+    assert len({name for name, _, _ in rows}) == 1
+    assert rows[0][0].startswith("tracked-")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for _, step, metrics in rows:
+        for name, value in json.loads(metrics).items():
+            found.setdefault(name, []).append((step, value))
+    tables = found.pop("samples")
+    assert [step for step, _ in tables] == [2, 4, 6]
+    assert found == expected(tracked)
+    reports = {path.read_bytes() for path in place.glob("trackio/artifacts/ours/blobs/**/*") if path.is_file()}
+    assert (tracked.path / "report.html").read_bytes() in reports

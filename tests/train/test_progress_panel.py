@@ -1,0 +1,274 @@
+"""The panel of a training: what it shows, what is printed above it, and that the terminal is left as it was."""
+
+import os
+import pty
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.cells import cell_len
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.monitor.rank_log import RankLog, write_to_terminal
+from lmforge.terminal.cells import sparkline
+from lmforge.train.metrics import ConsoleLogger
+from lmforge.train.progress_panel import MAX_TEXT_LINES, ProgressPanel
+from tests.terminal import Terminal, terminal, wait_for_screen  # noqa: F401 - a fixture
+
+ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
+RECORD: dict[str, Any] = {
+    "step": 30,
+    "loss": 2.34567,
+    "lr": 3e-4,
+    "grad_norm": 0.5,
+    "step_seconds": 1.0,
+    "tokens_per_second": 12345.6,
+    "mfu": 0.518,
+    "memory_gib": 1.25,
+    "seconds_left": 185.0,
+}
+
+
+def panel_lines(panel: ProgressPanel, columns: int) -> list[str]:
+    return [line.plain for line in panel.draw(columns, 20)]
+
+
+def test_the_panel_shows_what_was_logged_last() -> None:
+    panel = ProgressPanel(0, 60)
+    assert panel_lines(panel, 79) == [f"step 0 of 60  {'─' * 29}  0%"]
+    panel.add_record({"step": 10, "val/loss": 2.5, "val/bits_per_byte": 1.75})
+    for loss in (4.0, 3.0, 2.0):
+        panel.add_record({**RECORD, "loss": loss})
+    panel.add_sample(20, "'a\x1b[2J'")
+    panel.step = 31
+    first, *others = panel_lines(panel, 79)
+    assert re.fullmatch(r"step 31 of 60  ━{14}─{15}  52%  3m0[45]s left", first)
+    assert others == [
+        "loss 2.0000  █▅▁",
+        "lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB",
+        "validation at step 10: val 2.5000 (1.750 bits/byte)",
+        "sample at step 20: 'a·[2J'",
+    ]
+
+
+def test_the_curve_is_of_the_reward_where_there_is_one_and_a_loss_that_is_not_finite_is_said() -> None:
+    panel = ProgressPanel(0, 60)
+    for reward in (0.0, 1.0):
+        panel.add_record({**RECORD, "reward": reward})
+    assert "reward 1.00  ▁█" in panel_lines(panel, 79)
+    assert any("loss 2.3457" in line for line in panel_lines(panel, 79))
+    panel = ProgressPanel(0, 60)
+    for loss in (3.0, 2.0, None):
+        panel.add_record({**RECORD, "loss": loss})
+    assert "loss not finite  █▁×" in panel_lines(panel, 79)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 50])
+def test_a_long_curve_is_made_of_means_and_fits(columns: int) -> None:
+    curve = sparkline([float(value) for value in range(400)], columns)
+    assert len(curve) == columns
+    assert list(curve) == sorted(curve)
+    assert sparkline([1.0] * 3, 10) == "▁▁▁"
+    assert sparkline([], 10) == ""
+
+
+def told_on_a_terminal(monkeypatch: pytest.MonkeyPatch, write: Callable[[], None], kind: str = "xterm") -> str:
+    """What a terminal receives while `write` runs."""
+    monkeypatch.setenv("TERM", kind)
+    for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    ours, theirs = pty.openpty()
+    received = b""
+    with open(theirs, "w", encoding="utf-8") as device:
+        monkeypatch.setattr("sys.stdout", device)
+        monkeypatch.setattr("sys.stderr", device)
+        write()
+        assert sys.stdout is device
+        monkeypatch.undo()
+        os.set_blocking(ours, False)
+        while True:
+            try:
+                received += os.read(ours, 65_536)
+            except BlockingIOError:
+                break
+    os.close(ours)
+    return received.decode()
+
+
+def on_screen(received: str) -> list[str]:
+    """The lines that a terminal shows in the end: it moves up, returns, erases what is below and writes over it."""
+    lines, row, column = [""], 0, 0
+    for escape, text in re.findall(r"\x1b\[([\d;?]*[A-Za-z])|([^\x1b])", received):
+        if escape.endswith("A"):
+            row = max(0, row - int(escape[:-1] or 1))
+        elif escape == "J":
+            lines[row:] = [lines[row][:column]]
+        elif text == "\r":
+            column = 0
+        elif text == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif text:
+            lines[row] = lines[row].ljust(column)[:column] + text + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write() -> None:
+        log = RankLog(tmp_path / "rank-0.log", RankInfo(), 1)
+        console = ConsoleLogger(ALONE, 60, log.path)
+        console.start_progress(0)
+        console.log_metrics(RECORD)
+        console.info("[bold]not markup[/bold] é")
+        print("from a", end=" ")
+        print("library")
+        print("a warning", file=sys.stderr)
+        write_to_terminal("lmforge: STALL: no progress\n  rank 0\n")
+        console.log_sample(20, "text")
+        console.update_progress(30)
+        assert console._area is not None
+        console._area.refresh()
+        print("unfinished", end="", file=sys.stderr)
+        console.stop_progress()
+        console.info("trained 60 steps")
+        console.close()
+        log.close()
+
+    received = told_on_a_terminal(monkeypatch, write)
+    assert "step 30 of 60" in received
+    assert "sample at step 20: " in received
+    assert "\x1b[?25l" not in received, "the cursor is hidden, and would be after a crash"
+    assert on_screen(received) == [
+        "[bold]not markup[/bold] é",
+        "from a library",
+        "a warning",
+        "lmforge: STALL: no progress",
+        "  rank 0",
+        "unfinished",
+        "step 30/60  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left",
+        "trained 60 steps",
+    ]
+    logged = [line.split(" ", 1)[1] for line in (tmp_path / "rank-0.log").read_text().splitlines()[1:]]
+    assert [line for line in logged if line.startswith(("step 30/60", "[bold]", "a warning", "  sample"))] == [
+        "step 30/60  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left",
+        "[bold]not markup[/bold] é",
+        "a warning",
+        "  sample: 'text'",
+    ]
+
+
+@pytest.mark.parametrize(("kind", "panel"), [("dumb", True), ("xterm", False)])
+def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(
+    monkeypatch: pytest.MonkeyPatch, kind: str, panel: bool
+) -> None:
+    def write() -> None:
+        console = ConsoleLogger(ALONE, 60, None, panel=panel)
+        console.start_progress(0)
+        console.log_metrics(RECORD)
+        console.log_sample(30, "text")
+        console.close()
+
+    received = told_on_a_terminal(monkeypatch, write, kind)
+    assert "\x1b" not in received
+    assert received.splitlines()[0].startswith("step 30/60  loss 2.3457  lr")
+    assert received.splitlines()[1:] == ["  sample: 'text'"]
+
+
+def start_training(terminal: Terminal, tiny_options: list[str], folder: Path) -> None:  # noqa: F811 - its fixture
+    words = [sys.executable, "-m", "lmforge", "pretrain", *tiny_options, "--run.folder", str(folder), "--run.name", "a"]
+    words += ["--train.steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "50000"]
+    words += ["--sample.every_steps", "20", "--sample.max_tokens", "4", "--sample.prompts", "def " + "x" * 120]
+    words[words.index("--data.sequence_length") + 1] = "256"
+    command = f"env PYTHONPATH={Path(__file__).parents[2]} TERM=screen {shlex.join(words)}; echo status $?; exec cat"
+    assert terminal("new-session", "-d", "-x", 160, "-y", 24, command).returncode == 0
+
+
+def is_whole(page: list[str]) -> None:
+    """The panel is there once, below the lines that were printed before, and no line is wider than 79 columns."""
+    found = [at for at, line in enumerate(page) if line.startswith("step ")]
+    assert len(found) == 1, "\n".join(page)
+    panel, before = page[found[0] :], page[found[0] - 1]
+    assert max(map(cell_len, panel)) <= 79
+    starts = ["step ", "loss ", "lr ", "validation at step ", "sample at step ", "x"]
+    assert [line.startswith(start) for line, start in zip(panel, starts, strict=False)] == [True] * 6
+    # What was sampled may take a third line.
+    assert not panel[6] or panel[6].endswith("'")
+    assert not any(panel[4 + MAX_TEXT_LINES :])
+    assert before.startswith("MFU") or before.endswith("on this machine)")
+
+
+@pytest.mark.needs("tmux")
+def test_the_panel_survives_other_widths_and_ctrl_c(
+    tiny_options: list[str],
+    tmp_path: Path,
+    terminal: Terminal,  # noqa: F811 - its fixture
+) -> None:
+    start_training(terminal, tiny_options, tmp_path)
+    for columns in (160, 80, 160):
+        assert terminal("resize-window", "-x", columns, "-y", 24).returncode == 0
+        terminal("clear-history")
+        before = wait_for_screen(terminal, r"(?m)^step [\d,]+ of 100,000 .*\n(.*\n)+sample at step ")
+        number = next(line.split()[1] for line in before if line.startswith("step "))
+        is_whole(wait_for_screen(terminal, rf"(?m)^step (?!{number} )[\d,]+ of 100,000 .*\n(.*\n)+sample at step "))
+    terminal("send-keys", "C-c")
+    page = wait_for_screen(terminal, "(?m)^status")
+    assert "status 130" in page
+    assert sum(line.startswith("step ") for line in page) == 1
+    assert not any("━" in line or "sample at" in line for line in page)
+    terminal("send-keys", "hello", "Enter")
+    assert wait_for_screen(terminal, "(?m)^hello\nhello$")
+
+
+WIDE = """
+import time
+from rich.console import Console
+from rich.text import Text
+from lmforge.terminal.live_area import LiveArea
+print("before")
+area = LiveArea(Console(), lambda columns, lines: [Text(f"{at} " + "y" * 70) for at in range(3)])
+area.start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.needs("tmux")
+def test_a_terminal_that_becomes_narrower_than_the_lines_keeps_no_part_of_the_old_ones(
+    tmp_path: Path,
+    terminal: Terminal,  # noqa: F811 - its fixture
+) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    command = f"env PYTHONPATH={Path(__file__).parents[2]} TERM=screen {sys.executable} {tmp_path / 'wide.py'}"
+    assert terminal("new-session", "-d", "-x", 80, "-y", 24, command).returncode == 0
+    assert wait_for_screen(terminal, "(?m)^2 y{70}$")[:4] == ["before", *(f"{at} {'y' * 70}" for at in range(3))]
+    assert terminal("resize-window", "-x", 50, "-y", 24).returncode == 0
+    # tmux has moved what no longer fits into its history.
+    page = wait_for_screen(terminal, "(?m)^2 y{46}…$")
+    assert page[:4] == [*(f"{at} {'y' * 46}…" for at in range(3)), ""]
+
+
+@pytest.mark.needs("tmux")
+def test_after_a_run_was_killed_the_terminal_is_sane(
+    tiny_options: list[str],
+    tmp_path: Path,
+    terminal: Terminal,  # noqa: F811 - its fixture
+) -> None:
+    start_training(terminal, tiny_options, tmp_path)
+    wait_for_screen(terminal, r"(?m)^step [\d,]+ of 100,000 .*\n(.*\n)+sample at step ")
+    beat = (tmp_path / "a" / "health" / "rank-0.json").read_text()
+    found = re.search(r'"process": ?(\d+)', beat)
+    assert found
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert "status 137" in wait_for_screen(terminal, "(?m)^status")  # a line of its own, below the panel
+    terminal("send-keys", "hello", "Enter")
+    assert wait_for_screen(terminal, "(?m)^hello\nhello$")
+    assert terminal("display-message", "-p", "#{cursor_flag}").stdout.strip() == "1"
