@@ -43,6 +43,8 @@ def main() -> None:
         if decision[0]:
             save_checkpoint(best, loss)
         print(f"rank {dist.get_rank()}: step {step} done, {'saved' if decision[0] else 'not saved'}", flush=True)
+    # First the model: if it holds the last reference to the group, the process may never end (docs/barriers.md).
+    del model
     dist.destroy_process_group()
 
 
