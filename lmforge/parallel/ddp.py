@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.parallel.parallel_model import ParallelModel
 
-
 # The groups that DDP's reducers hold, until the process ends. Where a reducer holds its group last, the thread that frees the
 # model waits for gloo's thread and keeps Python's lock; if gloo's thread needs that lock to free its last tensors, the process
 # never ends. Seen with torch 2.13.0.
