@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,17 +56,21 @@ class RMSNorm(nn.Module):
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
 
 
+Passes = Literal["operators", "fused", "stored"]
+
+
 @dataclass(frozen=True)
 class HeadOptions:
     """What an output head does beside its matrix product.
 
     bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
-    fused: losses are computed by compiled passes over the logits (objectives/fused_passes.py).
+    passes: what computes losses from logits. "operators" are torch's; "fused" and "stored" are compiled, for GPUs and for CPUs
+        (objectives/fused_passes.py).
     """
 
     bias: Tensor | None = None
     softcap: float | None = None
-    fused: bool = False
+    passes: Passes = "operators"
 
 
 PLAIN_HEAD = HeadOptions()
@@ -80,7 +84,7 @@ def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
 class LMHead(nn.Module):
     """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab], if any."""
 
-    fused = False  # as in HeadOptions
+    passes: Passes = "operators"  # as in HeadOptions
 
     def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None) -> None:
         super().__init__()
@@ -96,7 +100,7 @@ class LMHead(nn.Module):
         """
         if head_fn is None:
             return cap_logits(nn.functional.linear(hidden, self.weight, self.bias), self.softcap)
-        return head_fn(hidden, self.weight, head=HeadOptions(self.bias, self.softcap, self.fused))
+        return head_fn(hidden, self.weight, head=HeadOptions(self.bias, self.softcap, self.passes))
 
 
 class LanguageModel(nn.Module):

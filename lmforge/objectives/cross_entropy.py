@@ -20,7 +20,9 @@ from lmforge.objectives.fused_passes import (
     logit_statistics,
     negative_entropies,
     softcap_slopes,
+    store_exponentials,
     write_logit_gradient,
+    write_stored_gradient,
 )
 from lmforge.objectives.sharded_head import Scoring, ShardedHead
 
@@ -166,17 +168,43 @@ class FusedHeadChunk(HeadChunk):
         return weighted
 
 
+class StoredHeadChunk(HeadChunk):
+    """The same by two compiled passes that compute exponentials once: of all logits, and without a cap."""
+
+    def _score(self, logits: Tensor) -> Tensor:
+        dtype = loss_dtype(logits)
+        self._logits, self._exponentials = logits, logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        self._largest, self._sums, label_logits = compiled(store_exponentials)(
+            logits, self._bias, self._local_labels, self._scoring.temperature, self._exponentials
+        )
+        return label_logits
+
+    def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
+        compiled(write_stored_gradient)(
+            self._exponentials, self._columns, softmax_scales / self._sums, label_scales, self._logits
+        )
+        return self._logits
+
+
+def _chunk_class(scoring: Scoring) -> type[HeadChunk]:
+    if scoring.passes == "fused":
+        return FusedHeadChunk
+    is_plain = scoring.softcap is None and scoring.vocab_shard.group is None
+    return StoredHeadChunk if scoring.passes == "stored" and is_plain else HeadChunk
+
+
 def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring) -> Iterator[HeadChunk]:
     """Score `hidden` [tokens, width] by `weight` [vocab of this shard, width] and `bias`, a chunk of tokens at a time.
 
     `labels` [tokens] are ids of the full vocabulary, IGNORE_INDEX where there is none.
     """
     weight = weight.to(hidden.dtype)
-    chunk_class: type[HeadChunk] = FusedHeadChunk if scoring.fused else HeadChunk
+    chunk_class, fused = _chunk_class(scoring), scoring.passes == "fused"
     size = CHUNK_TOKENS if hidden.is_cuda else cpu_chunk_tokens(len(weight), loss_dtype(hidden).itemsize)
-    if scoring.fused:  # chunks of equal size, since another size may be compiled anew
-        num_chunks = -(-len(hidden) // fused_chunk_tokens(len(weight), hidden.element_size()))
-        size = -(-len(hidden) // max(1, num_chunks))
+    if fused:
+        size = fused_chunk_tokens(len(weight), hidden.element_size())
+    if chunk_class is not HeadChunk:  # chunks of equal size, since another size may be compiled anew
+        size = -(-len(hidden) // max(1, -(-len(hidden) // size)))
     for start in range(0, max(1, len(hidden)), max(1, size)):  # one chunk at least, which fills the gradients
         yield chunk_class(slice(start, start + size), hidden, weight, bias, labels, scoring)
 

@@ -3,6 +3,9 @@
 Logits stay in the dtype of the head's product, bf16 in mixed precision, and are read twice and written once: by the
 statistics, with an online logsumexp in fp32, and by the gradient, which takes their place. cross_entropy.py calls these
 functions on shards of the vocabulary too, and combines what they return.
+
+On a CPU exponentials cost more than anything else that is done to logits, and memory less: `store_exponentials` keeps them
+for `write_stored_gradient`.
 """
 
 from collections.abc import Callable
@@ -69,6 +72,29 @@ def write_logit_gradient(
     if softcap is not None:
         gradient = gradient * softcap_slopes(values, softcap, temperature)
     logits.copy_(gradient)
+
+
+def store_exponentials(
+    logits: Tensor, bias: Tensor | None, local_labels: Tensor, temperature: float, exponentials: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `logit_statistics` returns; exp(logit − largest) goes to `exponentials` [n, vocab], which may be `logits`."""
+    values = final_logits(logits, bias, None, temperature)
+    largest = values.amax(-1, keepdim=True)
+    shifted = (values - largest).exp()
+    sums, label_logits = shifted.sum(-1, keepdim=True), values.gather(1, local_labels)
+    exponentials.copy_(shifted)
+    return largest, sums, label_logits
+
+
+def write_stored_gradient(
+    exponentials: Tensor, local_labels: Tensor, softmax_scales: Tensor, label_scales: Tensor, gradient: Tensor
+) -> None:
+    """softmax_scales · exponentials − label_scales · one-hot, to `gradient` [n, vocab], which may be `exponentials`.
+
+    `local_labels` and the scales are [n, 1]; a label below 0 is none.
+    """
+    columns = torch.arange(exponentials.shape[1], device=exponentials.device)
+    gradient.copy_(exponentials * softmax_scales - torch.where(columns == local_labels, label_scales, 0.0))
 
 
 @cache

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lmforge.model.layers import HeadOptions
+from lmforge.model.layers import HeadOptions, Passes
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How hidden states are scored: HeadOptions' `softcap` and `fused`; logits are divided by `temperature`."""
+    """How hidden states are scored: HeadOptions' `softcap` and `passes`; logits are divided by `temperature`."""
 
     vocab_shard: VocabShard = VocabShard()
     softcap: float | None = None
-    fused: bool = False
+    passes: Passes = "operators"
     temperature: float = 1.0
 
 
@@ -92,7 +92,7 @@ class ShardedHead:
             hidden = hidden.to(torch.get_autocast_dtype(device_type))
         with torch.autocast(device_type, enabled=False):
             flat = hidden.reshape(-1, hidden.shape[-1])
-            scoring = Scoring(self.vocab_shard, self.head.softcap, self.head.fused, temperature)
+            scoring = Scoring(self.vocab_shard, self.head.softcap, self.head.passes, temperature)
             return function.apply(flat, self.weight, self.head.bias, self.labels.reshape(-1), scoring, *options)
 
     def sum_over_tokens(self, local_sum: Tensor) -> Tensor:

@@ -89,8 +89,7 @@ def _compile(model: LanguageModel, device: torch.device) -> None:
     torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
         block.compile(dynamic=False)
-    # On a CPU the compiled passes of the loss gain nothing (docs/log.md).
-    model.lm_head.fused = device.type == "cuda"
+    model.lm_head.passes = "fused" if device.type == "cuda" else "stored"
 
 
 def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:

@@ -116,7 +116,7 @@ if __name__ == "__main__":
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
                     loss = objective.loss if is_pipeline else partial(in_fp32, objective)  # a pipeline sends no extras
                     whole_model = init_weights(build_model(shape), seed)
-                    whole_model.lm_head.fused = engine.endswith("fused")
+                    whole_model.lm_head.passes = "fused" if engine.endswith("fused") else "stored"
                     made = parallelize(whole_model, loss, dist_ctx=ranks, dtype=dtype, options=strategy)
                     part, parts = ranks.rank_info.rank // made.model_parallel_size, ranks.world_size // made.model_parallel_size
                     size = batch.batch_size // parts

@@ -434,7 +434,7 @@ def test_compiled_loss_passes_in_bf16_are_the_loss_in_fp64_to_what_bf16_rounds(s
     bias = torch.randn(vocab, device="cuda", generator=generator).requires_grad_()
     labels = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
     labels[torch.rand(tokens, device="cuda", generator=generator) < 0.3] = -100
-    head = HeadOptions(bias, softcap, fused=True)
+    head = HeadOptions(bias, softcap, "fused")
     total, z_loss, _ = cross_entropy_and_z_loss(hidden, weight, labels, z_weight, head)
     ours = torch.autograd.grad(total / tokens, (hidden, weight, bias))
     assert [gradient.dtype for gradient in ours] == [torch.bfloat16, torch.bfloat16, torch.float32]
@@ -474,7 +474,7 @@ def test_compiled_loss_passes_need_the_logits_of_a_chunk_and_the_gradient_of_the
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        cross_entropy_and_z_loss(hidden, weight, labels, 0.0, HeadOptions(softcap=softcap, fused=True))[0].backward()
+        cross_entropy_and_z_loss(hidden, weight, labels, 0.0, HeadOptions(softcap=softcap, passes="fused"))[0].backward()
     # The head's gradient as it is summed, as it is scaled, and in bf16; twice that of the hidden states.
     gradients = 10 * weight.numel() + 2 * hidden.nbytes
     assert torch.cuda.max_memory_allocated() - before < FUSED_LOGITS_BYTES * 1.1 + gradients
@@ -489,9 +489,9 @@ def test_the_loss_of_a_compiled_model_is_compiled_too() -> None:
         options=ParallelOptions(),
         compile_model=True,
     )
-    assert model.model.lm_head.fused
+    assert model.model.lm_head.passes == "fused"
     batch = ParityData(sequences=2).batch(0, SMALL_MODEL.vocab_size).to(torch.device("cuda", 0))
     (metrics,) = model.forward_backward([batch], torch.tensor(9.0, device="cuda"), lambda phase: None)
-    model.model.lm_head.fused = False
+    model.model.lm_head.passes = "operators"
     (by_operators,) = model.forward_backward([batch], torch.tensor(9.0, device="cuda"), lambda phase: None)
     assert metrics["loss"][0].item() == pytest.approx(by_operators["loss"][0].item(), rel=1e-5)
