@@ -2,7 +2,7 @@
 
 Saving is timed from the call until the checkpoint has its final name, hashing and syncing included; a plain write is the same
 number of bytes from memory into one file, in large pieces, with an fsync. They take turns on the same disk. Then a run is
-trained through the command itself, saving once a minute.
+trained through the command itself, saving every minute.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge import checkpoint
-from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy, StateDict
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import OptimizerOptions
@@ -34,7 +35,7 @@ from lmforge.runs import Run
 from lmforge.train.optimizer import build_optimizer, named_optimizer_state
 
 PIECE = 1 << 24
-ABOUT: dict[str, Any] = {"plan_hash": "", "rows": 1, "model": {}, "recipe": {}, "tokenizer_hash": "", "rng": "", "world": {}}
+METADATA = {"global_batch_size": 1, "plan_hash": "", "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -43,7 +44,7 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def plain_write(path: Path, content: memoryview, size: int) -> None:
+def plain_write(path: Path, content: bytes, size: int) -> None:
     with open(path, "wb", buffering=0) as file:
         for _ in range(size // PIECE):
             file.write(content)
@@ -63,19 +64,20 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
     """Gigabytes a second of each way, in rounds."""
     ranks = DistributedContext(RankInfo(), torch.device("cpu"), None)
     model = init_weights(build_model(shape), 0)
-    state = {"model": dict(model.named_parameters())}
+    state: StateDict = {"model": dict(model.named_parameters())}
     state["optimizer"] = named_optimizer_state(model, build_optimizer(model, OptimizerOptions()))
-    run, lines = Run(folder / "run"), []
+    run = Run(folder / "run")
+    lines: list[str] = []
     saver = AsyncCheckpointer(
         run,
         ranks,
         RetentionPolicy(1),
-        metadata=ABOUT,
+        metadata=METADATA,
         tokenizer=train_tokenizer(["text"], 300),
         log=lines.append,
         async_save=False,
     )
-    content = memoryview(torch.randint(0, 255, (PIECE,), dtype=torch.uint8).numpy())
+    content = os.urandom(PIECE)
     found: dict[str, list[float]] = {
         name: [] for name in ("plain write", "save", "torch's dcp.save", "load", "torch's dcp.load")
     }
@@ -84,7 +86,7 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
         step = number + 1
         writing: list[tuple[str, Callable[[], Any]]] = [
             ("plain write", lambda: plain_write(folder / "plain", content, expected)),
-            ("save", lambda step=step: saver.save(step, state, samples=step)),
+            ("save", partial(saver.save, step, state, consumed_sequences=step, rng="")),
             ("torch's dcp.save", lambda: dcp.save(state, storage_writer=torch_writer(folder / "torch"), no_dist=True)),
         ]
         # Another one begins each round: the disk remembers who came before.
@@ -92,8 +94,8 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
             found[name].append(expected / timed(work) / 1e9)
         assert not lines, lines
         reader = dcp.FileSystemReader(folder / "torch")
-        found["load"].append(expected / timed(lambda step=step: checkpoint.load(run.checkpoint_path(step), state)) / 1e9)
-        their_loading = timed(lambda reader=reader: dcp.load(state, storage_reader=reader, no_dist=True))
+        found["load"].append(expected / timed(partial(checkpoint.load, run.checkpoint_path(step), state)) / 1e9)
+        their_loading = timed(partial(dcp.load, state, storage_reader=reader, no_dist=True))
         found["torch's dcp.load"].append(expected / their_loading / 1e9)
         (folder / "plain").unlink()
         for left in (folder / "torch", run.checkpoint_path(step)):
@@ -107,8 +109,14 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
     }
 
 
-def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
-    """Train through the command, saving once a minute, and read from its metrics how long it was held up."""
+def wait_until(done: Callable[[], Any], process: subprocess.Popen[bytes]) -> None:
+    while not done():
+        assert process.poll() is None
+        time.sleep(0.2)
+
+
+def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dict[str, Any]:
+    """Train through the command, saving every so many minutes, and read from its metrics how long it was held up."""
     tokens = tokens_of_stdlib(folder, files=40, vocab_size=2048)
     chosen = {
         "data.folder": tokens.path,
@@ -124,7 +132,7 @@ def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
         "train.device": "cpu",
         "train.compile": "off",
         "validation.sequences": 1,
-        "checkpoint.every_minutes": 1,
+        "checkpoint.every_minutes": every_minutes,
         "checkpoint.every_steps": 10**6,
         "checkpoint.keep_last": 100,
         "log.every_steps": 1,
@@ -135,17 +143,23 @@ def stall(folder: Path, minutes: float, width: int) -> dict[str, Any]:
     process = subprocess.Popen([sys.executable, "-m", "lmforge", "pretrain", *words], stdout=subprocess.DEVNULL)
     run = Run(folder / "run")
     try:
-        while not run.read_metrics():
-            assert process.poll() is None
-            time.sleep(0.2)
+        wait_until(run.read_metrics, process)
         time.sleep(60 * minutes + 5)
+        wait_until(run.checkpoint_steps, process)
     finally:
         process.kill()
         process.wait()
     records, saves = run.read_metrics(), run.checkpoint_steps()
     size = sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(saves[-1])).files.values())
     held = records[-1].get("save_stall_seconds", 0.0)
-    return {"minutes": minutes, "bytes": size, "saves": len(saves), "held_seconds": held, "share": held / (60 * minutes)}
+    return {
+        "minutes": minutes,
+        "every_minutes": every_minutes,
+        "bytes": size,
+        "saves": len(saves),
+        "held_seconds": held,
+        "share": held / (60 * minutes),
+    }
 
 
 def table(record: dict[str, Any]) -> str:
@@ -159,7 +173,8 @@ def table(record: dict[str, Any]) -> str:
         f"Saving reaches {100 * ratio['median']:.0f} % ({100 * ratio['min']:.0f}–{100 * ratio['max']:.0f}) of a plain write.",
     ]
     lines.append("Loading checks every block; torch's does not. Both find the files in the page cache.")
-    lines += ["", f"Training for {held['minutes']:g} minutes with a checkpoint of {held['bytes'] / 1e6:.0f} MB a minute:"]
+    saved = f"a checkpoint of {held['bytes'] / 1e6:.0f} MB every {held['every_minutes']:g} minutes"
+    lines += ["", f"Training for {held['minutes']:g} minutes with {saved}:"]
     lines.append(f"held up for {held['held_seconds']:.2f} s by {held['saves']} saves, {100 * held['share']:.2f} % of the time.")
     return "\n".join(lines)
 
@@ -168,6 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each way (default: 7)")
     parser.add_argument("--minutes", type=float, default=3.0, help="how long to train (default: 3)")
+    parser.add_argument("--every_minutes", type=float, default=1.0, help="between its checkpoints (default: 1)")
     parser.add_argument("--width", type=int, default=768, help="of the model that is saved (default: 768)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
@@ -183,7 +199,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=chosen.folder) as name:
         speed = speeds(Path(name), shape, chosen.rounds)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=chosen.folder) as name:
-        held = stall(Path(name), chosen.minutes, chosen.width // 2)
+        held = stall(Path(name), chosen.minutes, chosen.every_minutes, chosen.width // 2)
     what = f"A checkpoint of {speed['bytes'] / 1e9:.2f} GB, {chosen.rounds} rounds, one process; median (lowest–highest)"
     record = {"benchmark": "checkpoint", "machine": about, "what": what, "speed": speed, "stall": held}
     readable = table(record)

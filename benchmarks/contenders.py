@@ -38,6 +38,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
 from lmforge.model.init_weights import init_weights
+from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.runs import Run
@@ -45,12 +46,13 @@ from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer,
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.inputs import RunInputs
+from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
 from lmforge.train.run_events import RunEvents
-from lmforge.train.trainer import ResumePoint, RunContext, Trainer
+from lmforge.train.trainer import Trainer
 
+ActivationCheckpointing = Literal["none", "full", "selective-blocks", "selective-ops"]
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
 ENDLESS_STEPS = 1_000_000
@@ -73,7 +75,7 @@ class Contest:
     folder: Path
     device: str = "cpu"
     accumulation: int = 1
-    activation_checkpointing: Literal["none", "full", "selective-blocks", "selective-ops"] = "none"  # the others: all blocks
+    activation_checkpointing: ActivationCheckpointing = "none"  # the others: all blocks
     master_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property
@@ -164,9 +166,9 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     )
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
-    log = folder / "log"
-    watch = Watchdog(ranks, folder, log)
-    console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log), (RunEvents(None), TrackerProcesses(print, print))
+    log = RankLog(folder / "log", ranks.rank_info, attempt=1)
+    watch = Watchdog(ranks, folder, log.path)
+    console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path), (RunEvents(None), TrackerProcesses(print, print))
     ctx = RunContext(config, Run(folder), ranks, watch, console, log, *nowhere)
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
     trainer = Trainer(

@@ -33,17 +33,24 @@ from lmforge.data.shard_format import (
     FORMAT_VERSION,
     SHARD_SUFFIXES,
     SHARDS_MANIFEST,
+    ShardEntry,
     TokenFolderManifest,
     write_shard,
 )
 from lmforge.data.shards import TokenFolder
-from lmforge.data.tokenizer import train_tokenizer
+from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 
 SHARDS, SHARD_TOKENS, DOCUMENT_TOKENS = 30_000, 500_000_000, 1000
 SEQUENCE_LENGTH, BATCH_SIZE = 4096, 512
 LOADER_TOKENS = 60_000_000
 # Of the comparison of packings.
 MEDIAN_DOCUMENT_TOKENS, SPREAD, PACKED_LENGTH, PACKED_BATCH_SIZE = 600, 1.0, 2048, 64
+
+
+def write_manifest(folder: Path, source: str, tokenizer: Tokenizer, entries: list[ShardEntry]) -> None:
+    digest, vocab_size = tokenizer.hash, tokenizer.vocab_size
+    manifest = TokenFolderManifest(FORMAT_VERSION, source, {}, digest, vocab_size, "uint16", 0, 0, {}, {"train": entries})
+    (folder / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
 
 
 def write_plan(folder: Path, shards: int, shard_tokens: int) -> None:
@@ -58,9 +65,7 @@ def write_plan(folder: Path, shards: int, shard_tokens: int) -> None:
     for entry in entries[1:]:
         for suffix in SHARD_SUFFIXES:
             os.link(folder / f"train-00000{suffix}", folder / f"{entry.name}{suffix}")
-    kind = tokenizer.hash, tokenizer.vocab_size, "uint16"
-    manifest = TokenFolderManifest(FORMAT_VERSION, "zeros", {}, *kind, 0, 0, {}, {"train": entries})
-    (folder / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+    write_manifest(folder, "zeros", tokenizer, entries)
 
 
 def write_documents(folder: Path, documents: int) -> None:
@@ -70,9 +75,7 @@ def write_documents(folder: Path, documents: int) -> None:
     lengths = generator.lognormal(np.log(MEDIAN_DOCUMENT_TOKENS), SPREAD, documents).astype(np.int64) + 1
     tokens = generator.integers(5, 261, lengths.sum()).astype(np.uint16)
     entry = write_shard(folder, "train-00000", tokens, lengths, tokenizer.hash)
-    kind = tokenizer.hash, tokenizer.vocab_size, "uint16"
-    manifest = TokenFolderManifest(FORMAT_VERSION, "random", {}, *kind, 0, 0, {}, {"train": [entry]})
-    (folder / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest)))
+    write_manifest(folder, "random", tokenizer, [entry])
     pack_folder(str(folder), PACKED_LENGTH, workers=1, progress=lambda *step: None, ranks=OneRank())
 
 
@@ -81,7 +84,7 @@ def measure_packings(folder: Path, batches: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     opened = TokenFolder.open(folder)
     for packing in ("concat", "best-fit"):
-        dataset = TokenDataset(opened, sequence_length=PACKED_LENGTH, packing=packing)  # type: ignore[arg-type]
+        dataset = TokenDataset(opened, sequence_length=PACKED_LENGTH, packing=packing)
         for timed in (False, True):  # blocks are verified the first time
             cpu = time.process_time()
             for n in range(0, batches * PACKED_BATCH_SIZE, PACKED_BATCH_SIZE):
@@ -100,7 +103,8 @@ def resident_mb() -> float:
 def measure(folder: Path, steps: int, sequences: int) -> dict[str, Any]:
     """Start-up, the indices of random steps, and reading, in this process."""
     before, began = resident_mb(), time.perf_counter()
-    dataset = TokenDataset(TokenFolder.open(folder), sequence_length=SEQUENCE_LENGTH)
+    opened = TokenFolder.open(folder)
+    dataset = TokenDataset(opened, sequence_length=SEQUENCE_LENGTH)
     dataset.indices(0, BATCH_SIZE)
     result: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "start_mb": resident_mb() - before}
     generator, taken = np.random.default_rng(0), []
@@ -108,7 +112,7 @@ def measure(folder: Path, steps: int, sequences: int) -> dict[str, Any]:
         began = time.perf_counter()
         dataset.indices(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
         taken.append(1000 * (time.perf_counter() - began))
-    result |= {"indices_ms": statistics.median(taken), "tokens": dataset.packing.split.num_tokens}
+    result |= {"indices_ms": statistics.median(taken), "tokens": opened.split("train").num_tokens}
     # All that a checkpoint needs of the data.
     result["state_bytes"] = len(json.dumps({"samples_consumed": 2**40, "plan_hash": dataset.plan_hash}))
     began, cpu = time.perf_counter(), time.process_time()

@@ -73,7 +73,8 @@ class _MappedBatches:
     """A dataset whose items are batches, by the numbers of their sequences."""
 
     def __init__(self, folder: Path, documents: bool) -> None:
-        self._folder, self._documents, self._sequences = folder, documents, None
+        self._folder, self._documents = folder, documents
+        self._sequences: np.ndarray | None = None
 
     def __getitem__(self, numbers: Any) -> Any:
         from torch import from_numpy
@@ -181,7 +182,7 @@ def open_datasets(folder: Path) -> Opened:
     dataset = load_from_disk(str(folder / "arrow")).to_iterable_dataset(num_shards=64).with_format("numpy")
     dataset = dataset.shuffle(seed=SEED, buffer_size=1024).batch(BATCH_SIZE, drop_last_batch=True)
 
-    def collate(batch: Arrays) -> Arrays:
+    def collate(batch: Any) -> Arrays:
         return {name: from_numpy(array) for name, array in with_documents(np.asarray(batch["tokens"])).items()}
 
     loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=collate)

@@ -17,7 +17,14 @@ from data_contenders import BATCH_SIZE, EOS, FLOOR, SEED, WRITE
 from setting import make_environment, summarize
 
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shard_format import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolderManifest, hash_tokenizer_files, write_shard
+from lmforge.data.shard_format import (
+    FORMAT_VERSION,
+    SHARDS_MANIFEST,
+    ShardEntry,
+    TokenFolderManifest,
+    hash_tokenizer_files,
+    write_shard,
+)
 from lmforge.data.shards import TokenFolder
 
 CONTENDERS = Path(__file__).with_name("data_contenders.py")
@@ -68,7 +75,8 @@ def write_corpus(folder: Path, tokens: int) -> None:
     stream = split.read(0, split.num_tokens)
     bounds = np.concatenate(([0], split.document_starts(0, split.num_tokens), [split.num_tokens]))
     documents = [stream[start:stop] for start, stop in pairwise(bounds)]
-    generator, shards, written = np.random.default_rng(SEED), [], 0
+    generator, written = np.random.default_rng(SEED), 0
+    shards: list[ShardEntry] = []
     once.tokenizer.save(folder / "shards" / "tokenizer")
     with open(folder / "tokens.bin", "wb") as file:
         while written < tokens:
@@ -83,9 +91,11 @@ def write_corpus(folder: Path, tokens: int) -> None:
             shards.append(write_shard(folder / "shards", name, shard, lengths, once.tokenizer.hash))
             file.write(shard.data)
             written += len(shard)
-    kind = once.tokenizer.hash, once.manifest.vocab_size, "uint16"
     hashes = hash_tokenizer_files(once.tokenizer)
-    manifest = TokenFolderManifest(FORMAT_VERSION, "stdlib", {}, *kind, 0, 0, {}, {"train": shards}, hashes)
+    vocab_size = once.manifest.vocab_size
+    manifest = TokenFolderManifest(
+        FORMAT_VERSION, "stdlib", {}, once.tokenizer.hash, vocab_size, "uint16", 0, 0, {}, {"train": shards}, hashes
+    )
     (folder / "shards" / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest)))
 
 

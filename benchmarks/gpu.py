@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from contender_process import Contender, EndedEarly
-from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
+from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, ActivationCheckpointing, Contest
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, word
 
 from lmforge.atomic_files import atomic_write_json, atomic_write_text
@@ -58,7 +58,7 @@ class Size:
     step_tokens: int
     length: int = 2048
     checkpointing_from: int | None = None
-    variants: dict[str, tuple[str, int]] | None = None
+    variants: dict[str, tuple[ActivationCheckpointing, int]] | None = None
     published: float | None = None
 
 

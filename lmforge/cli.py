@@ -22,13 +22,14 @@ from typing import Any, NoReturn
 from lmforge import __version__
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE
 from lmforge.cluster.node_group import NodeGroup, read_node_group
-from lmforge.cluster.rank_info import count_restarts, read_rank_info
+from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, count_restarts, read_rank_info
+from lmforge.config.benching import BenchConfig
 from lmforge.config.help_text import format_help
 from lmforge.config.launch import LaunchVerbOptions, parse_launch
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
 from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs import BenchConfig, DoctorOptions
+from lmforge.config.verbs import DoctorOptions
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import cut, describe_os_error
@@ -218,7 +219,8 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         from lmforge.cluster.launch import launch_plainly
 
         return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), group.address, group.port)
-    if (environment := _requested_environment(chosen)) != "auto":
+    # Ranks that lmforge has started have the same command line, and an environment that says who they are.
+    if (environment := _requested_environment(chosen)) != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
     elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
     if verb.distributed and not elsewhere and not read_rank_info().launched:

@@ -127,9 +127,6 @@ def register(kind: str, name: str, implementation: Any = None, *, options: type[
     if kind == "model_family" and origin != BUILT_IN and facts.get("like") not in names(kind):
         raise UserError(f"{kind} {name}: give like=…, the model_type whose config it has: {', '.join(names(kind))}")
 
-    if kind == "tracker" and options is not None:
-        raise UserError(f"tracker {name}: it has no options of its own, because a process of its own opens it; read run.config")
-
     def add(given: Any) -> Any:
         if not isinstance(given, str) and not callable(given):
             raise UserError(f"{kind} {name}: expected a function, a class or module:name, got {type(given).__name__}")

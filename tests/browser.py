@@ -25,16 +25,16 @@ def open_page(
     url: str,
     is_allowed: Callable[[str], bool] = lambda complaint: False,
     *,
-    alone: bool = False,
+    within: str = "",
     **looks: object,
 ) -> Iterator[Page]:
-    """A page; whatever the browser complains of fails the test. `alone`: so does what it loads from elsewhere."""
+    """A page; whatever the browser complains of fails the test. So does what it loads from elsewhere than `within`."""
     page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
     page.set_default_timeout(SECONDS)
     complaints: list[str] = []
     page.on("pageerror", lambda problem: complaints.append(str(problem)))
     page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("request", lambda request: complaints.append(request.url) if alone and request.url != url else None)
+    page.on("request", lambda request: None if request.url.startswith((within, "data:")) else complaints.append(request.url))
     page.goto(url)
     yield page
     page.context.close()

@@ -14,8 +14,8 @@ import pytest
 from lmforge.bench import step_timing
 from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
+from lmforge.config.benching import BenchConfig
 from lmforge.config.sweep import sweep_combinations
-from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed
 from tests.conftest import Command
 

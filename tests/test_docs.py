@@ -26,10 +26,10 @@ import zstandard
 
 from lmforge.cli import parse_command
 from lmforge.config.align import AlignConfig
+from lmforge.config.benching import BenchConfig
 from lmforge.config.options import iter_options
 from lmforge.config.planning import PLAN_OPTIONS, PlanConfig
 from lmforge.config.tuning import SftConfig
-from lmforge.config.verbs import BenchConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import how_to_install
 from lmforge.interop.export import export_folder
@@ -133,6 +133,8 @@ def shortened(line: str) -> str:
         chosen |= {"train.global_batch_size": 8, "rollout.max_completion_length": 16}
     if "bench" in words:
         chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
+    if "--calibrate" in words:
+        chosen |= {"bench.calibrate_seconds": 0.5}
     return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
 
 
@@ -367,6 +369,20 @@ def test_every_new_module_in_the_changelog_exists() -> None:
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     for line in re.findall(r"`(make [a-z-]+)`", page.read_text(encoding="utf-8")):
         assert make_line(line) is None
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub and the site make them."""
+    text = re.sub(r"\]\([^)]*\)", "", FENCED.sub("", page.read_text(encoding="utf-8")))
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_heading_that_a_link_leads_to_exists(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    targets = [((page.parent / file).resolve() if file else page, anchor) for file, anchor in links]
+    assert [(target, name) for target, name in targets if target.suffix == ".md" and name not in anchors(target)] == []
 
 
 @pytest.mark.parametrize("page", PAGE_PARAMETERS)

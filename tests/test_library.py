@@ -1,7 +1,9 @@
 """`import lmforge` for programs: its names, their signatures, and that each is what the command line uses."""
 
+import ast
 import inspect
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -77,6 +79,58 @@ def test_every_public_name_is_there_documented_and_described_on_its_page() -> No
 
 def test_no_public_name_is_that_of_a_subpackage_whose_import_would_replace_it() -> None:
     assert not {found.name for found in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
+
+
+def test_type_checkers_are_told_the_same_names_from_the_same_places() -> None:
+    stub = ast.parse((ROOT / "lmforge" / "__init__.pyi").read_text(encoding="utf-8"))
+    told = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == lmforge._PUBLIC
+    [names] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
+    assert sorted(ast.literal_eval(names)) == sorted(lmforge.__all__)
+
+
+USER = """
+import lmforge
+
+class Halved:
+    def num_items(self, batch: lmforge.Batch):
+        return (batch.labels != lmforge.IGNORE_INDEX).sum().float()
+
+    def loss(self, model, batch: lmforge.Batch):
+        total, count = -0.5 * lmforge.label_logprobs(model, batch).sum(), self.num_items(batch)
+        return total, {"loss": (total.detach(), count)}
+
+class Own(lmforge.Options):
+    power: float = lmforge.option(2.0, "a power", ge=0, le=10)
+
+objective: lmforge.Objective = Halved()
+run = lmforge.train_model({"train.steps": 2}, objective=objective)
+reveal_type(run)
+reveal_type(lmforge.load_model(run))
+lmforge.generate_text(lmforge.load_model(run), "The", max_tokens="many")
+lmforge.nowhere
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_type_checker_sees_the_types_of_the_names_in_a_users_program(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports", "user.py"]
+    variables = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1100)
+    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == [
+        'note: Revealed type is "pathlib.Path"',
+        'note: Revealed type is "lmforge.generate.model_loading.LoadedModel"',
+        'error: Argument "max_tokens" to "generate_text" has incompatible type "str"; expected "int"  [arg-type]',
+        'error: Module has no attribute "nowhere"  [attr-defined]',
+        "Found 2 errors in 1 file (checked 1 source file)",
+    ]
 
 
 def test_importing_lmforge_imports_no_torch_nor_pydantic_and_unknown_names_are_refused() -> None:

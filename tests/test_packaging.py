@@ -17,7 +17,7 @@ from tests.tools import hadolint, need
 
 ROOT = Path(__file__).parents[1]
 # What is in the package and is no module. Its folder of recipes is a link to that of the repository.
-WEB = [path for path in (ROOT / "lmforge").rglob("*") if path.suffix in (".html", ".css", ".js", ".typed")]
+WEB = [path for path in (ROOT / "lmforge").rglob("*") if path.suffix in (".html", ".css", ".js", ".typed", ".pyi")]
 RECIPES = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".toml", ".md", ".py")]
 
 

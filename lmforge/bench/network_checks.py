@@ -44,20 +44,24 @@ def measure_network(
     connected = time.perf_counter() - began
     result = {
         "connect_seconds": connected,
-        "collectives": _time_collectives(world_size, device),
+        "collectives": time_collectives(world_size, device, SIZES[device.type], ("all-reduce", "all-gather")),
         "links": _time_links(leaders, rank, device) if rank in leaders and len(leaders) > 1 else [],
     }
     dist.barrier()
     return result
 
 
-def _time_collectives(world_size: int, device: torch.device) -> Collectives:
-    """(bytes, seconds) of each size, by the name of the collective; the seconds of the slowest rank, median of repetitions."""
-    timed: Collectives = {"all-reduce": [], "all-gather": []}
-    # Its name since torch 2.13; the old one prints a warning there.
+def time_collectives(world_size: int, device: torch.device, sizes: Sequence[int], names: Sequence[str]) -> Collectives:
+    """(bytes, seconds) of each size, by the name of the collective; the seconds of the slowest rank, median of repetitions.
+
+    `sizes` are bytes of all that a rank gathers, reduces or scatters. Every rank of the default group calls it.
+    """
+    timed: Collectives = {name: [] for name in names}
+    # Their names since torch 2.13; the old ones print a warning there.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     for name, results in timed.items():
-        for size in SIZES[device.type]:
+        for size in sizes:
             if results and results[-1][1] * size / results[-1][0] > BUDGET_SECONDS:
                 break
             part = torch.zeros(size // 4 // world_size, device=device)
@@ -67,8 +71,10 @@ def _time_collectives(world_size: int, device: torch.device) -> Collectives:
                 began = time.perf_counter()
                 if name == "all-reduce":
                     dist.all_reduce(whole)
-                else:
+                elif name == "all-gather":
                     gather(whole, part)
+                else:
+                    scatter(part, whole)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)

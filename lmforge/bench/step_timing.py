@@ -11,9 +11,9 @@ from rich.table import Table
 
 from lmforge.bench.trial import TIMED_PHASES, measure
 from lmforge.cluster.rank_info import read_rank_info
+from lmforge.config.benching import BenchConfig
 from lmforge.config.load import parse_config
 from lmforge.config.sweep import sweep_combinations
-from lmforge.config.verbs import BenchConfig
 from lmforge.errors import RunFailed, UserError
 
 OUT_OF_MEMORY = "out of memory"
@@ -25,6 +25,10 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
     Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises UserError where the recipe
     cannot be trained here, and RunFailed where a trial failed for another reason than memory.
     """
+    if config.bench.calibrate:
+        from lmforge.bench.calibrate import calibrate
+
+        return calibrate(config)
     if not config.bench.sweep:
         row = measure(config)
         if read_rank_info().is_rank0:

@@ -152,7 +152,7 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterato
     try:
         place = existing_folder(folder)
         free = shutil.disk_usage(place).free
-        written, read = _time_disk(place, int(min(WRITE_BYTES, free / 4)))
+        written, read = time_disk(place)
     except OSError as problem:
         yield Finding(
             "checkpoints", "fail", f"{place}: checkpoints cannot be written ({problem.strerror})", "give another --run.folder"
@@ -181,8 +181,9 @@ def existing_folder(folder: Path) -> Path:
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
-def _time_disk(folder: Path, most_bytes: int) -> tuple[float, float]:
-    """Bytes per second written, with fsync, and read again. Raises OSError."""
+def time_disk(folder: Path) -> tuple[float, float]:
+    """Bytes per second written, with fsync, and read again; at most a quarter of what is free. Raises OSError."""
+    most_bytes = int(min(WRITE_BYTES, shutil.disk_usage(folder).free / 4))
     path = folder / f".lmforge-doctor-{uuid4().hex}"
     block = os.urandom(BLOCK_BYTES)
     began = time.perf_counter()

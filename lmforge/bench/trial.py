@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lmforge.bench.live_memory import held_bytes, peak_bytes
+from lmforge.bench.random_batches import RandomBatches
 from lmforge.cluster.distributed import DistributedContext, init_distributed
-from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.verbs import BenchConfig
-from lmforge.data.batch import Batch
+from lmforge.config.benching import BenchConfig
 from lmforge.data.loader import BatchLoader
 from lmforge.data.shard_format import SHARDS_MANIFEST
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
@@ -39,25 +39,6 @@ from lmforge.train.metrics import peak_memory_gib
 
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
-
-
-class RandomBatches:
-    """A batch of random tokens, one document a sequence, for every step: used where the recipe's data is missing."""
-
-    def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        size = plan.micro_batch_size, plan.sequence_length
-        tokens = torch.randint(0, vocab_size, size, generator=generator)
-        positions = torch.arange(plan.sequence_length).expand(size).contiguous()
-        # Random too, and used only where the model has dropout.
-        keys = torch.randint(-(2**63), 2**63 - 1, size, generator=generator)
-        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys)
-        self._batches = [batch.to(device)] * plan.accumulation
-
-    def batches(self, step: int) -> list[Batch]:
-        return self._batches
-
-    def close(self) -> None: ...
 
 
 def measure(config: BenchConfig) -> dict[str, Any]:
@@ -98,7 +79,7 @@ class _Trial:
             dist_ctx,
             self._dtype,
             self._compiled,
-            estimator.setting(dist_ctx).options,
+            estimator.setting.options,
             fill,
             loads_weights=load_weights is not None,
         )
@@ -117,13 +98,16 @@ class _Trial:
         warmup_seconds = sum(sum(self._timed_step().values()) for _ in range(bench.warmup_steps))
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        cpu_before = time.process_time()
         steps = sorted((self._timed_step() for _ in range(bench.steps)), key=lambda phases: sum(phases.values()))
+        cpu_seconds = (time.process_time() - cpu_before) / bench.steps
         memory_gib = peak_memory_gib(self._device)
         return self._row([sum(phases.values()) for phases in steps]) | {
             "warmup_seconds": warmup_seconds,
+            "cpu_seconds": cpu_seconds,  # of all threads of rank 0 in a step: what others take from its cores is not in it
             "memory_gib": memory_gib,
             "phase_seconds": steps[(len(steps) - 1) // 2],
-            "communication_seconds": self._measure_communication(bench.trace if self._is_rank0 else None),
+            **self._profile(bench.trace if self._is_rank0 else None),
             "data": self._data_words,
         }
 
@@ -186,18 +170,24 @@ class _Trial:
             "torch": torch.__version__,
         }
 
-    def _measure_communication(self, trace_file: Path | None) -> float:
-        """Seconds of one step in which collectives run, overlapped by computation or not."""
+    def _profile(self, trace_file: Path | None) -> dict[str, float]:
+        """Of one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
+        on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()
-        with profile(activities=activities) as profiled:
+        held = 0 if on_gpu else held_bytes(self._model.model_with_loss)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        with profile(activities=activities, profile_memory=not on_gpu) as profiled:
             self._step()
             self._synchronize()
         if trace_file is not None:
             trace_file.parent.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(trace_file))
         spans = [event.time_range for event in profiled.events() or [] if event.name.startswith(COLLECTIVE_NAMES)]
-        return _union_length([(span.start, span.end) for span in spans]) / 1e6
+        live = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes(profiled.profiler.kineto_results.events(), held)
+        communication_seconds = _union_length([(span.start, span.end) for span in spans]) / 1e6
+        return {"communication_seconds": communication_seconds, "live_gib": live / 2**30}
 
 
 def _union_length(spans: list[tuple[float, float]]) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, threads_per_rank
 from lmforge.errors import EXIT_PEER_LOST, UserError
 
@@ -189,12 +190,13 @@ def launcher_environment() -> Iterator[Interruption]:
     # Without it torch prints a warning. Each rank sets its threads in `init_distributed`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name  # whatever else has started this process
     try:
         yield interruption
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name in (LAUNCHER_PID_VARIABLE, "OMP_NUM_THREADS"):
+        for name in (LAUNCHER_PID_VARIABLE, ENVIRONMENT_VARIABLE, "OMP_NUM_THREADS"):
             os.environ.pop(name)
         os.environ.update(environment)

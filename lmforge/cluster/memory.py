@@ -6,6 +6,7 @@ What a run needs, and what would have fitted, is arithmetic on its recipe (plan/
 import os
 import re
 import resource
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,11 @@ def _container_limits() -> Iterator[tuple[int, int]]:
         except (OSError, ValueError):  # "max"
             continue
         yield limit, used - sum(int(statistics.get(name, 0)) for name in cached)
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def check_fits(

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.extend import extended
@@ -30,6 +30,8 @@ SHORT_OPTIONS = {
     "stage_to": "data.stage_to",
     "sweep": "bench.sweep",
     "trace": "bench.trace",
+    "calibrate": "bench.calibrate",
+    "out": "bench.out",
 }
 
 
@@ -111,8 +113,10 @@ def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> Sta
     """A recipe, if the first argument is one, overridden by the options after it. Raises UserError."""
     recipe, rest = (Path(arguments[0]), arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
     table = read_recipe(recipe) if recipe else {}
+    stage = _stage_of(table, str(recipe))
+    options_class = cast("type[StageConfigT]", options_class.FOR_STAGE.get(stage or "", options_class))
     # Before options that only the other stage has are refused.
-    if _stage_of(table, str(recipe)) not in (None, of_stage := options_class.of_stage):
+    if stage not in (None, of_stage := options_class.of_stage):
         raise UserError(f"{recipe}: this recipe is for `lmforge {table['run']['stage']}`, not for `lmforge {of_stage}`")
     options_class = load_extended(options_class, table, recipe, rest)
     config = parse_options(options_class, _expand_short_options(options_class, rest), table, str(recipe or ""))

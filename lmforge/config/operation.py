@@ -27,6 +27,9 @@ class LogOptions(Options):
     profile_steps: str | None = option(
         None, "trace these steps with torch's profiler, a file a rank: FIRST:LAST, such as 10:13"
     )
+    calibration: Path | None = option(
+        None, "a file of `lmforge bench --calibrate`, from which the speed that is logged at the start is predicted"
+    )
     memory_snapshot: bool = option(False, "on a GPU: record allocations, and write them at the end or when memory runs out")
 
     @property

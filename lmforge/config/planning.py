@@ -1,16 +1,19 @@
 """The options of `lmforge plan`: the ranks and the hardware of a run that is yet to begin."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from lmforge.config.options import Options, option, section
 from lmforge.config.ranges import DURATION, NONZERO_FRACTION, RANKS, SCALE, SCALE_OR_0, Range
-from lmforge.config.stage import PretrainConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import SftConfig
 
 CONFIGURATIONS: Range = {"gt": 0, "le": 1_000_000}
+# Of a GPU's memory, what a run may take by default: its own memory pool leaves the rest to others.
+USABLE_FRACTION = 0.94
 PLAN_OPTIONS = (
-    *("gpus", "gpu_type", "gpus_per_host", "network", "hardware", "price", "disk_gb_s", "failure_gpu_hours"),
+    *("gpus", "gpu_type", "gpus_per_host", "network", "hardware", "calibration", "price", "disk_gb_s", "failure_gpu_hours"),
     *("restart_minutes", "search", "configurations", "write", "output"),
 )
 
@@ -23,6 +26,7 @@ class PlanOptions(Options):
     gpus_per_host: int = option(8, "GPUs of a host", **RANKS)
     network: str = option("infiniband-ndr", "name of the network between hosts, such as infiniband-ndr, roce-400, ethernet-100")
     hardware: Path | None = option(None, "a TOML file with further [[gpus]] and [[networks]], as in plan/hardware.toml")
+    calibration: Path | None = option(None, "a file of `lmforge bench --calibrate`: its measurements replace data sheets")
     price: float = option(0.0, "price of a GPU-hour, in any currency", **SCALE_OR_0)
     disk_gb_s: float = option(2.0, "GB a second at which all ranks together write a checkpoint", **SCALE)
     failure_gpu_hours: float = option(
@@ -32,7 +36,7 @@ class PlanOptions(Options):
     search: bool = option(False, "rank the configurations that fit, and say why each other loses")
     configurations: int = option(10_000, "with --search: configurations to try at most", **CONFIGURATIONS)
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
-    usable: float = option(0.94, "part of a GPU's memory that a run may take", **NONZERO_FRACTION)
+    usable: float = option(USABLE_FRACTION, "part of a GPU's memory that a run may take", **NONZERO_FRACTION)
     output: Literal["text", "json"] = option("text", "output format")
 
     def problems(self) -> Iterator[str]:
@@ -40,26 +44,41 @@ class PlanOptions(Options):
             yield f"--{given[0]}: only with --search; add it, or leave this out"
 
 
+ESSENTIAL = (
+    "plan.gpus",
+    "plan.gpu_type",
+    "plan.gpus_per_host",
+    "plan.network",
+    "plan.hardware",
+    "plan.calibration",
+    "plan.price",
+    "plan.search",
+    "plan.write",
+    "plan.output",
+    "data.sequence_length",
+    "model.preset",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "parallel.engine",
+    "parallel.sharding",
+    "parallel.activation_checkpointing",
+    "run.name",
+)
+
+
+class SftPlanConfig(SftConfig):
+    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "lora.rank")
+    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+
+
 class PlanConfig(PretrainConfig):
     """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
 
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        "plan.gpus",
-        "plan.gpu_type",
-        "plan.gpus_per_host",
-        "plan.network",
-        "plan.hardware",
-        "plan.price",
-        "plan.search",
-        "plan.write",
-        "plan.output",
-        "data.sequence_length",
-        "model.preset",
-        "train.global_batch_size",
-        "train.micro_batch_size",
-        "parallel.engine",
-        "parallel.sharding",
-        "parallel.activation_checkpointing",
-        "run.name",
-    )
+    FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig}
+    ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
     plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+
+
+AnyPlanConfig = PlanConfig | SftPlanConfig

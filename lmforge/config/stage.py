@@ -1,7 +1,7 @@
 """What the config of every training stage has: its sections, and the combinations that are refused; and that of pretraining."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -62,6 +62,8 @@ class StageConfig(Options):
     """The options of one run of any stage; `of_stage` is the verb that trains it."""
 
     of_stage: ClassVar[Stage] = "pretrain"
+    # The class that a verb takes instead for a recipe of another stage.
+    FOR_STAGE: ClassVar[Mapping[str, "type[StageConfig]"]] = {}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("model.preset", "model.source", *ESSENTIAL_TO_TRAINING)
     ALTERNATIVES: ClassVar[Alternatives] = (
         (("model", "preset"), ("model", "source")),

@@ -24,7 +24,6 @@ from lmforge.config.ranges import (
     TOKENS,
 )
 from lmforge.config.sections import Device, DType, ExampleFormat
-from lmforge.config.stage import PretrainConfig
 from lmforge.untrusted import cut, name_problem
 
 ExportDType = Literal["fp32", "bf16", "fp16"]
@@ -330,40 +329,6 @@ class DoctorOptions(JobOptions):
     def is_elsewhere(self) -> bool:
         """Whether other hosts are to be checked than this one."""
         return self.on not in (None, "local")
-
-
-class BenchOptions(Options):
-    """What is timed, and for how long."""
-
-    steps: int = option(10, "timed steps", **COUNT)
-    warmup_steps: int = option(3, "untimed steps before them, which include compilation", **COUNT)
-    sweep: tuple[str, ...] = option((), "section.option=value,value…: time every combination and print one table")
-    trace: Path | None = option(None, "write a profiler trace of one step, for Perfetto (.json or .json.gz)")
-    output: Literal["text", "json"] = option("text", "output format")
-
-
-class BenchConfig(PretrainConfig):
-    """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--trace FILE]: speed and memory of a step."""
-
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        "bench.steps",
-        "bench.warmup_steps",
-        "bench.sweep",
-        "bench.trace",
-        "bench.output",
-        "data.sequence_length",
-        "model.preset",
-        "model.source",
-        "train.global_batch_size",
-        "train.micro_batch_size",
-        "train.dtype",
-        "train.compile",
-        "parallel.engine",
-        "parallel.sharding",
-        "parallel.activation_checkpointing",
-        "launch.processes",
-    )
-    bench: BenchOptions = section(BenchOptions, "what is timed")
 
 
 class RunPipelineOptions(Options):

@@ -12,12 +12,15 @@ CACHED_LOGITS_BYTES, MIN_CACHED_TOKENS = 2**23, 256
 FUSED_LOGITS_BYTES = 2**30
 
 
-def cpu_chunk_tokens(vocab_size: int, logit_bytes: int) -> int:
-    """How many tokens a CPU scores at a time."""
-    cached = CACHED_LOGITS_BYTES // (vocab_size * logit_bytes)
-    return min(cached, CHUNK_TOKENS) if cached >= MIN_CACHED_TOKENS else CHUNK_TOKENS
+def loss_chunk_tokens(vocab_size: int, hidden_bytes: int, *, on_gpu: bool, fused: bool) -> int:
+    """How many tokens a loss scores at a time.
 
-
-def fused_chunk_tokens(vocab_size: int, logit_bytes: int) -> int:
-    """How many tokens compiled passes score at a time; `logit_bytes` is the size of one logit."""
-    return max(1, FUSED_LOGITS_BYTES // (vocab_size * logit_bytes))
+    Args:
+        vocab_size: of this rank's part of the head.
+        hidden_bytes: of a number of the hidden states. Fused passes keep logits in their dtype, all others in fp32 at least.
+        fused: whether compiled passes score the chunk.
+    """
+    if fused:
+        return max(1, FUSED_LOGITS_BYTES // (vocab_size * hidden_bytes))
+    cached = CACHED_LOGITS_BYTES // (vocab_size * max(4, hidden_bytes))
+    return min(cached, CHUNK_TOKENS) if cached >= MIN_CACHED_TOKENS and not on_gpu else CHUNK_TOKENS

@@ -10,13 +10,13 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch
+from lmforge.data.labels import CHUNK_TOKENS
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.text_streamer import default_prefix_id
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.cross_entropy import CHUNK_TOKENS
 
 TokenPair = tuple[list[int], list[int]]
 Result = TypeVar("Result")

@@ -25,13 +25,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lmforge.cluster.memory import check_fits
 from lmforge.data.batch import Batch
-from lmforge.model.attention_backend import DENSE, VARLEN, attention_backend
+from lmforge.model.attention_backend import DENSE, VARLEN, attention_backend, stores_attention_weights
 from lmforge.model.config import ModelConfig
 
 # Differentiable, and works when compiled. Its name changed with torch 2.13.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-# Most keys of a query for which compiled blocks on a CPU store all weights in bf16.
-MAX_STORED_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -163,8 +161,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
         compute = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
         return compute(queries, keys, values, block_mask=mask.block_mask, enable_gqa=grouped)
     if grouped and queries.shape[2] == 1 and mask.dense_mask is not None:
-        # Decoding: the query heads of a key head as queries of one head, so that each key is read once and none is copied.
-        folded = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[3])
+        folded = _fold_heads(queries, keys.shape[1])  # decoding: each key is read once and none is copied
         seen = mask.dense_mask.expand(-1, -1, folded.shape[2], -1)
         return scaled_dot_product_attention(folded, keys, values, attn_mask=seen).reshape(queries.shape)
     if grouped and queries.is_cuda and (mask.dense_mask is not None or queries.dtype == torch.float32):
@@ -176,9 +173,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
     # Nothing tells the kernel that the upper triangle is empty. In chunks, each with the keys up to its own end, most of it is
     # never computed: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
     chunks, done = [], 0
-    # The bf16 kernel of SDPA on a CPU takes twice as long as these products (torch 2.13, AVX512-BF16).
-    on_cpu_in_bf16 = queries.dtype == torch.bfloat16 and not queries.is_cuda
-    stores_weights = on_cpu_in_bf16 and torch.compiler.is_compiling() and keys.shape[2] <= MAX_STORED_KEYS
+    compiled = torch.compiler.is_compiling()
+    stores_weights = stores_attention_weights(queries.dtype, keys.shape[2], on_gpu=queries.is_cuda, compiled=compiled)
     for first, count in _query_ranges(queries.shape[2], keys.shape[2], mask.context_parallel):
         chunk = max(256, -(-count // 8))
         for start in range(0, count, chunk):
@@ -186,38 +182,39 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
             part, end = slice(done + start, done + stop), first + stop
             q, k, v, seen = queries[:, :, part], keys[:, :, :end], values[:, :, :end], mask.dense_mask[:, :, part, :end]
             if stores_weights:
-                grouped_queries = q.unflatten(1, (k.shape[1], -1))  # the query heads of a key head as queries of one head
-                chunks.append(_AttendStoringWeights.apply(grouped_queries, k, v, seen[:, :, None]).flatten(1, 2))
+                chunks.append(_AttendStoringWeights.apply(_fold_heads(q, k.shape[1]), k, v, seen).reshape(q.shape))
             else:
                 chunks.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped))
         done += count
     return torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
 
 
+def _fold_heads(queries: Tensor, num_key_heads: int) -> Tensor:
+    """The query heads of a key head as queries of one head: [sequences, key_value_heads, heads of each · queries, head_dim]."""
+    return queries.reshape(len(queries), num_key_heads, -1, queries.shape[3])
+
+
 class _AttendStoringWeights(torch.autograd.Function):
     """softmax(q kᵀ · scale, where seen) v, with the weights in bf16 stored for the backward pass: a product less than flash.
 
-    [sequences, key_value_heads, query heads of each, queries, head_dim]; keys and values without the third dimension. Scores
-    are rounded to bf16, by no more than rounding queries and keys has changed them.
+    Queries as of `_fold_heads`; keys and values [sequences, key_value_heads, keys, head_dim]; `seen` [sequences, 1, queries,
+    keys]. Scores are rounded to bf16, by no more than rounding queries and keys has changed them.
     """
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        folded, group = queries.flatten(2, 3), queries.shape[2:4]
-        scores = (folded @ keys.transpose(2, 3)).unflatten(2, group).float() * queries.shape[-1] ** -0.5
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).to(values.dtype).flatten(2, 3)
-        ctx.save_for_backward(folded, keys, values, weights)
-        return (weights @ values).unflatten(2, group)
+        scores = (queries @ keys.transpose(2, 3)).unflatten(2, (-1, seen.shape[2])).float() * queries.shape[-1] ** -0.5
+        weights = scores.masked_fill(~seen[:, :, None], -math.inf).softmax(-1).to(values.dtype).flatten(2, 3)
+        ctx.save_for_backward(queries, keys, values, weights)
+        return weights @ values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        folded, keys, values, weights = ctx.saved_tensors
-        group, gradient = gradient.shape[2:4], gradient.flatten(2, 3)
+        queries, keys, values, weights = ctx.saved_tensors
         of_weights = (gradient @ values.transpose(2, 3)).float()
         mean = (weights * of_weights).sum(-1, keepdim=True)
-        of_scores = ((of_weights - mean) * weights * folded.shape[-1] ** -0.5).to(weights.dtype)
-        of_queries = (of_scores @ keys).unflatten(2, group)
-        return of_queries, of_scores.transpose(2, 3) @ folded, weights.transpose(2, 3) @ gradient, None
+        of_scores = ((of_weights - mean) * weights * queries.shape[-1] ** -0.5).to(weights.dtype)
+        return of_scores @ keys, of_scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ gradient, None
 
 
 def document_mask_mod(

@@ -16,6 +16,8 @@ VARLEN, FLEX, DENSE = "varlen", "flex", "dense"
 # The smallest head_dim that FlexAttention takes; flash attention takes multiples of 8 up to 256.
 FLEX_MIN_HEAD_DIM = 16
 FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
+# Most keys of a query for which compiled blocks on a CPU store all weights in bf16.
+MAX_STORED_KEYS = 1024
 # What is asked of torch's function, whose arguments came with different versions.
 _ARGUMENTS = {"window_size", "enable_gqa"}
 # By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
@@ -85,6 +87,14 @@ def flash_implementation(capability_major: int) -> str:
     except (ImportError, RuntimeError, ValueError):  # not installed, without the kernels, or unknown to this torch
         return "FA2"
     return wanted
+
+
+def stores_attention_weights(dtype: torch.dtype, num_keys: int, *, on_gpu: bool, compiled: bool) -> bool:
+    """Whether dense attention keeps its weights for the backward pass.
+
+    The bf16 kernel of SDPA on a CPU takes twice as long as plain products (torch 2.13, AVX512-BF16).
+    """
+    return dtype == torch.bfloat16 and not on_gpu and compiled and num_keys <= MAX_STORED_KEYS
 
 
 def describe_attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool) -> str:

@@ -52,6 +52,15 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     return ParameterCount(total, embeddings, blocks + head, matrices)
 
 
+def adapted_flops_per_token(config: ModelConfig, sequence_length: int, total: int, trained: int) -> int:
+    """`flops_per_token` less the gradients of frozen weights, of a model whose parameters are `total` with its adapters.
+
+    A weight takes two FLOPs in the forward pass, two for the gradient of its input, and two for its own.
+    """
+    count = parameter_count(config)
+    return flops_per_token(config, sequence_length) - 2 * count.active_matmul + 4 * (total - count.total) + 2 * trained
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of training per token, forward and backward, of sequences of `sequence_length` tokens.
 

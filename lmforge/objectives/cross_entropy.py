@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX, cpu_chunk_tokens, fused_chunk_tokens
+from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens
 from lmforge.model.layers import PLAIN_HEAD, HeadOptions
 from lmforge.objectives.fused_passes import (
     compiled,
@@ -199,10 +199,8 @@ def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Ten
     `labels` [tokens] are ids of the full vocabulary, IGNORE_INDEX where there is none.
     """
     weight = weight.to(hidden.dtype)
-    chunk_class, fused = _chunk_class(scoring), scoring.passes == "fused"
-    size = CHUNK_TOKENS if hidden.is_cuda else cpu_chunk_tokens(len(weight), loss_dtype(hidden).itemsize)
-    if fused:
-        size = fused_chunk_tokens(len(weight), hidden.element_size())
+    chunk_class = _chunk_class(scoring)
+    size = loss_chunk_tokens(len(weight), hidden.element_size(), on_gpu=hidden.is_cuda, fused=scoring.passes == "fused")
     if chunk_class is not HeadChunk:  # chunks of equal size, since another size may be compiled anew
         size = -(-len(hidden) // max(1, -(-len(hidden) // size)))
     for start in range(0, max(1, len(hidden)), max(1, size)):  # one chunk at least, which fills the gradients

@@ -81,8 +81,13 @@ def block_activation_bytes(
     if config.qk_norm:
         attention += (FP32_BYTES + dtype_bytes) * (queries + keys) + FP32_BYTES * (heads + kv_heads)
     feed_forward = dtype_bytes * (4 if config.family == "llama" else 2) * config.intermediate_size
-    kept = dense_mask + (heads if stores_weights else 0)  # numbers of each score
-    return batch_size * (length * (norms + attention + feed_forward) + _num_mask_elements(length) * dtype_bytes * kept)
+    scores = score_bytes(length, heads, dtype_bytes, dense_mask=dense_mask, stores_weights=stores_weights)
+    return batch_size * (length * (norms + attention + feed_forward) + scores)
+
+
+def score_bytes(length: int, heads: int, dtype_bytes: int, *, dense_mask: bool, stores_weights: bool) -> int:
+    """Bytes a sequence that a block keeps of each score: of the mask, and of the weights of each head."""
+    return num_mask_elements(length) * dtype_bytes * (dense_mask + (heads if stores_weights else 0))
 
 
 def _norm_activation_bytes(config: ModelConfig, dtype_bytes: int) -> int:
@@ -109,8 +114,8 @@ def _query_chunk_length(length: int) -> int:
     return max(256, -(-length // 8))
 
 
-def _num_mask_elements(length: int) -> int:
-    """How many scores of a sequence the masks of all chunks cover."""
+def num_mask_elements(length: int) -> int:
+    """How many scores of a sequence attention on a CPU computes, and the masks of all its chunks cover."""
     chunk = _query_chunk_length(length)
     ends = [min(start + chunk, length) for start in range(0, length, chunk)]
     return sum((end - start) * end for start, end in pairwise([0, *ends]))

@@ -103,6 +103,10 @@ class Hardware(BaseModel):
             raise UserError(f"--network: {_unknown(name, list(known))}")
         return known[name.lower()]
 
+    def find(self, device_name: str) -> GPU | None:
+        """The GPU that torch.cuda.get_device_name() calls so; None where it is not here."""
+        return next((gpu for gpu in self.gpus if gpu.matches and _is_found(gpu.matches, device_name)), None)
+
 
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(cut(name).lower(), known, n=3, cutoff=0.3) or known
@@ -134,7 +138,7 @@ def read_hardware(path: Path | None) -> Hardware:
 
 def find_gpu(device_name: str) -> GPU | None:
     """The GPU that torch.cuda.get_device_name() calls so; None where it is not in the file."""
-    return next((gpu for gpu in data_sheets().gpus if gpu.matches and _is_found(gpu.matches, device_name)), None)
+    return data_sheets().find(device_name)
 
 
 def _is_found(name: str, text: str) -> bool:

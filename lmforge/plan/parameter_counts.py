@@ -8,7 +8,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import flops_per_token, parameter_count
+from lmforge.model.flops import adapted_flops_per_token, flops_per_token, parameter_count
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
 from lmforge.plan.memory import ParameterCounts
@@ -45,13 +45,18 @@ def count_parameters(config: StageConfig, model_config: ModelConfig) -> Paramete
     return ParameterCounts(count.total + adapters, trained(model.parameters()), trained(matrices))
 
 
-def training_flops_per_token(config: StageConfig, model_config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of training on one token: those of model/flops.py, less the gradients of frozen weights.
-
-    A weight takes two FLOPs in the forward pass, two for the gradient of its input, and two for its own.
-    """
-    flops = float(flops_per_token(model_config, sequence_length))
+def adapter_shapes(config: StageConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of the adapters of the block that has most of them; empty where all weights are trained."""
     if get_lora_config(config) is None:
-        return flops
-    counts, count = count_parameters(config, model_config), parameter_count(model_config)
-    return flops - 2 * count.active_matmul + 4 * (counts.total - count.total) + 2 * counts.trained
+        return ()
+    model = build_meta_model(config, model_config)
+    blocks = [[(each.shape[0], each.shape[1]) for each in adapter_parameters(block).values()] for block in model.blocks]
+    return tuple(max(blocks, key=lambda shapes: sum(rows * columns for rows, columns in shapes)))
+
+
+def training_flops_per_token(config: StageConfig, model_config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of training on one token: those of model/flops.py, less the gradients of frozen weights."""
+    if get_lora_config(config) is None:
+        return float(flops_per_token(model_config, sequence_length))
+    counts = count_parameters(config, model_config)
+    return float(adapted_flops_per_token(model_config, sequence_length, counts.total, counts.trained))

@@ -1,49 +1,146 @@
 """From a recipe and options of `lmforge plan` to a prediction. No torch."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from lmforge.config.planning import PlanConfig
-from lmforge.config.stage import StageConfig
+from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.mixture import tokens_by_length
+from lmforge.config.planning import AnyPlanConfig, PlanOptions
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import TunedConfig
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.dims import parallel_dims, plan_batches
-from lmforge.parallel.validate import check_parallel, choose_engine
-from lmforge.plan.hardware import GPU, Hardware, Network, read_hardware
-from lmforge.plan.prediction.predict import Prediction, predict, resolve_reduction
-from lmforge.plan.prediction.rates import Rates
-from lmforge.plan.prediction.search import estimate
+from lmforge.parallel.dims import plan_batches
+from lmforge.parallel.validate import check_lora, check_parallel, choose_engine
+from lmforge.plan.advice import suggest_what_fits
+from lmforge.plan.calibration import Calibration, read_calibration
+from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
+from lmforge.plan.prediction.predict import Prediction, peak_memory, predict, resolve_reduction
+from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.setting import Setting
+from lmforge.untrusted import cut
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host."""
+    """What a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
+
+    calibration: what was measured on such a GPU; None for data sheets alone.
+    """
 
     gpu: GPU
     network: Network | None
     gpus_per_host: int
+    calibration: Calibration | None = None
 
     def rates(self, dtype: str) -> Rates:
-        return Rates.of_data_sheets(self.gpu, self.network, self.gpus_per_host, dtype)
+        rates = Rates.of_data_sheets(self.gpu, self.network, self.gpus_per_host, dtype)
+        return rates if self.calibration is None else rates.calibrate(self.calibration, dtype)
+
+    def describe_constants(self, dtype: str) -> str:
+        """Which constants were measured, and which come from a data sheet."""
+        measured, rest = self.constants(dtype)
+        if self.calibration is None:
+            return f"constants from data sheets: {self.gpu.source}"
+        sheets = f"; from data sheets ({self.gpu.source}): {', '.join(rest)}" if rest else ""
+        return f"constants measured ({self.calibration.describe()}): {', '.join(measured)}{sheets}"
+
+    def constants(self, dtype: str) -> tuple[list[str], list[str]]:
+        """Those that were measured, and those of data sheets."""
+        measured = list(self.rates(dtype).calibrated)
+        rest = [name for name in CONSTANTS if name not in measured]
+        if self.gpu.is_cpu:  # which has no copies to itself
+            rest.remove("host copies")
+        if self.network is not None and (self.calibration is None or self.calibration.hosts == 1):
+            rest.append("network")
+        return measured + ["disk"] * (self._disk is not None), rest
+
+    @property
+    def _disk(self) -> float | None:
+        return None if self.calibration is None else self.calibration.value("disk write")
+
+    def with_disk(self, options: PlanOptions) -> PlanOptions:
+        """The options with the measured speed at which checkpoints are written, unless they name one."""
+        if self._disk is None or "disk_gb_s" in options.changed():
+            return options
+        return options.model_copy(update={"disk_gb_s": self._disk / GB})
 
 
-def find_machine(config: PlanConfig) -> Machine:
-    """Raises UserError for hardware that is not known."""
+def find_machine(config: AnyPlanConfig) -> Machine:
+    """Raises UserError for hardware that is not known, and for a calibration of another device."""
     options = config.plan
     hardware: Hardware = read_hardware(options.hardware)
-    gpu = hardware.gpu(options.gpu_type)
     network = hardware.network(options.network)
     per_host = min(options.gpus_per_host, options.gpus)
-    return Machine(gpu, network if options.gpus > per_host else None, per_host)
+    gpu, calibration = hardware.gpu(options.gpu_type), None
+    if options.calibration is not None:
+        calibration = read_calibration(options.calibration)
+        gpu = calibrated_gpu(gpu, calibration, hardware, options.calibration, per_host)
+    return Machine(gpu, network if options.gpus > per_host else None, per_host, calibration)
 
 
-def choose_dtypes(config: StageConfig, gpu: GPU) -> tuple[str, bool]:
+def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path: Path, per_host: int) -> GPU:
+    """The device with what was measured of it. Raises UserError for a calibration of another one."""
+    found = hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
+    if found is None or found.name != gpu.name:
+        way = f"; give --gpu_type {found.name}" if found else "; describe it in a file for --hardware, with `matches`"
+        raise UserError(f"--calibration: {path}: of {cut(calibration.device)}, and the plan is for {gpu.name}{way}")
+    if not gpu.is_cpu:
+        return gpu
+    if calibration.ranks_per_host != per_host:
+        raise UserError(
+            f"--calibration: {path}: ranks on a CPU share its cores: {calibration.ranks_per_host} measured, {per_host} planned"
+            f" a host; run lmforge bench --calibrate --launch.processes {per_host}"
+        )
+    products = {dtype: table for dtype in ("fp32", "bf16") if (table := calibration.table("product", dtype)) is not None}
+    tflops = gpu.tflops | {dtype: table.largest / 1e12 for dtype, table in products.items()}
+    return gpu.model_copy(update={"tflops": tflops, "memory_gb": calibration.memory_bytes / 2**30 / per_host})
+
+
+def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None = None) -> tuple[str, bool]:
     """The compute dtype and whether blocks are compiled, as `auto` turns out on this device. Raises UserError for float8."""
-    fast = not gpu.is_cpu and gpu.peak_flops("bf16") is not None and "bf16" in gpu.tflops
+    fast = "bf16" in gpu.tflops if not gpu.is_cpu else calibration is not None and calibration.has_dtype("bf16")
     dtype = config.train.dtype if config.train.dtype != "auto" else ("bf16" if fast else "fp32")
     if config.train.float8 and gpu.peak_flops("fp8") is None:
         raise UserError(f"train.float8: {gpu.name} has no float8 arithmetic; leave it out")
     return dtype, config.train.compile == "on" or (config.train.compile == "auto" and not gpu.is_cpu)
+
+
+def build_setting(
+    config: StageConfig,
+    model: ModelConfig,
+    plan: BatchPlan,
+    *,
+    world_size: int,
+    gpus_per_host: int,
+    on_gpu: bool,
+    dtype: str,
+    compiled: bool,
+    adapters: tuple[tuple[int, int], ...] = (),
+    has_reference: bool = False,
+    stores_weights: bool = False,
+) -> Setting:
+    """The setting of a recipe on these ranks, whose parts are as in Setting. Raises UserError for an impossible engine."""
+    engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
+    return Setting(
+        model=model,
+        options=config.parallel.model_copy(update={"engine": engine}),
+        world_size=world_size,
+        gpus_per_host=gpus_per_host,
+        micro_batch_size=plan.micro_batch_size,
+        accumulation=plan.accumulation,
+        sequence_length=plan.sequence_length,
+        dtype=dtype,
+        master_dtype=config.train.master_dtype,
+        optimizer=config.optimizer,
+        compiled=compiled,
+        float8=config.train.float8,
+        on_gpu=on_gpu,
+        adapters=adapters,
+        has_reference=has_reference,
+        has_dropout=config.model.dropout > 0,
+        stores_weights=stores_weights,
+    )
 
 
 def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> Setting:
@@ -54,65 +151,56 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
         raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
     plan = plan_batches(config, gpus)
     check_parallel(config.parallel, model, plan)
+    adapters: tuple[tuple[int, int], ...] = ()
+    if isinstance(config, TunedConfig) and config.lora.rank is not None:
+        from lmforge.plan.parameter_counts import adapter_shapes  # with torch, which knows the layers
+
+        check_lora(config.parallel, config.train.float8)
+        adapters = adapter_shapes(config, model)
     model.check_length(config.data.sequence_length)
-    engine = choose_engine(config.parallel, gpus, "cpu" if machine.gpu.is_cpu else "cuda")
-    options = config.parallel.model_copy(update={"engine": engine})
-    parallel_dims(options, gpus, machine.gpus_per_host)
-    dtype, compiled = choose_dtypes(config, machine.gpu)
-    return Setting(
-        model=model,
-        options=options,
+    dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
+    stores_weights = False
+    if machine.gpu.is_cpu and compiled and dtype == "bf16":
+        import torch  # blocks that are compiled on a CPU are not planned without it
+
+        from lmforge.model.attention_backend import stores_attention_weights
+
+        stores_weights = stores_attention_weights(torch.bfloat16, plan.sequence_length, on_gpu=False, compiled=True)
+    setting = build_setting(
+        config,
+        model,
+        plan,
         world_size=gpus,
         gpus_per_host=machine.gpus_per_host,
-        micro_batch_size=plan.micro_batch_size,
-        accumulation=plan.accumulation,
-        sequence_length=config.data.sequence_length,
-        dtype=dtype,
-        master_dtype=config.train.master_dtype,
-        optimizer=config.optimizer,
-        compiled=compiled,
-        float8=config.train.float8,
         on_gpu=not machine.gpu.is_cpu,
+        dtype=dtype,
+        compiled=compiled,
+        adapters=adapters,
+        stores_weights=stores_weights,
     )
+    _ = setting.dims  # refused here where the ranks do not fill the mesh
+    return setting
 
 
 def predict_setting(setting: Setting, machine: Machine, usable: float) -> Prediction:
     """The prediction, with what `reduce_every_micro_batch` is by default."""
     rates = machine.rates(setting.dtype)
-    return predict(resolve_reduction(setting, machine.gpu, rates, usable), machine.gpu, rates)
+    return predict(resolve_reduction(setting, machine.gpu.memory_bytes, usable), machine.gpu, rates)
+
+
+def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine) -> list[tuple[int, Prediction]]:
+    """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of `prediction`, the longest."""
+    setting, steps = prediction.setting, config.train.steps
+    if not isinstance(config, PretrainConfig) or not config.data.phases:
+        return [(steps, prediction)]
+    size, known = plan_batches(config, setting.world_size).global_batch_size, {setting.sequence_length: prediction}
+    by_length, rates = tokens_by_length(config.data.phases, steps, size, setting.sequence_length), machine.rates(setting.dtype)
+    for length, _ in by_length:
+        if length not in known:
+            known[length] = predict(replace(setting, sequence_length=length), machine.gpu, rates)
+    return [(tokens // (length * size), known[length]) for length, tokens in by_length if tokens]
 
 
 def suggest_fit(setting: Setting, machine: Machine, usable: float) -> str:
-    """What would make a setting fit that does not, the least change first; what nothing does, in words."""
-    budget = usable * machine.gpu.memory_bytes
-    ways: list[tuple[str, Setting]] = []
-    options = setting.options
-    order = ("none", "selective-ops", "full")
-    mode = "selective-ops" if options.activation_checkpointing == "selective-blocks" else options.activation_checkpointing
-    for other in order[order.index(mode) + 1 :]:
-        ways.append((f"parallel.activation_checkpointing = {other}", setting.with_options(activation_checkpointing=other)))
-    size = setting.micro_batch_size
-    smaller = [each for each in range(size - 1, 0, -1) if size % each == 0]
-    for each in smaller:
-        cut = replace(setting, micro_batch_size=each, accumulation=setting.accumulation * size // each)
-        ways.append((f"train.micro_batch_size = {each}", cut))
-    if setting.is_fsdp and setting.options.sharding not in (None, "full-shard"):
-        ways.append(("parallel.sharding = full-shard", setting.with_options(sharding="full-shard", shard_degree=None)))
-    if not setting.is_fsdp and setting.world_size > 1:
-        ways.append(("parallel.engine = fsdp2", setting.with_options(engine="fsdp2")))
-    least = setting.with_options(engine="fsdp2", activation_checkpointing="full", sharding=None, shard_degree=None)
-    least = replace(least, micro_batch_size=1, accumulation=setting.accumulation * size)
-    ways.append(("parallel.activation_checkpointing = full with train.micro_batch_size = 1 under full-shard", least))
-    if setting.on_gpu:
-        ways.append(("that with parallel.cpu_offload = true", least.with_options(cpu_offload=True)))
-    for words, way in ways:
-        if estimate(way, machine.gpu, machine.rates(way.dtype), usable).device_bytes <= budget:
-            return f"would fit: {words}"
-    for factor in (2, 4, 8, 16, 32, 64):
-        world = setting.world_size * factor
-        more = replace(least, world_size=world, accumulation=max(1, least.accumulation // factor))
-        network = machine.network or read_hardware(None).network("infiniband-ndr")
-        rates = replace(machine, network=network).rates(more.dtype)
-        if estimate(more, machine.gpu, rates, usable).device_bytes <= budget:
-            return f"nothing fits on {setting.world_size} GPUs; on {world}, with full checkpointing and full-shard, it would"
-    return "nothing fits, even on 64 times as many GPUs; split the model with tensor or pipeline parallelism"
+    """What would make a setting fit that does not; what nothing does, in words."""
+    return suggest_what_fits(setting, lambda other: sum(peak_memory(other).values()), usable * machine.gpu.memory_bytes)

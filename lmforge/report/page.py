@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.atomic_files import atomic_write, without_non_finite
-from lmforge.report.run_data import read_run, verdict
+from lmforge.report.run_data import read_run, subject, verdict
 from lmforge.runs import Run
 
 REPORT_FILE = "report.html"  # in a run
@@ -34,10 +34,12 @@ def write_run_report(run: Run) -> Path:
 def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:
     """The page of some runs as `read_run` gives them."""
     web = files("lmforge.report") / "web"
-    texts = {name: (web / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    data = {"title": title, "runs": [run | {"verdict": verdict(run)} for run in runs]}
+    html_text, style, charts, script = (
+        (web / name).read_text("utf-8") for name in ("report.html", "report.css", "charts.js", "report.js")
+    )
+    data = {"title": title, "runs": [run | {"subject": subject(run), "verdict": verdict(run)} for run in runs]}
     # Inside a script element only "</" ends it, and "<!--" changes how it is read.
     values = json.dumps(without_non_finite(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     heading = title or ", ".join(run["name"] for run in runs)
-    parts = {"TITLE": html.escape(heading), "STYLE": texts["css"], "SCRIPT": texts["js"], "DATA": values}
-    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], texts["html"])
+    parts = {"TITLE": html.escape(heading), "STYLE": style, "SCRIPT": script.replace("// @CHARTS@\n", charts), "DATA": values}
+    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], html_text)

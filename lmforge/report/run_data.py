@@ -17,7 +17,7 @@ from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.shards import TokenFolder
 from lmforge.data.source_report import read_source
-from lmforge.errors import UserError, format_count
+from lmforge.errors import UserError, format_count, format_duration
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import MANIFEST, Run
@@ -31,7 +31,11 @@ MAX_LINE_BYTES = 2**20  # of an event, or of a completion with its prompt; longe
 # A rank writes its heartbeat every second; after this long without one it is not running any more.
 HEARTBEAT_SECONDS = 60.0
 MAX_LENGTHS_SOURCES = 20
+# Metrics that a run has once: they are no curves.
+PREDICTION_PREFIXES = ("predicted/", "measured/")
 MAX_RANKS = 64
+# Kinds of events that are not listed: they say what is shown elsewhere.
+NOT_LISTED = ("model", "completions")
 
 
 class RunEvent(BaseModel, extra="allow"):
@@ -57,17 +61,21 @@ def read_run(run: Run) -> dict[str, Any]:
     """What page.js calls a run. Raises UserError where the recipe or the metrics cannot be read."""
     config, records = run.load_config(), run.read_metrics()
     events, samples = read_events(run)
+    models = [event for event in events if event["kind"] == "model"]
     return {
         "name": run.path.name,
         "path": str(run.path),
         "stage": config.of_stage,
         "state": run_state(run),
+        "model": models[-1] if models else {},
+        "tasks": [Path(task).stem for task in config.validation.tasks],
         "steps": config.train.steps,
         "series": _series(records),
         "last": last_values(records),
+        "prediction": _prediction(records),
         "axis": _axis(records),
         "step_times": _thinned(_step_times(records), MAX_POINTS),
-        "events": events,
+        "events": [event for event in events if event["kind"] not in NOT_LISTED],
         "samples": _thinned(samples, MAX_SAMPLES),
         "tables": _completion_tables(run.path / "completions"),
         "checkpoints": _checkpoints(run),
@@ -82,7 +90,7 @@ def read_run(run: Run) -> dict[str, Any]:
 def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of a run in time order, without its samples, and some of these, the last among them.
 
-    Lines that are none are left out.
+    Lines that are none are left out, and those that announce tables of completions.
     """
     events: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
@@ -93,7 +101,8 @@ def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             with suppress(UserError):
                 event = parse_json(line, RunEvent, str(run.events_path)).model_dump()
                 if event["kind"] != "sample":
-                    events.append(event)
+                    if event["kind"] != "completions":
+                        events.append(event)
                     continue
                 last = event
                 if count % every == 0:
@@ -132,9 +141,16 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     series: dict[str, list[list[float]]] = {}
     for record in records:
         for name, value in record.items():
-            if name not in ("step", "tokens", "seconds_left") and isinstance(value, int | float):
+            left_out = name in ("step", "tokens", "seconds_left") or name.startswith(PREDICTION_PREFIXES)
+            if not left_out and isinstance(value, int | float):
                 series.setdefault(name, []).append([record["step"], value])
     return {name: _thinned(points, MAX_POINTS) for name, points in series.items()}
+
+
+def _prediction(records: list[dict[str, Any]]) -> dict[str, float]:
+    """What was predicted of the run and what was measured beside it, in its last attempt; empty where nothing was."""
+    compared = ({name: value for name, value in each.items() if name.startswith(PREDICTION_PREFIXES)} for each in records)
+    return next(filter(None, reversed(list(compared))), {})
 
 
 def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -272,18 +288,55 @@ def _environment(run: Run) -> dict[str, str]:
     return {}
 
 
+STAGES = {"pretrain": "Pretraining", "sft": "Supervised fine-tuning", "align": "Alignment"}
+
+
+def subject(run: dict[str, Any]) -> str:
+    """A sentence: what was trained, on what, and how long."""
+    model, options, axis = run["model"], run["options"], run["axis"]
+    text = STAGES.get(run["stage"], run["stage"])
+    if run["stage"] == "align":
+        text += f" ({options.get('align.method')})"
+    if isinstance(count := model.get("parameters"), int):
+        trained = model.get("trained")
+        part = f", {_short_count(trained)} of them trained" if isinstance(trained, int) and trained != count else ""
+        text += f" of a model with {_short_count(count)} parameters ({model.get('model_type')}{part})"
+    if source := options.get("model.source"):
+        text += f", from {source}"
+    if names := [source["name"] for source in run["sources"]]:
+        text += f", on {', '.join(names[:3])}" + (f" and {format_count(len(names) - 3, 'other source')}" * (len(names) > 3))
+    if axis["step"]:
+        tokens = f"{int(axis['tokens'][-1]):,} tokens in " if axis["tokens"][-1] else ""
+        text += f": {tokens}{format_duration(axis['seconds'][-1])} of training"
+    return f"{text}."
+
+
+def _short_count(count: int) -> str:
+    """124M, 1.24B, 3,344"""
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count:,}"
+
+
+def _from_to(points: list[list[float]]) -> str:
+    """The first and the last value of a series; the only one where there is one."""
+    values = [f"{value:.3f}" for _, value in points]
+    return values[0] if len(values) == 1 else f"{values[0]} → {values[-1]}"
+
+
 def verdict(run: dict[str, Any]) -> str:
-    """One or two sentences: what was trained, how far, with what result, and what went wrong."""
+    """One or two sentences: how it ended, with what result, and what went wrong."""
     series, events = run["series"], run["events"]
     step = run["axis"]["step"][-1] if run["axis"]["step"] else 0
     words = {"running": "Running", "done": "Finished", "interrupted": "Interrupted", "failed": "Failed"}
     text = f"{words.get(run['state'], 'Stopped without saying why')}: {step:,} of {run['steps']:,} steps"
     for name, title in (("val/reward", "validation reward"), ("val/loss", "validation loss"), ("loss", "loss")):
         if points := series.get(name):
-            text += f", {title} {points[0][1]:.3f} → {points[-1][1]:.3f}"
+            text += f", {title} {_from_to(points)}"
             break
     if bits := series.get("val/bits_per_byte"):
-        text += f" ({bits[0][1]:.3f} → {bits[-1][1]:.3f} bits per byte)"
+        text += f" ({_from_to(bits)} bits per byte)"
     counts = {kind: sum(event["kind"] == kind for event in events) for kind in ("bad step", "rollback", "stall", "start")}
     faults = [format_count(counts[kind], kind) for kind in ("bad step", "rollback", "stall") if counts[kind]]
     if counts["start"] > 1:

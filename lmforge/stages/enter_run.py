@@ -1,39 +1,22 @@
-"""How a run is entered: its directory is locked, its inputs are opened and checked, and an attempt at it is begun."""
+"""How a run is entered: its directory is locked, and its inputs are opened and checked. attempt.py begins an attempt at it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lmforge import checkpoint
-from lmforge.atomic_files import DISK_FULL_ERRNOS
-from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
-from lmforge.errors import PeerLost, RunFailed, UserError
-from lmforge.monitor.disk import DiskMonitor
-from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
-from lmforge.monitor.watchdog import Watchdog
+from lmforge.errors import UserError
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
-from lmforge.runs import Run, is_local, storage_errors
+from lmforge.runs import Run
 from lmforge.stages.pretrained import ConfigT, pin_checkpoints, with_original_sources
 from lmforge.stages.staging import stage_inputs
-from lmforge.trackers.processes import TrackerProcesses
 from lmforge.trackers.tracker import check_trackers
-from lmforge.train.determinism import explain_nondeterministic_op
-from lmforge.train.inputs import RunInputs
-from lmforge.train.metrics import ConsoleLogger
-from lmforge.train.resume import (
-    again_if_restarted,
-    check_resumable,
-    find_resume_point,
-    last_checkpoint_message,
-    record_launchers,
-)
-from lmforge.train.run_events import RunEvents
-from lmforge.train.trainer import ResumePoint, RunContext
+from lmforge.train.inputs import ResumePoint, RunInputs
+from lmforge.train.resume import again_if_restarted, check_resumable, find_resume_point
 from lmforge.train.validation import open_validation_tasks
 
 # More passes over the data in one optimizer step than this are a mistake, and may take forever.
@@ -109,58 +92,3 @@ def lock_run(run: Run, config: StageConfig) -> bool:
     if run.external_checkpoints is None:
         checkpoint.check_writable(run)
     return exists and not config.run.overwrite
-
-
-def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -> RunContext:
-    """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
-    attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
-    record_launchers(run, dist_ctx)
-    path = run.log_path(attempt, dist_ctx.rank_info.rank)
-    folder = run.checkpoints_folder
-    # A rank's own host may see another folder, or none.
-    with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
-        log = RankLog(path, dist_ctx.rank_info, attempt)
-    watch = Watchdog(
-        dist_ctx,
-        run.health_folder,
-        path,
-        stall_seconds=config.watch.stall_seconds,
-        timeout_seconds=config.watch.timeout_seconds,
-        disk_monitor=DiskMonitor(folder, partial(next_checkpoint_bytes, run)) if is_local(folder) else None,
-        add_event=RunEvents(run.events_path).add,  # any rank may be the one that reports a stall
-    )
-    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
-    console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
-    trackers = TrackerProcesses(console.info, console.warn)
-    if dist_ctx.is_rank0:
-        trackers.start(run, config.log.trackers, config.log.project)
-    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers)
-
-
-def next_checkpoint_bytes(run: Run) -> int:
-    """How large the next checkpoint will be: as large as the newest one; 0 where there is none yet."""
-    try:
-        if not (steps := run.checkpoint_steps()):
-            return 0
-        return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
-    except (UserError, OSError):
-        # It is being written or deleted.
-        return 0
-
-
-@contextmanager
-def explain_failures(run: Run) -> Iterator[None]:
-    """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one line."""
-    try:
-        yield
-    except Exception as problem:
-        # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
-        cluster.claim_error_reporting()
-        failed, reason = RunFailed, explain_nondeterministic_op(problem)
-        if isinstance(problem, RuntimeError) and (lost := PEER_LOST_PATTERN.search(str(problem))):
-            failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
-        elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
-            reason = f"no room to write ({problem.strerror})"
-        if reason is None:
-            raise
-        raise failed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem

@@ -10,7 +10,7 @@ from lmforge.objectives.objective import Objective
 from lmforge.plugins import freeze_plugins
 from lmforge.stages.objectives import build_objective, check_objective
 from lmforge.train.callbacks import Callbacks
-from lmforge.train.trainer import RunContext
+from lmforge.train.inputs import RunContext
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,7 @@ class Rollouts:
         completions = self.generate(prompts, seeds, step)
         batch = self._to_batch(prompts, completions)
         old_logprobs = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
-        with self._dist_ctx.raise_on_all():
-            rewards, failed = self._scorer.score(completions_table_name(set_index, options), prompts, completions)
+        rewards, failed = self._score(completions_table_name(set_index, options), prompts, completions, step)
         groups = rewards.view(-1, num_generations)
         metrics = self._completion_metrics(groups, failed, completions)
         # Of the rewards as given: a KL penalty makes completions differ that were equally good.
@@ -171,6 +170,16 @@ class Rollouts:
         for name, values in {"advantages": advantages, **metrics}.items():
             extras[name] = values[:, None].expand(-1, batch.sequence_length).contiguous()
         return with_extras(batch, **extras)
+
+    def _score(
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion], step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rewards and failures as of `CompletionScorer.score`; a table that was written is announced to trackers."""
+        with self._dist_ctx.raise_on_all():
+            scores = self._scorer.score(table, prompts, completions)
+        if table is not None and prompts:
+            self._trainer.ctx.events.add("completions", step, table=table)
+        return scores
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         assert self._reference is not None
@@ -243,8 +252,7 @@ class Rollouts:
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size]
         completions = self.generate(local, [0] * len(local), step, greedy=True)
-        with self._dist_ctx.raise_on_all():
-            rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions)
+        rewards, _ = self._score(f"step-{step:06d}-validation", local, completions, step)
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
         sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])

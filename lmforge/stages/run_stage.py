@@ -3,9 +3,7 @@
 import shlex
 import signal
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,20 +18,17 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
-from lmforge.report.page import write_run_report
 from lmforge.runs import Run
 from lmforge.stages.align import has_frozen_reference
-from lmforge.stages.enter_run import enter_run, explain_failures, start_attempt
+from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
+from lmforge.stages.enter_run import enter_run
 from lmforge.stages.own_code import NO_OWN_CODE, OpenedCode, OwnCode
 from lmforge.stages.setup import build_trainer
 from lmforge.train.determinism import set_determinism
-from lmforge.train.inputs import RunInputs
+from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.resume import describe_config_changes, last_checkpoint_message, verify_finished
-from lmforge.train.trainer import BatchSource, ResumePoint, RunContext, Trainer
-from lmforge.untrusted import cut
-
-MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
+from lmforge.train.trainer import BatchSource, Trainer
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode = NO_OWN_CODE) 
                 final_phase = "interrupted" if status else "done"
                 return status
             except BaseException as problem:
-                error = _describe_failure(problem)
+                error = describe_failure(problem)
                 if isinstance(problem, Exception):
                     ctx.log.write_failure(problem, ctx.watch.describe_progress())
                 code.callbacks.run_failed(ctx)
@@ -83,12 +78,7 @@ def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode = NO_OWN_CODE) 
                     raise type(problem)(f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}") from problem
                 raise
             finally:
-                ctx.watch.stop(final_phase)
-                ctx.events.add("end", None, state=final_phase, error=error)
-                _write_report(ctx, says_where=final_phase == "done")
-                ctx.trackers.finish(final_phase)
-                ctx.console.close()
-                ctx.log.close()
+                end_attempt(ctx, final_phase, error)
     finally:
         cluster.destroy_distributed()
         run.unlock()
@@ -117,8 +107,7 @@ def _train(
     if config.log.memory_snapshot:
         record_memory(ctx.dist_ctx.device)
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress, snapshot):
-        options = estimator.setting(ctx.dist_ctx).options
-        trainer = build_trainer(ctx, inputs, point, code.objective, options)
+        trainer = build_trainer(ctx, inputs, point, code.objective, estimator)
         began = time.perf_counter()
         try:
             trainer.batch_source = spec.build_batches(trainer)
@@ -133,26 +122,6 @@ def _train(
         write_memory_snapshot(snapshot)
         ctx.console.info(f"memory     what the GPU held: {snapshot} (open it at https://pytorch.org/memory_viz)")
     return _report_end(trainer, done, stopped_by, time.perf_counter() - began)
-
-
-def _describe_failure(problem: BaseException) -> str:
-    """What ended the run, in one line: the text of an error that was foreseen, and the type of any other."""
-    is_foreseen = isinstance(problem, RunFailed | UserError)
-    text = str(problem) if is_foreseen else traceback.format_exception_only(problem)[-1]
-    return cut(" ".join(text.split()), MAX_ERROR_CHARACTERS)
-
-
-def _write_report(ctx: RunContext, says_where: bool) -> None:
-    """On rank 0. A run that stopped ends with the line that says how to go on, so nothing is said there."""
-    if not ctx.dist_ctx.is_rank0:
-        return
-    with suppress(OSError, ValueError):  # on a full disk there is no room in the log either
-        try:
-            path = write_run_report(ctx.run)
-            if says_where:
-                ctx.console.info(f"report: {path}")
-        except Exception as problem:  # how the run has ended is another matter
-            ctx.console.warn(f"no report: {_describe_failure(problem)}")
 
 
 def collective_timeout(config: StageConfig) -> timedelta:

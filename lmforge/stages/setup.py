@@ -5,7 +5,6 @@ from functools import cache, partial
 import torch
 
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
-from lmforge.config.sections import ParallelOptions
 from lmforge.errors import format_count
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.attention_backend import describe_attention_backend
@@ -14,25 +13,25 @@ from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.plan.memory import checkpoint_bytes
+from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.plugins import describe_plugins
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.inputs import RunInputs
-from lmforge.train.metrics import MetricsFile
+from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
+from lmforge.train.metrics import MetricsFile, PredictionCheck
 from lmforge.train.optimizer import named_optimizer_state
 from lmforge.train.resume import load_resume_point
-from lmforge.train.trainer import ResumePoint, RunContext, Trainer
+from lmforge.train.trainer import Trainer
 
 
 def build_trainer(
-    ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective, options: ParallelOptions
+    ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective, estimator: MemoryEstimator
 ) -> Trainer:
     """Everything that the loop drives, with the weights of `point`; `batch_source` is left to the stage.
 
-    `options` are those of the recipe, with what depends on memory filled in.
-    Every rank calls it. Raises UserError or RunFailed where the recipe does not fit the ranks or the disk.
+    `estimator` knows the options that depend on memory. Every rank calls it. Raises UserError or RunFailed for a bad fit.
     """
     config, dist_ctx = ctx.config, ctx.dist_ctx
     ctx.watch.set_phase("building", point.step)
@@ -48,7 +47,7 @@ def build_trainer(
         dist_ctx,
         dtype,
         compiled,
-        options,
+        estimator.setting.options,
         fill,
         loads_weights=inputs.load_weights is not None,
     )
@@ -77,6 +76,9 @@ def build_trainer(
         peak_flops=rank_peak_flops(dist_ctx, dtype),
         compiled=compiled,
     )
+    if dist_ctx.is_rank0:
+        prediction = estimator.predict_run(config, dist_ctx.device)
+        trainer.prediction_check = PredictionCheck(prediction, inputs.batch_plan.tokens, point.step, ctx.console.info)
     _log_summary(trainer, f"compile {'on' if compiled else 'off'} ({compile_reason})", dtype_reason)
     with dist_ctx.raise_on_all():
         if dist_ctx.is_rank0:
@@ -124,9 +126,11 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     ctx, inputs, log = trainer.ctx, trainer.inputs, trainer.ctx.console.info
     config, model_config, dist_ctx = ctx.config, inputs.model_config, ctx.dist_ctx
     counts = count_parameters(config, model_config)
+    step, kind = trainer.resume_point.step, model_config.model_type
+    ctx.events.add("model", step, model_type=kind, parameters=counts.total, trained=counts.trained)
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
     log(
-        f"model      {counts.total:,} parameters ({model_config.model_type}){partly},"
+        f"model      {counts.total:,} parameters ({kind}){partly},"
         f" {trainer.flops_per_token(config.data.sequence_length):.3g} FLOPs a token"
     )
     if trainer.resume_point.manifest is None:
@@ -150,6 +154,8 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
         f"compute    {str(trainer.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"
         f" master weights in {config.train.master_dtype}, attention {attention}, {compile_words}"
     )
+    if trainer.prediction_check is not None:
+        log(f"predicted  {trainer.prediction_check.describe()}")
     if config.train.deterministic:
         log("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
     if trainer.peak_flops is None:

@@ -14,26 +14,29 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from lmforge import registry
 from lmforge.atomic_files import atomic_write_text
 from lmforge.config.load import flat_options
+from lmforge.config.options import read_recipe, validate_options
 from lmforge.errors import UserError
 from lmforge.locks import hold_lock
 from lmforge.plugins import load_plugins
 from lmforge.runs import MetricsRecord, Run
-from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
-from lmforge.untrusted import cut, parse_json, read_json
+from lmforge.trackers.tracker import Table, TrackedRun, Tracker
+from lmforge.untrusted import cut, open_file, parse_json, read_json
 
 POLL_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer and longer, and at most so long
 MAX_CHUNK_BYTES = 2**22  # read at once; no line of the run is longer
-MAX_SAMPLE_CHARACTERS = 10_000
+MAX_TEXT_CHARACTERS = 10_000  # of a prompt, a sample or a completion
+MAX_ROWS = 32  # of a table of completions
 MAX_PROBLEM_CHARACTERS = 300
 
 
@@ -62,13 +65,24 @@ class Progress:
     events_bytes: int = 0
 
 
-class SampleEvent(BaseModel):
-    """A line of events.jsonl about a sample; other lines do not fit."""
+class TextEvent(BaseModel):
+    """A line of events.jsonl about a sample or about a table of completions; other lines do not fit."""
 
-    kind: Literal["sample"]
+    kind: Literal["sample", "completions"]
     step: int = Field(ge=0, le=2**53)
-    prompt: str
-    text: str
+    prompt: str = ""
+    text: str = ""
+    table: str = Field("", pattern=r"^[\w-]*$")
+
+
+class CompletionLine(BaseModel):
+    """A line of a table of completions."""
+
+    prompt: str | list[dict[str, Any]]
+    completion: str
+    reward: float | None
+    tokens: int
+    ended: bool
 
 
 class Follower:
@@ -98,8 +112,8 @@ class Follower:
             self._progress.metrics_bytes = end
             self._store()
         for lines, end in _new_lines(self._run.events_path, self._progress.events_bytes):
-            for _, samples in groupby(_samples(lines), key=lambda sample: sample.step):
-                self._tracker.log_samples(list(samples))
+            for table in _tables(lines, self._run.path / "completions"):
+                self._tracker.log_table(table)
             self._progress.events_bytes = end
             self._store()
         return opened
@@ -117,8 +131,12 @@ class Follower:
         load_plugins(options.plugins)
         config = dict(flat_options(self._run.load_config()))
         run_id = known.run_id if known else None
-        described = TrackedRun(self._run.path, self._folder, options.project, run_id, config, options.process)
-        self._tracker = registry.get("tracker", options.tracker).load()(described)
+        entry, own = registry.get("tracker", options.tracker), None
+        if entry.options is not None:  # the config above leaves out the options of plugins
+            table = read_recipe(self._run.recipe_path).get("log", {})
+            own = validate_options(entry.options, table.get(entry.option_name, {}), str(self._run.recipe_path))
+        described = TrackedRun(self._run.path, self._folder, options.project, run_id, config, options.process, own)
+        self._tracker = entry.load()(described)
         assert self._tracker is not None
         self._progress = known or Progress(self._tracker.run_id)
         self._progress.run_id = self._tracker.run_id
@@ -145,11 +163,34 @@ def _new_lines(path: Path, begin: int) -> Iterator[tuple[list[bytes], int]]:
             file.seek(begin)
 
 
-def _samples(lines: list[bytes]) -> Iterator[Sample]:
+def _tables(lines: list[bytes], completions: Path) -> Iterator[Table]:
+    """The samples of each step, and the tables of completions that lines of events.jsonl announce."""
+    events = []
     for line in lines:
         with suppress(UserError):
-            event = parse_json(line, SampleEvent, "")
-            yield Sample(event.step, event.prompt[:MAX_SAMPLE_CHARACTERS], event.text[:MAX_SAMPLE_CHARACTERS])
+            events.append(parse_json(line, TextEvent, ""))
+    for (kind, step), group in groupby(events, key=lambda event: (event.kind, event.step)):
+        if kind == "sample":
+            rows = [(step, event.prompt[:MAX_TEXT_CHARACTERS], event.text[:MAX_TEXT_CHARACTERS]) for event in group]
+            yield Table("samples", step, ("step", "prompt", "text"), rows)
+            continue
+        for event in group:
+            name = "val/completions" if event.table.endswith("-validation") else "completions"
+            # Those of the first rank, which writes before it announces; none where the folder was cleared.
+            if found := list(_completions(completions / f"{event.table}-rank-0.jsonl", step)):
+                yield Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), found)
+
+
+def _completions(path: Path, step: int) -> Iterator[tuple[Any, ...]]:
+    with suppress(OSError), open_file(path) as file:
+        for line in islice(iter(partial(file.readline, MAX_CHUNK_BYTES), b""), MAX_ROWS):
+            with suppress(UserError):
+                row = parse_json(line, CompletionLine, path.name)
+                prompt = row.prompt
+                if isinstance(prompt, list):
+                    prompt = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt)
+                texts = prompt[:MAX_TEXT_CHARACTERS], row.completion[:MAX_TEXT_CHARACTERS]
+                yield step, *texts, row.reward, row.tokens, row.ended
 
 
 class _Training:

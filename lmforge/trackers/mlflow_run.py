@@ -3,10 +3,10 @@
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 STATES = {"done": "FINISHED", "interrupted": "KILLED"}
 MAX_PARAMS = 100  # of one request
@@ -50,10 +50,9 @@ class MlflowRun:
         metrics = [self._metric(re.sub(r"[^\w\-./ ]", "_", name), value, now, step) for name, value in values.items()]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        rows = [[sample.step, sample.prompt, sample.text] for sample in samples]
-        table = {"columns": ["step", "prompt", "text"], "data": rows}
-        self._client.log_dict(self.run_id, table, f"samples/step-{samples[0].step:08d}.json")
+    def log_table(self, table: Table) -> None:
+        content = {"columns": list(table.columns), "data": list(map(list, table.rows))}
+        self._client.log_dict(self.run_id, content, f"{table.name}/step-{table.step:08d}.json")
 
     def attach(self, report: Path) -> None:
         self._client.log_artifact(self.run_id, str(report))

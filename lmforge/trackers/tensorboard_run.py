@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class TensorBoardRun:
@@ -24,9 +25,8 @@ class TensorBoardRun:
 
         self._add(Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]), step)
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        rows = "".join(f"| {_cell(sample.prompt)} | {_cell(sample.text)} |\n" for sample in samples)
-        self.log_text("samples", f"| prompt | text |\n|---|---|\n{rows}", samples[0].step)
+    def log_table(self, table: Table) -> None:
+        self.log_text(table.name, _markdown(table.columns, table.rows), table.step)
 
     def log_text(self, name: str, markdown: str, step: int) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -40,20 +40,27 @@ class TensorBoardRun:
         self._writer.flush()
 
     def attach(self, report: Path) -> None:
-        """TensorBoard keeps no files; the report is beside its folder."""
+        """The place of the report, as text: TensorBoard keeps no files, and shows a page as its source."""
+        self.log_text("report", f"`{report.absolute()}`", 0)
 
     def close(self, state: str) -> None:
         self._writer.close()
 
 
-def _cell(text: str) -> str:
-    """Text in a cell of a Markdown table."""
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
     return text.replace("|", "\\|").replace("\n", "<br>")
 
 
 def open_run(run: TrackedRun) -> Tracker:
     tracker = TensorBoardRun(run.path / "tensorboard")
     if run.run_id is None:
-        rows = "".join(f"| {name} | {_cell(json.dumps(value))} |\n" for name, value in run.config.items())
-        tracker.log_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
+        rows = [(name, json.dumps(value)) for name, value in run.config.items()]
+        tracker.log_text("config", _markdown(("option", "value"), rows), 0)
     return tracker

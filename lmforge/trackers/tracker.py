@@ -20,6 +20,7 @@ class TrackedRun:
     run_id    what `Tracker.run_id` was in an earlier attempt, None in the first
     config    every option as `section.name`, with values that JSON has
     process   the process that trains
+    options   the tracker's own options, of the class that it was registered with; None where it has none
     """
 
     path: Path
@@ -28,15 +29,22 @@ class TrackedRun:
     run_id: str | None
     config: Mapping[str, Any]
     process: int
+    options: Any = None
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt and what the model wrote after it, once `step` steps were done."""
+class Table:
+    """What the model wrote once `step` steps were done, as rows of a table.
 
+    name      samples; completions, of a policy that is trained; or val/completions
+    columns   the names of the columns: step, prompt, text; of completions also reward, tokens and ended
+    rows      values that JSON has, in the order of the columns
+    """
+
+    name: str
     step: int
-    prompt: str
-    text: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Any]]
 
 
 class Tracker(Protocol):
@@ -52,8 +60,8 @@ class Tracker(Protocol):
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Finite values, by the names that they have in metrics.jsonl. A step may come again, after a resume or a rollback."""
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        """All samples of one step."""
+    def log_table(self, table: Table) -> None:
+        """All samples of one step, or completions that were sampled at it."""
 
     def attach(self, report: Path) -> None:
         """Attach the report, an HTML file, at the end of an attempt."""

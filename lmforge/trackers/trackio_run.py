@@ -1,10 +1,10 @@
 """Trackio. Its own variables say where runs go: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, …"""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class TrackioRun:
@@ -24,9 +24,9 @@ class TrackioRun:
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        rows = [[sample.step, sample.prompt, sample.text] for sample in samples]
-        self._run.log({"samples": self._trackio.Table(columns=["step", "prompt", "text"], data=rows)}, step=samples[0].step)
+    def log_table(self, table: Table) -> None:
+        shown = self._trackio.Table(columns=list(table.columns), data=list(map(list, table.rows)))
+        self._run.log({table.name: shown}, step=table.step)
 
     def attach(self, report: Path) -> None:
         self._trackio.log_artifact(report, name=f"{self.run_id}-report", type="report")

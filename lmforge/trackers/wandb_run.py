@@ -1,10 +1,10 @@
 """Weights & Biases. Its own variables say where runs go: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE=offline, …"""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from lmforge.trackers.tracker import Sample, TrackedRun, Tracker
+from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class WandbRun:
@@ -31,9 +31,9 @@ class WandbRun:
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        rows = [[sample.step, sample.prompt, sample.text] for sample in samples]
-        self._run.log({"step": samples[0].step, "samples": self._wandb.Table(columns=["step", "prompt", "text"], data=rows)})
+    def log_table(self, table: Table) -> None:
+        shown = self._wandb.Table(columns=list(table.columns), data=list(map(list, table.rows)))
+        self._run.log({"step": table.step, table.name: shown})
 
     def attach(self, report: Path) -> None:
         self._run.log({"report": self._wandb.Html(report.read_text("utf-8"), inject=False)})

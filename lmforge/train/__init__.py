@@ -3,6 +3,6 @@
 What differs between the stages is not here: stages/ opens the data and builds the Trainer. Begin with loop.py, which reads from
 top to bottom, then trainer.py, which says what the loop is given.
 
-For other packages: `loop.train` and `train_step`; `trainer.Trainer`, `BatchSource`, `RunContext`, `RunInputs` and
+For other packages: `loop.train` and `train_step`; `trainer.Trainer` and `BatchSource`; `inputs.RunContext`, `RunInputs` and
 `ResumePoint`; `optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
 """

@@ -16,7 +16,7 @@ from lmforge.python_files import describe_exception
 
 if TYPE_CHECKING:
     from lmforge.model.layers import LanguageModel
-    from lmforge.train.trainer import RunContext
+    from lmforge.train.inputs import RunContext
 
 
 class CallbackPoints:

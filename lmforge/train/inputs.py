@@ -1,15 +1,44 @@
-"""What a run is made from: data, tokenizer and model config. stages/ opens it, before anything of the run is written."""
+"""What is known before the model is built: who runs it (RunContext), on what (RunInputs), and from where on (ResumePoint).
+
+stages/ opens it. The inputs are opened before anything of the run is written.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from lmforge.checkpoint import Manifest
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.stage import StageConfig
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.mixture import TrainingDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.evaluate.tasks import QuestionTask
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from lmforge.monitor.rank_log import RankLog
+from lmforge.monitor.watchdog import Watchdog
+from lmforge.runs import Run
+from lmforge.trackers.processes import TrackerProcesses
+from lmforge.train.callbacks import Callbacks
+from lmforge.train.metrics import ConsoleLogger
+from lmforge.train.run_events import RunEvents
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
+
+    config: StageConfig
+    run: Run
+    dist_ctx: DistributedContext
+    watch: Watchdog
+    console: ConsoleLogger
+    log: RankLog
+    events: RunEvents
+    trackers: TrackerProcesses
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
 
 @dataclass(frozen=True)
@@ -42,3 +71,17 @@ class RunInputs:
         """`train_dataset` of a stage that has no mixtures."""
         assert isinstance(self.train_dataset, PackedDataset)
         return self.train_dataset
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run goes on from, None where it begins, and what to tell people about it."""
+
+    checkpoint_folder: Path | None = None
+    manifest: Manifest | None = None
+    messages: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps done at this point."""
+        return self.manifest.step if self.manifest else 0

@@ -15,11 +15,12 @@ from lmforge.errors import RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import compiled_graph_count, has_compiled_blocks
 from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
+from lmforge.train.inputs import RunContext
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from lmforge.train.optimizer import set_learning_rate, step_unless
 from lmforge.train.profiling import StepProfiler
 from lmforge.train.resume import roll_back
-from lmforge.train.trainer import RunContext, Trainer
+from lmforge.train.trainer import Trainer
 from lmforge.train.validation import validate, write_samples
 
 # By then everything has been compiled once.
@@ -150,8 +151,11 @@ def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccum
         is_bad_step=partial(_check_step, trainer, metrics, step + 1),
     )
     has_compiled = compiled_graph_count() > num_graphs
+    seconds = time.perf_counter() - began
     if has_compiled or step == trainer.start_step:
-        throughput.count_unusual_step(time.perf_counter() - began)
+        throughput.count_unusual_step(seconds)
+    elif trainer.prediction_check is not None:
+        trainer.prediction_check.add_step(seconds)
     if trainer.compiled and step == trainer.start_step and not has_compiled_blocks(trainer.parallel_model.model):
         trainer.ctx.console.warn("compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks tells why")
     if has_compiled and step >= trainer.start_step + COMPILE_WARMUP_STEPS:
@@ -255,6 +259,9 @@ class _Throughput:
             "memory_gib": peak_memory_gib(dist_ctx.device),
             "seconds_left": self._seconds_left(step, steps, seconds),
         }
+        if trainer.prediction_check is not None:
+            is_last = step == trainer.ctx.config.train.steps
+            rates |= trainer.prediction_check.compare(step, rates["memory_gib"], is_last=is_last)
         self.reset(step)
         detector, stall_seconds = trainer.bad_step_detector, trainer.checkpointer.blocking_seconds
         counters: dict[str, float] = {"skipped_steps": detector.skipped_steps, "batch_offset": detector.batch_offset}

@@ -1,23 +1,30 @@
 """Metrics and messages of a run: `metrics.jsonl`, and the console with the log."""
 
 import json
-import resource
-import sys
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from lmforge.atomic_files import without_non_finite
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.memory import peak_resident_bytes
 from lmforge.data.batch import Metrics
 from lmforge.errors import format_duration
+from lmforge.monitor.captured_output import CapturedOutput
 from lmforge.monitor.rank_log import redirect_terminal, stamp_lines, terminal_stderr
+from lmforge.plan.run_prediction import RunPrediction
 from lmforge.terminal.cells import format_metrics
 from lmforge.terminal.live_area import LiveArea, can_redraw
 from lmforge.train.progress_panel import ProgressPanel
 from lmforge.train.run_events import has_torn_end
+
+# After how many steps of a run a prediction is compared with it.
+PREDICTED_STEPS = 20
 
 
 class MetricsAccumulator:
@@ -52,8 +59,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process in GiB: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return peak_resident_bytes() / 2**30
 
 
 class MetricsFile:
@@ -74,17 +80,58 @@ class MetricsFile:
         self._file.close()
 
 
+class PredictionCheck:
+    """Compares what was predicted of a run with its first steps. It never ends the run, and waits for no device."""
+
+    def __init__(
+        self, prediction: RunPrediction | str, tokens_per_step: int, start_step: int, log: Callable[[str], None]
+    ) -> None:
+        """`prediction` is the reason where there is none."""
+        self._prediction, self._tokens, self._log = prediction, tokens_per_step, log
+        self._due_step, self._seconds = start_step + PREDICTED_STEPS, list[float]()
+
+    def describe(self) -> str:
+        return self._prediction if isinstance(self._prediction, str) else self._prediction.describe()
+
+    def add_step(self, seconds: float) -> None:
+        """A step that took so long; neither the first, nor one that compiled."""
+        if len(self._seconds) < PREDICTED_STEPS:
+            self._seconds.append(seconds)
+
+    def compare(self, step: int, memory_gib: float, *, is_last: bool) -> dict[str, float]:
+        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the last of a shorter run."""
+        prediction = self._prediction
+        if isinstance(prediction, str) or not (step >= self._due_step or is_last):
+            return {}
+        self._prediction = "nothing any more"
+        try:
+            speed = self._tokens / statistics.median(self._seconds) if self._seconds else None
+            self._log(f"predicted  {prediction.compare(memory_gib * 2**30, speed)}")
+            fields = {
+                "predicted/memory_gib": prediction.memory_bytes / 2**30,
+                "measured/memory_gib": memory_gib,
+                "predicted/tokens_per_second": prediction.tokens_per_second,
+                "measured/tokens_per_second": speed,
+            }
+            return {name: value for name, value in fields.items() if value is not None}
+        except Exception as problem:  # what was predicted is no reason to end
+            self._log(f"predicted  failed, and the run goes on: {problem}")
+            return {}
+
+
 class ConsoleLogger:
     """Writes lines on the first rank, and all of them to the log. A terminal shows a panel while the run trains, and log
     steps only there; elsewhere each log step is a line."""
 
     def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True) -> None:
         self._is_rank0, self._steps = dist_ctx.is_rank0, steps
+        self._log_path = log_path
         self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
         self._console = Console(highlight=False)
         self._has_panel = panel and self._is_rank0 and can_redraw(self._console)
         self._panel: ProgressPanel | None = None
         self._area: LiveArea | None = None
+        self._captured: CapturedOutput | None = None
         self._last_line = ""
 
     def info(self, line: str) -> None:
@@ -111,11 +158,20 @@ class ConsoleLogger:
     def start_progress(self, step: int) -> None:
         """Show the panel, on a terminal."""
         if self._has_panel:
+            redirects_stderr = terminal_stderr().isatty()
+            if self._log_path is not None:
+                self._captured = CapturedOutput(self._log_path)
             self._panel = ProgressPanel(step, self._steps)
-            self._area = LiveArea(self._console, self._panel.draw)
+            self._area = LiveArea(self._console, self._draw)
             self._area.start()
-            if terminal_stderr().isatty():
+            if redirects_stderr:
                 redirect_terminal(self._area.writer)
+
+    def _draw(self, columns: int, lines: int) -> Sequence[Text]:
+        assert self._panel is not None
+        if self._captured is not None and self._area is not None and (written := self._captured.take_lines()):
+            self._area.print("\n".join(written))
+        return self._panel.draw(columns, lines)
 
     def update_progress(self, step: int) -> None:
         if self._panel is not None:
@@ -149,7 +205,9 @@ class ConsoleLogger:
             return
         self._area.stop()
         redirect_terminal(None)
-        self._area = self._panel = None
+        for line in self._captured.close() if self._captured is not None else []:
+            print(line, flush=True)
+        self._area = self._panel = self._captured = None
         if self._last_line:
             print(self._last_line, flush=True)
 

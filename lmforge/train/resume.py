@@ -21,9 +21,9 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.plugins import describe_changes, describe_plugins
 from lmforge.runs import Run, remove_checkpoint
 from lmforge.train.bad_steps import BadStep
-from lmforge.train.inputs import RunInputs
+from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.optimizer import named_optimizer_state
-from lmforge.train.trainer import ResumePoint, RunContext, Trainer
+from lmforge.train.trainer import Trainer
 from lmforge.untrusted import read_json
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)

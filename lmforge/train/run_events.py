@@ -3,6 +3,7 @@
 Every object has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where that is not known). Kinds, and their fields:
 
   start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
+  model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
   sample       generated text: prompt, text                bad step     a step that was not used: reason
   rollback     weights of an earlier step: to, reason      end          state (done, interrupted, failed), error
   stall        no rank makes progress: reason              stall over   they do again: reason

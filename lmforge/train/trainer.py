@@ -1,71 +1,33 @@
 """Everything that the loop drives, as one object. stages/setup.py builds it; loop.py drives it.
 
-Before the model is built there are who runs it (RunContext), on what (RunInputs), and from where on (ResumePoint).
+What is known before the model is built is in inputs.py.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lmforge.atomic_files import without_non_finite
-from lmforge.checkpoint import AsyncCheckpointer, Manifest, StateDict, get_rng_state
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.stage import StageConfig
+from lmforge.checkpoint import AsyncCheckpointer, StateDict, get_rng_state
 from lmforge.data.batch import Batch
 from lmforge.errors import RunFailed
 from lmforge.monitor.loss_curve import LossCurveThread
-from lmforge.monitor.rank_log import RankLog
-from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.report.page import write_run_report
-from lmforge.runs import Run
-from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.bad_steps import BadStep, BadStepDetector
-from lmforge.train.callbacks import Callbacks
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
-from lmforge.train.inputs import RunInputs
-from lmforge.train.metrics import ConsoleLogger, MetricsFile
+from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
+from lmforge.train.metrics import MetricsFile, PredictionCheck
 from lmforge.train.optimizer import learning_rate, named_optimizer_state
-from lmforge.train.run_events import RunEvents
 
 # After the last step there is no later one to save again at.
 FINAL_SAVE_ATTEMPTS = 3
 FINAL_RETRY_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
-
-    config: StageConfig
-    run: Run
-    dist_ctx: DistributedContext
-    watch: Watchdog
-    console: ConsoleLogger
-    log: RankLog
-    events: RunEvents
-    trackers: TrackerProcesses
-    callbacks: Callbacks = field(default_factory=Callbacks)
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a run goes on from, None where it begins, and what to tell people about it."""
-
-    checkpoint_folder: Path | None = None
-    manifest: Manifest | None = None
-    messages: tuple[str, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """Steps done at this point."""
-        return self.manifest.step if self.manifest else 0
 
 
 class BatchSource(Protocol):
@@ -97,8 +59,8 @@ class Trainer:
 
     `resume_point` says where training starts. `flops_per_token` (by the sequence length) and `peak_flops` (of a rank;
     None: unknown) give the MFU.
-    `compiled`: whether blocks are to be compiled. `metrics_file` is None on all ranks but 0. `batch_source` is set last:
-    references and rollouts need the model.
+    `compiled`: whether blocks are to be compiled. `metrics_file` and `prediction_check` are None on all ranks but 0.
+    `batch_source` is set last: references and rollouts need the model.
     """
 
     ctx: RunContext
@@ -114,6 +76,7 @@ class Trainer:
     flops_per_token: Callable[[int], float]
     peak_flops: float | None
     compiled: bool = False
+    prediction_check: PredictionCheck | None = None
     checkpoint_schedule: CheckpointSchedule = field(init=False)
     batch_source: BatchSource = field(init=False)
 

@@ -46,7 +46,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     if isinstance(config, PretrainConfig):
         about_data, vocab_size = describe_data(config)
         lines += about_data
-    model = _model_config(config, vocab_size)
+    model = resolve_model(config, vocab_size)
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
     flops = float(flops_per_token(model, config.data.sequence_length))
@@ -71,7 +71,8 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 
 
-def _model_config(config: StageConfig, vocab_size: int | None) -> ModelConfig:
+def resolve_model(config: StageConfig, vocab_size: int | None = None) -> ModelConfig:
+    """The model config of a recipe, also where it begins from a checkpoint. Raises UserError."""
     source = config.model.source
     if source is None or is_hub_name(source) or (source / "config.json").exists():
         model = model_config_from_options(config.model, vocab_size)

@@ -4,7 +4,6 @@ A stage is a verb with its arguments, carried out in a process of its own, as if
 is written beside the runs, so that a pipeline that is started again begins with the first that is not.
 """
 
-import os
 import re
 import shlex
 import signal
@@ -24,7 +23,7 @@ from lmforge.config.verbs import PipelineOptions, PipelineStageOptions, RunPipel
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json
-from lmforge.verbs.pipeline_nodes import PipelineNodes, follow, lead
+from lmforge.verbs.pipeline_nodes import PipelineNodes, environment_of_stage, follow, lead
 from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.
@@ -129,7 +128,7 @@ def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | Non
         record = state.records[stage.name]
         words = [*stage.arguments, *(RESUME_ARGUMENTS if resumes else [])]
         print(f"\n{title}\n$ lmforge {shlex.join(words)}", flush=True)
-        status, interrupted = _run_command(words, nodes.start_stage(words) if nodes else dict(os.environ))
+        status, interrupted = _run_command(words, nodes.start_stage(words) if nodes else environment_of_stage())
         if status and not interrupted:
             hint = f"`lmforge run {shlex.quote(str(file))}` goes on with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:

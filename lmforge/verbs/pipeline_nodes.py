@@ -182,14 +182,14 @@ def read(meeting: NodeMeeting, key: str) -> str:
 
 def environment_of_first_node() -> dict[str, str]:
     """The environment of a stage that runs on the first node alone."""
-    return {name: value for name, value in _without_status_file().items() if not name.startswith(LAUNCHER_PREFIXES)}
+    return {name: value for name, value in environment_of_stage().items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
 def _environment_of_stage(group: NodeGroup, port: int) -> dict[str, str]:
-    return {**_without_status_file(), ADDRESS_VARIABLE: f"{group.address}:{port}"}
+    return {**environment_of_stage(), ADDRESS_VARIABLE: f"{group.address}:{port}"}
 
 
-def _without_status_file() -> dict[str, str]:
+def environment_of_stage() -> dict[str, str]:
     """The environment without the file of the job's status, which is that of the pipeline and not of a stage."""
     return {name: value for name, value in os.environ.items() if name != STATUS_VARIABLE}
 

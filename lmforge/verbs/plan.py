@@ -9,42 +9,42 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lmforge.config.planning import PlanConfig
+from lmforge.config.planning import AnyPlanConfig
 from lmforge.errors import format_bytes, format_duration
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.model.flops import parameter_count
 from lmforge.plan.memory import DTYPE_BYTES
-from lmforge.plan.planning import find_machine, make_setting, predict_setting, suggest_fit
+from lmforge.plan.planning import Machine, find_machine, make_setting, predict_phases, predict_setting, suggest_fit
 from lmforge.plan.prediction.predict import Prediction
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
+from lmforge.verbs.dry_run import resolve_model
 
 # Characters of the picture of a step.
 PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
 
 
-def run_plan(config: PlanConfig) -> int:
+def run_plan(config: AnyPlanConfig) -> int:
     """Print the plan of a recipe. Returns the exit status. Raises UserError where the recipe does not fit the GPUs."""
     if config.plan.search:
         from lmforge.verbs.plan_search import run_search
 
         return run_search(config)
     machine = find_machine(config)
-    model = model_config_from_options(config.model)
-    setting = make_setting(config, model, config.plan.gpus, machine)
+    config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
+    setting = make_setting(config, resolve_model(config), config.plan.gpus, machine)
     prediction = predict_setting(setting, machine, config.plan.usable)
-    cost = run_cost(prediction, config.train.steps, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
+    phases = predict_phases(config, prediction, machine)
+    cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
     budget = config.plan.usable * machine.gpu.memory_bytes
     fits = prediction.device_bytes <= budget
     advice = "" if fits else suggest_fit(setting, machine, config.plan.usable)
     if config.plan.output == "json":
-        print(json.dumps(_as_json(prediction, cost, fits, advice, machine.gpu.memory_bytes), indent=1))
+        print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine), indent=1))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     options = prediction.setting.options
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
         where += f", {machine.gpus_per_host} a host, {machine.network.name}"
-    console.print(f"{where}; constants from data sheets: {machine.gpu.source}", soft_wrap=True)
+    console.print(f"{where}; {machine.describe_constants(setting.dtype)}", soft_wrap=True)
     engine = options.engine if not prediction.setting.is_fsdp else f"{options.engine} {prediction.setting.dims}"
     console.print(
         f"{engine}; {prediction.setting.accumulation} × {prediction.setting.micro_batch_size} sequences of"
@@ -67,6 +67,7 @@ def run_plan(config: PlanConfig) -> int:
     )
     if options.cpu_offload:
         console.print(f"host       {format_bytes(_host_bytes(prediction, cost))} of host memory on each host, for offload")
+    _print_phases(console, phases)
     _print_cost(console, prediction, cost, config)
     return 0
 
@@ -74,7 +75,7 @@ def run_plan(config: PlanConfig) -> int:
 def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
     """What offload keeps on a host: master weights, gradients and optimizer states of its ranks."""
     setting = prediction.setting
-    gradients = parameter_count(setting.model).total * DTYPE_BYTES[setting.master_dtype]
+    gradients = setting.parameters.trained * DTYPE_BYTES[setting.master_dtype]
     ranks = setting.shards * setting.tensor * setting.pipeline
     return (cost.checkpoint_bytes + gradients) / ranks * min(setting.gpus_per_host, setting.world_size)
 
@@ -123,7 +124,17 @@ def picture(prediction: Prediction) -> str:
     return "\n".join([*lines, f"{'':12}live memory in the order in which operations are issued{shown}"])
 
 
-def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: PlanConfig) -> None:
+def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> None:
+    """Where the run has several: its memory, and the times above, are of the longest sequences."""
+    for steps, each in phases if len(phases) > 1 else ():
+        console.print(
+            f"phase      {steps:,} steps with sequences of {each.setting.sequence_length:,} tokens:"
+            f" {each.tokens_per_second:,.0f} tokens/s a GPU, {each.step_seconds:.3g} s a step",
+            soft_wrap=True,
+        )
+
+
+def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
     below, above = (each / prediction.tokens_per_second for each in prediction.speed_interval)
     price = f", {cost.price:,.0f} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
     console.print(
@@ -133,14 +144,20 @@ def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config:
     )
     console.print(
         f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
-        f" {config.plan.disk_gb_s:g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
+        f" {config.plan.disk_gb_s:.3g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
         f" ({cost.checkpoint_every_steps:,} steps, Young-Daly); {cost.failures:.2g} failures expected,"
         f" goodput {cost.goodput:.1%}",
         soft_wrap=True,
     )
 
 
-def _as_json(prediction: Prediction, cost: RunCost, fits: bool, advice: str, capacity: int) -> dict[str, Any]:
+def _as_json(
+    prediction: Prediction, phases: list[tuple[int, Prediction]], cost: RunCost, fits: bool, advice: str, machine: Machine
+) -> dict[str, Any]:
+    of_phases = [
+        {"steps": steps, "sequence_length": each.setting.sequence_length, "step_seconds": each.step_seconds}
+        for steps, each in phases
+    ]
     return {
         "memory_bytes": {name: round(count) for name, count in prediction.memory.items()},
         "peak_at": prediction.peak_at,
@@ -148,7 +165,7 @@ def _as_json(prediction: Prediction, cost: RunCost, fits: bool, advice: str, cap
         "reserved_bytes": round(prediction.reserved_bytes),
         "device_bytes": round(prediction.device_bytes),
         "device_bytes_interval": [round(each) for each in prediction.memory_interval],
-        "capacity_bytes": capacity,
+        "capacity_bytes": machine.gpu.memory_bytes,
         "fits": fits,
         "advice": advice,
         "step_seconds": prediction.step_seconds,
@@ -160,6 +177,7 @@ def _as_json(prediction: Prediction, cost: RunCost, fits: bool, advice: str, cap
         "tokens_per_second_per_gpu_interval": list(prediction.speed_interval),
         "mfu": prediction.mfu,
         "bottleneck": prediction.bottleneck,
-        "constants": "data sheets",
+        "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.setting.dtype), strict=True)),
+        "phases": of_phases,
         "run": asdict(cost),
     }

@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lmforge.atomic_files import atomic_write_text
+from lmforge.config.load import STAGES
 from lmforge.config.options import to_toml, validate_options
-from lmforge.config.planning import PlanConfig
-from lmforge.config.stage import PretrainConfig
+from lmforge.config.planning import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
-from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import find_machine, make_setting
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
+from lmforge.verbs.dry_run import resolve_model
 
 SHOWN = 10
 # The options that a search chooses, and their values, for which the best configuration of each is shown.
@@ -30,12 +30,12 @@ CHOICES = (
 )
 
 
-def run_search(config: PlanConfig) -> int:
+def run_search(config: AnyPlanConfig) -> int:
     """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
     if config.plan.write is not None and config.plan.write.exists():
         raise UserError(f"--write: {config.plan.write} exists; name another file")
     machine = find_machine(config)
-    model = model_config_from_options(config.model)
+    model = resolve_model(config)
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
@@ -51,6 +51,7 @@ def run_search(config: PlanConfig) -> int:
     if config.plan.output == "json":
         print(json.dumps(_as_json(result), indent=1))
     else:
+        print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
         _print(result, config, budget)
     if not result.best:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
@@ -62,7 +63,7 @@ def run_search(config: PlanConfig) -> int:
     return 0
 
 
-def _print(result: SearchResult, config: PlanConfig, budget: float) -> None:
+def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     counts = f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into {format_bytes(budget)},"
     left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
@@ -106,7 +107,7 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
     return sorted(rows, key=lambda row: row[0])
 
 
-def _write(winner: Candidate, config: PlanConfig) -> None:
+def _write(winner: Candidate, config: AnyPlanConfig) -> None:
     """The recipe with what was found, as `lmforge pretrain` takes it."""
     assert config.plan.write is not None
     table = config.model_dump(mode="json", exclude={"plan"})
@@ -115,7 +116,7 @@ def _write(winner: Candidate, config: PlanConfig) -> None:
     table["parallel"] |= options
     table["train"] |= {"micro_batch_size": winner.setting.micro_batch_size, "float8": winner.setting.float8}
     table["run"] |= {"name": ""}
-    recipe = validate_options(PretrainConfig, table, str(config.plan.write))
+    recipe = validate_options(STAGES[config.of_stage], table, str(config.plan.write))
     assert winner.prediction is not None
     header = (
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: by estimate"

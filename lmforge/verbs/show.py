@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lmforge.config.load import read_config
-from lmforge.config.sections import OptimizerOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs import ShowOptions
 from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
@@ -17,15 +16,13 @@ from lmforge.errors import UserError, format_bytes, format_count
 from lmforge.hub import is_hub_name
 from lmforge.interop.config_json import model_config_from_json
 from lmforge.interop.resolve import resolve_model_config
-from lmforge.model.config import ModelConfig, get_preset
-from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
+from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
 from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
 from lmforge.verbs.describe_data import describe_data
-from lmforge.verbs.dry_run import describe_cost, describe_recipe
-
-DEFAULT_SEQUENCE_LENGTH = 4096
+from lmforge.verbs.describe_model import describe_model, list_presets
+from lmforge.verbs.dry_run import describe_recipe
 
 
 def run_show(options: ShowOptions) -> int:
@@ -63,14 +60,14 @@ def show(thing: str) -> str:
     """A description of `thing` in a few lines. Raises UserError for anything unknown."""
     path = Path(thing)
     if thing == "presets":
-        return _list_presets()
+        return list_presets()
     if path.suffix == ".toml":
         return f"recipe {thing}\n{describe_recipe(read_config(path))}"
     if not path.exists():
         if thing in PRESETS:
-            return _describe_model(get_preset(thing), f"preset {thing}")
+            return describe_model(get_preset(thing), f"preset {thing}")
         if is_hub_name(thing):
-            return _describe_model(resolve_model_config(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
+            return describe_model(resolve_model_config(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
         raise UserError(f"{cut(thing)}: no such file, folder or preset; `lmforge show presets` lists the presets")
     if (path / "recipe.toml").exists():
         return _describe_run(Run.open(path))
@@ -78,36 +75,8 @@ def show(thing: str) -> str:
         is_checkpoint = "hf_config" in read_json(path / MANIFEST, dict[str, Any], max_bytes=MAX_MANIFEST_BYTES)
         return _describe_checkpoint(path) if is_checkpoint else _describe_token_folder(path)
     if (path / "config.json").exists():
-        return _describe_model(resolve_model_config(path, {}, implementation="auto"), f"Hugging Face folder {path}")
+        return describe_model(resolve_model_config(path, {}, implementation="auto"), f"Hugging Face folder {path}")
     raise UserError(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
-
-
-def _describe_model(model: ModelConfig, title: str, sequence_length: int | None = None) -> str:
-    """A model config and what it costs at a sequence length (default: the model's, up to DEFAULT_SEQUENCE_LENGTH)."""
-    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
-    if model.num_key_value_heads != model.num_attention_heads:
-        heads += f" ({model.num_key_value_heads} for keys and values)"
-    length = sequence_length or min(model.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH)
-    return (
-        f"{title}\n"
-        f"config     {model.model_type}: {model.num_hidden_layers} layers, width {model.hidden_size},"
-        f" feed-forward {model.intermediate_size}, {heads}\n"
-        f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
-        f" positions {model.max_position_embeddings:,}\n"
-        f"{describe_cost(model, length, OptimizerOptions(), 'fp32')}\n"
-        f"{FLOPS_CONVENTION}"
-    )
-
-
-def _list_presets() -> str:
-    rows = []
-    for name in PRESETS:
-        model = get_preset(name)
-        rows.append(
-            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<8}"
-            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}"
-        )
-    return "\n".join(rows)
 
 
 def _describe_token_folder(path: Path) -> str:
@@ -189,7 +158,7 @@ def _describe_checkpoint(path: Path) -> str:
         f"step       {manifest.step:,}: {consumed:,} sequences, {manifest.consumed_tokens:,} tokens\n"
         f"written by {format_count(writer.ranks, 'rank')}, engine {writer.engine}, {writer.dtype}\n"
         f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
-        + _describe_model(config, f"trained on {writer.data}", data.sequence_length)
+        + describe_model(config, f"trained on {writer.data}", data.sequence_length)
     )
 
 

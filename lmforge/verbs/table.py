@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lmforge.config import verbs as options
 from lmforge.config.align import AlignConfig
+from lmforge.config.benching import BenchConfig
 from lmforge.config.launch import JobsOptions, LaunchVerbOptions, StopOptions
 from lmforge.config.options import Options
 from lmforge.config.planning import PlanConfig
@@ -80,7 +81,7 @@ VERBS = {
     "export": Verb(options.ExportOptions, "lmforge.verbs.export:run_export"),
     "import": Verb(options.ImportOptions, "lmforge.verbs.export:run_import"),
     "download": Verb(options.DownloadOptions, "lmforge.verbs.download:run_download"),
-    "bench": Verb(options.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
+    "bench": Verb(BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
     "plan": Verb(PlanConfig, "lmforge.verbs.plan:run_plan"),
     "doctor": Verb(options.DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
     "logs": Verb(LogsOptions, "lmforge.verbs.logs:run_logs"),

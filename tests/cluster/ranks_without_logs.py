@@ -16,7 +16,7 @@ from lmforge.config.options import validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.runs import Run
-from lmforge.stages.enter_run import start_attempt
+from lmforge.stages.attempt import start_attempt
 from lmforge.stages.run_stage import collective_timeout
 
 if __name__ == "__main__":

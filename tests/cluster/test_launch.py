@@ -333,6 +333,19 @@ def test_a_job_of_pbs_submits_itself_again_when_its_time_is_up_and_stops_for_goo
     assert len(list((pbs.folder / "pbs").glob("*.pid"))) == submitted
 
 
+@pytest.mark.slow
+@pytest.mark.needs("MPICH")
+def test_a_pipeline_of_pbs_is_listed_with_the_state_of_the_whole_and_not_of_a_stage(pbs: Desk, tmp_path: Path) -> None:
+    evaluate = "[[stages]]\nverb = 'evaluate'\narguments = ['{pretrain}', '--sequences', '2', '--device', 'cpu'%s]\n"
+    for name, extra in (("good", ""), ("bad", ", '--precision', 'none'")):
+        (tmp_path / f"{name}.toml").write_text(f"[[stages]]\nverb = 'pretrain'\nrecipe = 'recipe.toml'\n{evaluate % extra}")
+        run = pbs.launch("--on", "pbs", recipe=f"{name}.toml")
+        assert pbs.wait_for_end(run) == {"good": 0, "bad": 2}[name], pbs.output(run)
+    listed = pbs("jobs").stdout
+    assert re.search(r"^bad +pbs +2.server +refused ", listed, re.M), listed
+    assert re.search(r"^good +pbs +1.server +finished ", listed, re.M), listed
+
+
 # --- scripts and refusals ---------------------------------------------------------------------------------------------
 
 

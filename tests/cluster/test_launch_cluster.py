@@ -228,12 +228,25 @@ def test_variables_reach_the_ranks_by_ssh_and_are_in_no_file(cluster: Desk, by_s
         assert "/secret/home" not in (run.path / "launch" / name).read_text()
 
 
+def train_to_step_12(cluster: Desk, by_ssh: list[object]) -> Run:
+    """The run of LONG, under way on both hosts."""
+    run = cluster.launch(*by_ssh, *LONG)
+    cluster.wait_for_step(run, 12)
+    return run
+
+
+def assert_continues(cluster: Desk, by_ssh: list[object], run: Run, undisturbed: Run) -> None:
+    """Launched once more, a run of LONG ends as if nothing had disturbed it."""
+    cluster.launch(*by_ssh, *LONG)
+    assert cluster.wait_for_end(run, 200) == 0, cluster.output(run)
+    assert_same_result(run, undisturbed)
+
+
 @pytest.mark.slow
 def test_ranks_are_started_again_on_both_hosts_when_one_was_killed(
     cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
 ) -> None:
-    run = cluster.launch(*by_ssh, *LONG)
-    cluster.wait_for_step(run, 12)
+    run = train_to_step_12(cluster, by_ssh)
     # The rank, not its launcher.
     laboratory.run(
         "node2", "for p in /proc/[0-9]*; do grep -qz '^RANK=' $p/environ 2>/dev/null && kill -KILL ${p#/proc/}; done"
@@ -249,25 +262,21 @@ def test_ranks_are_started_again_on_both_hosts_when_one_was_killed(
 def test_a_host_that_is_cut_off_is_named_and_the_others_do_not_hang(
     cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
 ) -> None:
-    run = cluster.launch(*by_ssh, *LONG)
-    cluster.wait_for_step(run, 12)
+    run = train_to_step_12(cluster, by_ssh)
     with laboratory.without_network("node2"):
         assert cluster.wait_for_end(run, 300) == 75, cluster.output(run)
         assert "lmforge: node2: not heard of for 60 s; the ranks of node1 end" in cluster.output(run)
         # The host without a network ends its ranks too, and does not wait for the cable.
         cluster.wait(lambda: laboratory.run("node2", "pgrep -f '[p]retrain'").returncode != 0, run, 200)
     cluster.wait_for_state(run, r"^recipe +ssh +failed ")
-    cluster.launch(*by_ssh, *LONG)
-    assert cluster.wait_for_end(run) == 0, cluster.output(run)
-    assert_same_result(run, undisturbed)
+    assert_continues(cluster, by_ssh, run, undisturbed)
 
 
 @pytest.mark.slow
 def test_a_network_that_is_back_within_a_minute_is_waited_for(
     cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
 ) -> None:
-    run = cluster.launch(*by_ssh, *LONG)
-    cluster.wait_for_step(run, 12)
+    run = train_to_step_12(cluster, by_ssh)
     with laboratory.without_network("node2"):
         time.sleep(20)  # no longer than what is cut: the claim is about a length of time
         before = len(losses(run))
@@ -283,8 +292,7 @@ def test_a_network_that_is_back_within_a_minute_is_waited_for(
 def test_the_host_where_all_meet_is_cut_off_and_the_others_say_so_and_end(
     cluster: Desk, laboratory: Laboratory, by_ssh: list[object], undisturbed: Run
 ) -> None:
-    run = cluster.launch(*by_ssh, *LONG)
-    cluster.wait_for_step(run, 12)
+    run = train_to_step_12(cluster, by_ssh)
     log = run.path / "launch" / "output-node2.log"
     with laboratory.without_network("node1"):
         expected = "lmforge: node1 does not answer: lost, or its launcher has ended; the ranks of node2 end"
@@ -293,9 +301,7 @@ def test_the_host_where_all_meet_is_cut_off_and_the_others_say_so_and_end(
     assert log.read_text().count("lmforge: node1 does not answer") == 1
     assert cluster.wait_for_end(run, 200) == 75, cluster.output(run)
     cluster.wait(lambda: " failed " in cluster.state("recipe"), run, 100)
-    cluster.launch(*by_ssh, *LONG)
-    assert cluster.wait_for_end(run, 200) == 0, cluster.output(run)
-    assert_same_result(run, undisturbed)
+    assert_continues(cluster, by_ssh, run, undisturbed)
 
 
 @pytest.mark.slow

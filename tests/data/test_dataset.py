@@ -16,6 +16,7 @@ from lmforge.data.dataset import TokenDataset
 from lmforge.data.packing import PackedSequence
 from lmforge.data.shards import TokenFolder
 from lmforge.errors import UserError
+from tests.data.test_shards import flip_bit
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
@@ -222,11 +223,3 @@ def test_a_corrupt_block_is_named_with_shard_offset_and_sample(tmp_path: Path, f
     n = next(n for n, index in enumerate(dataset.indices(0, dataset.sequences_per_epoch)) if index in in_that_block)
     with pytest.raises(UserError, match=rf"sample {n}: .*train-00001\.tokens: the block at byte 65536 does not match"):
         dataset.sequence(n)
-
-
-def flip_bit(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))

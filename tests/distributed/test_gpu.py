@@ -23,7 +23,7 @@ from lmforge.cluster.distributed import DistributedContext, destroy_distributed
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
-from lmforge.data.labels import FUSED_LOGITS_BYTES, fused_chunk_tokens
+from lmforge.data.labels import FUSED_LOGITS_BYTES, loss_chunk_tokens
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
@@ -427,7 +427,7 @@ def test_heads_of_every_size_that_flex_attention_takes_learn_alike(gpu_device: t
 def test_compiled_loss_passes_in_bf16_are_the_loss_in_fp64_to_what_bf16_rounds(softcap: float | None, z_weight: float) -> None:
     """Several chunks of a real vocabulary. Logits are rounded to 8 bits, and so is their gradient."""
     vocab, width, tokens = 50257, 256, 25_000
-    assert fused_chunk_tokens(vocab, 2) < tokens
+    assert loss_chunk_tokens(vocab, 2, on_gpu=True, fused=True) < tokens
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(tokens, width, device="cuda", generator=generator).bfloat16().requires_grad_()
     weight = (torch.randn(vocab, width, device="cuda", generator=generator) / 8).bfloat16().requires_grad_()
@@ -465,7 +465,7 @@ def test_compiled_loss_passes_in_fp32_are_torchs_operators() -> None:
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_compiled_loss_passes_need_the_logits_of_a_chunk_and_the_gradient_of_the_head(softcap: float | None) -> None:
     vocab, width = 128_256, 256
-    tokens = 3 * fused_chunk_tokens(vocab, 2)
+    tokens = 3 * loss_chunk_tokens(vocab, 2, on_gpu=True, fused=True)
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, vocab, (tokens,), device="cuda")

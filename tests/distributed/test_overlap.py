@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.data.labels import cpu_chunk_tokens
+from lmforge.data.labels import loss_chunk_tokens
 from tests.preloaded import preloaded
 
 BLOCKS = 3
@@ -111,7 +111,7 @@ def test_gradients_of_a_block_are_on_their_way_while_the_block_before_computes(t
 
 
 def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(traces: dict[int, Trace]) -> None:
-    chunks = -(-ROWS_A_RANK * LENGTH // cpu_chunk_tokens(VOCAB_SIZE, 4))
+    chunks = -(-ROWS_A_RANK * LENGTH // loss_chunk_tokens(VOCAB_SIZE, 4, on_gpu=False, fused=False))
     assert chunks > 1
     for trace in traces.values():
         begin, end = trace.forward(LM_HEAD_WEIGHT)

@@ -18,8 +18,9 @@ from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.plan.hardware import HARDWARE_FILE, data_sheets, find_gpu
 from lmforge.plan.planning import Machine
+from lmforge.plan.prediction import predict as prediction_module
 from lmforge.plan.prediction.predict import Prediction, predict
-from lmforge.plan.prediction.search import estimate
+from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, estimate, search
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
 from tests.conftest import Refusal
@@ -184,8 +185,11 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
     words = [RECIPE, "--gpus", 128, "--gpu_type", "a100-40"]
     planned = plan_json(capfd, *words)
     assert planned["fits"] is False
-    name, _, value = planned["advice"].removeprefix("would fit: ").partition(" = ")
-    assert plan_json(capfd, *words, f"--{name}", value)["fits"] is True
+    ways = planned["advice"].removeprefix("by estimate would fit: ").split(", or ")
+    assert len(ways) > 1
+    for way in ways:
+        name, _, value = way.partition(" (it was ")[0].partition(" = ")
+        assert plan_json(capfd, *words, f"--{name}", value)["fits"] is True
 
 
 @pytest.mark.parametrize(
@@ -268,3 +272,86 @@ def test_published_rows_are_predicted(tmp_path: Path) -> None:
 def test_the_hardware_file_is_in_the_package() -> None:
     assert HARDWARE_FILE.is_file()
     assert 'plan" = ["hardware.toml"]' in (ROOT / "pyproject.toml").read_text()
+
+
+# --- recipes that are not one pretraining with one sequence length ------------------------------------------------------------
+
+
+def tuned(folder: Path, *lines: str) -> Path:
+    recipe = folder / "sft.toml"
+    head = ["[run]", 'stage = "sft"', "[model]", 'preset = "llama3-8b"', "[train]", "steps = 10", "global_batch_size = 8"]
+    recipe.write_text("\n".join([*head, "[data]", 'files = ["a.jsonl"]', "sequence_length = 2048", *lines, ""]))
+    return recipe
+
+
+def test_a_plan_of_adapters_has_frozen_weights_without_gradients_and_optimizer_states(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
+) -> None:
+    whole = plan_json(capfd, tuned(tmp_path), "--gpus", 8)
+    recipe = tuned(tmp_path, "[lora]", "rank = 16")
+    adapted = plan_json(capfd, recipe, "--gpus", 8)
+    total = parameter_count(get_preset("llama3-8b")).total
+    adapters = adapted["memory_bytes"]["optimizer states"]  # of a rank of 8: two moments in fp32, over 8 ranks
+    assert 0 < adapters < total / 100
+    assert adapted["memory_bytes"]["weights"] == pytest.approx(4 * (total + adapters) / 8, rel=0.01)
+    assert adapted["memory_bytes"]["optimizer states"] < whole["memory_bytes"]["optimizer states"] / 100
+    assert adapted["device_bytes"] < whole["device_bytes"]
+    assert adapted["run"]["checkpoint_bytes"] < whole["run"]["checkpoint_bytes"] / 2
+    assert adapted["step_seconds"] < whole["step_seconds"]
+    assert (
+        run(["plan", str(recipe), "--gpus", "8", "--search", "--configurations", "30", "--write", str(tmp_path / "b.toml")])
+        == 0
+    )
+    capfd.readouterr()
+    assert read_config(tmp_path / "b.toml").of_stage == "sft"
+    assert "lora.rank: not with parallel.tensor" in refused("plan", recipe, "--parallel.tensor_parallel_degree", 2)
+
+
+def test_a_wrapped_model_is_refused_in_one_line(tmp_path: Path, refused: Refusal) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128, "n_embd": 64, "n_layer": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "intermediate_size": 128, **sizes}))
+    words = ("--model.source", tmp_path, "--model.implementation", "transformers", "--gpus", 8)
+    assert "there are no formulas for a gpt_neox model" in refused("plan", *words)
+
+
+def test_phases_with_other_lengths_have_times_of_their_own_and_the_memory_of_the_longest(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model.preset", "llama3-8b", "--train.global_batch_size", 16, "--train.steps", 100, "--gpus", 8]
+    long = plan_json(capfd, *words, "--data.sequence_length", 4096)
+    short = plan_json(capfd, *words, "--data.sequence_length", 1024)
+    phases = ["--data.sequence_length", 4096, "--data.phases", "[{steps = 90, sequence_length = 1024}, {}]"]
+    mixed = plan_json(capfd, *words, *phases)
+    assert mixed["device_bytes"] == long["device_bytes"]
+    assert [(each["steps"], each["sequence_length"]) for each in mixed["phases"]] == [(90, 1024), (10, 4096)]
+    seconds = 90 * short["step_seconds"] + 10 * long["step_seconds"]
+    assert sum(each["steps"] * each["step_seconds"] for each in mixed["phases"]) == pytest.approx(seconds, rel=0.02)
+    assert mixed["run"]["tokens"] == 16 * (90 * 1024 + 10 * 4096)
+    assert run(["plan", *map(str, words + phases)]) == 0
+    assert "phase      90 steps with sequences of 1,024 tokens: " in capfd.readouterr().out
+
+
+def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_model_for_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulate_stage, depths = prediction_module._simulate, list[int]()
+
+    def counted(setting: Setting, rates: Any, stage: Any) -> Any:
+        depths.append(stage.blocks)
+        return simulate_stage(setting, rates, stage)
+
+    monkeypatch.setattr(prediction_module, "_simulate", counted)
+    base = setting_of("llama2-7b", gpus=8)
+    machine = Machine(data_sheets().gpu("h100-80"), None, 8)
+    most, layers = 150, base.model.num_hidden_layers
+    found = search(base, 64, machine.gpu, machine.rates("bf16"), machine.gpu.memory_bytes, most, False)
+    estimated = len(found.fitting) + len(found.too_large)
+    assert (found.tried, found.refused) == (most, most - estimated)
+    assert estimated > 0.9 * most
+    # The best are predicted in full, after it is decided when they reduce gradients; a pipeline has two kinds of stages.
+    whole = sum(blocks not in FEW_BLOCKS for blocks in depths)
+    assert FINALISTS <= whole <= 4 * FINALISTS
+    # All are estimated by two short models; by two more where gradients that wait for the last micro-batch do not fit.
+    short = len(depths) - whole
+    assert max(depths) == layers
+    assert 2 * estimated <= short <= 8 * estimated

@@ -16,7 +16,7 @@ HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><!-- <b>bold</
 
 
 def opened(browser: Browser, path: Path, **looks: object) -> Iterator[Page]:
-    yield from open_page(browser, path.as_uri(), alone=True, **looks)
+    yield from open_page(browser, path.as_uri(), within=path.as_uri(), **looks)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +153,25 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, single: P
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         ground, ink = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
         assert (sum(map(int, ground[4:-1].split(", "))) < sum(map(int, ink[4:-1].split(", ")))) == (scheme == "dark")
+
+
+def test_scores_of_held_out_tasks_are_one_chart_for_each_metric(browser: Browser, first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    recipe = run.path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("tasks = []", 'tasks = ["sums.jsonl", "facts.jsonl"]'))
+    with open(run.metrics_path, "a") as file:
+        for step, score in ((7, 0.25), (8, 0.5)):
+            scores = {"val/sums/accuracy": score, "val/facts/accuracy": score + 0.125, "val/other/accuracy": 1.0}
+            file.write(json.dumps({"step": step, "tokens": 9, **scores}) + "\n")
+    assert command(["report", str(run.path)]) == 0
+    for page in opened(browser, run.path / "report.html", viewport={"width": 1280, "height": 900}):
+        tasks = chart(page, "Held-out tasks: accuracy")
+        expect(tasks.locator(".legend")).to_contain_text("sums 0.5")
+        expect(tasks.locator(".legend")).to_contain_text("facts 0.625")
+        expect(tasks.locator("path.curve")).to_have_count(2)
+        tasks.locator("svg").dispatch_event("pointerup", {"pointerType": "touch", "clientX": 300, "clientY": 500})
+        tasks.locator("svg").dispatch_event("dblclick", {"clientX": 300, "clientY": 500})
+        expect(page.get_by_role("button", name="whole run")).to_be_visible()
 
 
 def test_runs_side_by_side_have_their_curves_in_one_chart_and_a_table_of_what_differs(

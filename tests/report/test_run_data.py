@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import lmforge
 from lmforge.cli import run as command
-from lmforge.report.run_data import MAX_POINTS, read_run, verdict
+from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
 from lmforge.runs import Run
 from lmforge.stages import run_stage
 from tests.report.conftest import add_event, copied
@@ -56,6 +57,18 @@ def test_the_verdict_names_how_it_ended_and_what_went_wrong(first: Run, tmp_path
     (run.health_folder / "rank-0.json").unlink()
     assert verdict(read_run(run)).endswith("2 bad steps, 1 rollback, 1 restart. the disk is full")
     assert verdict(read_run(run)).startswith("Failed: ")
+
+
+def test_the_subject_names_the_model_the_data_and_the_time(first: Run) -> None:
+    shown = read_run(first)
+    count = sum(parameter.numel() for parameter in lmforge.load_model(first.path, device="cpu").model.parameters())
+    name, tokens = shown["sources"][0]["name"], f"{first.read_metrics()[-1]['tokens']:,.0f}"
+    begin = f"Pretraining of a model with {count:,} parameters (llama), on {name}: {tokens} tokens in "
+    assert subject(shown).startswith(begin)
+    # A run of an earlier version, and one that has not made a step.
+    assert subject(shown | {"model": {}}).startswith(f"Pretraining, on {name}: ")
+    assert subject(shown | {"model": {}, "axis": {"step": [], "tokens": [], "seconds": []}}) == f"Pretraining, on {name}."
+    assert "validation loss 5.000." in verdict(shown | {"series": {"val/loss": [[0, 5.0]]}})
 
 
 def test_a_run_without_heartbeats_for_a_minute_is_lost_and_one_with_them_runs(first: Run, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmforge.trackers.tracker import Sample, TrackedRun
+from lmforge.trackers.tracker import Table, TrackedRun
 
 
 class Recording:
@@ -17,6 +17,8 @@ class Recording:
         self._path = run.folder / "recorded.jsonl"
         self.run_id = run.run_id or f"id-of-{run.path.name}"
         self._write("open", run.run_id)
+        if run.options is not None:
+            self._write("options", run.options.model_dump())
 
     def _write(self, *what: Any) -> None:
         with open(self._path, "a") as file:
@@ -26,8 +28,8 @@ class Recording:
         fault(f"metrics {step}")
         self._write("metrics", step, dict(values))
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        self._write("samples", samples[0].step, len(samples))
+    def log_table(self, table: Table) -> None:
+        self._write("table", table.step, table.name, table.columns, table.rows)
 
     def attach(self, report: Path) -> None:
         self._write("attach", report.name)

@@ -98,6 +98,44 @@ def test_a_tracker_whose_process_dies_is_reported_in_one_line(
     assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run goes on without it\n"
 
 
+def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignment(tiny_run: Path, tmp_path: Path) -> None:
+    prompts = [{"prompt": [{"role": "user", "content": "The king"}]}] * 8
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    held_out = {"prompt": [{"role": "user", "content": "My lord"}]}
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(held_out) + "\n")
+    (tmp_path / "mine.py").write_text(
+        "import lmforge\n"
+        "class Own(lmforge.Options):\n"
+        '    place: str = lmforge.option("here", "where it goes")\n'
+        'lmforge.register("tracker", "recording", "tests.trackers.recording:open_run", options=Own)\n'
+        '@lmforge.register("reward", "long")\n'
+        "def long(prompts, completions, **columns):\n"
+        "    return [float(len(each)) for each in completions]\n"
+    )
+    words = ["--method", "grpo", "--plugins", "mine.py", "--rollout.reward_functions", "long", "--data.files", "prompts.jsonl"]
+    words += ["--rollout.num_generations", "4", "--rollout.max_completion_length", "8", "--rollout.log_completions_every", "2"]
+    words += ["--data.sequence_length", "64", "--train.steps", "3", "--train.global_batch_size", "8", "--run.name", "a"]
+    words += ["--train.device", "cpu", "--train.compile", "off", "--train.threads", "1", "--model.source", str(tiny_run)]
+    words += ["--log.trackers", "recording", "--log.recording.place", "there", "--data.validation_files", "held_out.jsonl"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.delenv("LMFORGE_TEST_TRACKER", raising=False)
+        assert command(["align", *words, "--run.folder", str(tmp_path)]) == 0
+    told = recorded(tmp_path)
+    assert ["options", {"place": "there"}] in told
+    tables = {(name, step): (columns, rows) for kind, step, name, columns, rows in (row for row in told if row[0] == "table")}
+    # A set is of one step; every second one is written.
+    assert sorted(tables) == [("completions", 0), ("completions", 2), ("val/completions", 3)]
+    columns, rows = tables["completions", 2]
+    assert columns == ["step", "prompt", "text", "reward", "tokens", "ended"]
+    assert len(rows) == 8
+    for row in rows:
+        assert row[:2] == [2, "user: The king"]
+        assert row[3] == len(row[2])
+    [validated] = tables["val/completions", 3][1]
+    assert validated[:2] == [3, "user: My lord"]
+
+
 TRAINING = """
 import sys, time
 from pathlib import Path

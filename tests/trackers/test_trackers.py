@@ -1,9 +1,16 @@
 """Trackers for real: what arrived is read with each tracker's own reader, in local or offline mode."""
 
 import json
+import os
+import socket
 import sqlite3
 import struct
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +49,34 @@ def tracked(tiny_options: list[str], place: Path) -> Run:
     """A run of 4 steps with all trackers, that was continued to 6."""
     have("wandb", "trackio", "mlflow")
     where = [*tiny_options, "--run.folder", str(place), "--run.name", "tracked", "--log.project", "ours"]
-    where += [
-        "--sample.every_steps",
-        "2",
-        "--sample.max_tokens",
-        "4",
-        "--sample.prompts",
-        PROMPT,
-        "--schedule.name",
-        "constant",
-    ]
+    where += ["--sample.every_steps", "2", "--sample.max_tokens", "4", "--sample.prompts", PROMPT]
+    where += ["--schedule.name", "constant"]
     where += ["--log.trackers", "tensorboard", "wandb", "trackio", "mlflow"]
-    for steps in ("4", "6"):
-        assert command(["pretrain", *where, "--train.steps", steps]) == 0
-    return Run.open(place / "tracked")
+    assert command(["pretrain", *where, "--train.steps", "4"]) == 0
+    run = Run.open(place / "tracked")
+    add_completions(run, 4)
+    assert command(["pretrain", *where, "--train.steps", "6"]) == 0
+    return run
+
+
+COMPLETION = {
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "completion": "4|\n",
+    "reward": 1.0,
+    "tokens": 3,
+    "ended": True,
+}
+ROWS = [[4, "user: 2 + 2?", "4|\n", 1.0, 3, True], [4, "user: 2 + 2?", "5", None, 3, True]]
+COLUMNS = ["step", "prompt", "text", "reward", "tokens", "ended"]
+
+
+def add_completions(run: Run, step: int) -> None:
+    """A table as alignment writes it, and its announcement."""
+    (run.path / "completions").mkdir()
+    lines = [COMPLETION, COMPLETION | {"completion": "5", "reward": None}]
+    (run.path / "completions" / "set-000000-rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with open(run.events_path, "a") as file:
+        file.write(json.dumps({"time": "", "kind": "completions", "step": step, "table": "set-000000"}) + "\n")
 
 
 def expected(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -87,6 +108,10 @@ def test_tensorboard_has_the_metrics_of_both_attempts(tracked: Run) -> None:
     assert all(PROMPT in table for table in samples)
     [config] = events.Tensors("config")
     assert "| train.steps | 4 |" in make_ndarray(config.tensor_proto).item().decode()
+    [completions] = events.Tensors("completions")
+    assert "| 4 | user: 2 + 2? | 4\\|<br> | 1.0 | 3 | true |" in make_ndarray(completions.tensor_proto).item().decode()
+    reports = {make_ndarray(event.tensor_proto).item().decode() for event in events.Tensors("report")}
+    assert reports == {f"`{tracked.path / 'report.html'}`"}
 
 
 def test_mlflow_has_one_run_with_metrics_options_samples_and_the_report(tracked: Run, place: Path) -> None:
@@ -105,6 +130,7 @@ def test_mlflow_has_one_run_with_metrics_options_samples_and_the_report(tracked:
         [step, PROMPT, text] for step, text in zip((2, 4, 6), texts(tracked), strict=True)
     ]
     assert (folder / "report.html").read_bytes() == (tracked.path / "report.html").read_bytes()
+    assert json.loads((folder / "completions" / "step-00000004.json").read_text()) == {"columns": COLUMNS, "data": ROWS}
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -146,11 +172,12 @@ def test_wandb_has_one_run_with_the_metrics_of_both_attempts(tracked: Run) -> No
             elif len(names) == 1 and not names[0].startswith("_") and names != ("step",):
                 found.setdefault(names[0], []).append((row[("step",)], value))
     assert found == expected(tracked)
-    assert shown == {"samples": [2, 4, 6], "report": [4, 6]}
+    assert shown == {"samples": [2, 4, 6], "completions": [4], "report": [4, 6]}
     tables = [
         json.loads(path.read_text())["data"] for path in tracked.path.glob("trackers/wandb/offline-run-*/files/media/table/*")
     ]
-    assert sorted(tables) == [[[step, PROMPT, text]] for step, text in zip((2, 4, 6), texts(tracked), strict=True)]
+    samples = [[[step, PROMPT, text]] for step, text in zip((2, 4, 6), texts(tracked), strict=True)]
+    assert sorted(tables, key=lambda rows: (len(rows), rows)) == [*samples, ROWS]
 
 
 def test_trackio_has_one_run_with_the_same_metrics(tracked: Run, place: Path) -> None:
@@ -162,8 +189,86 @@ def test_trackio_has_one_run_with_the_same_metrics(tracked: Run, place: Path) ->
     for _, step, metrics in rows:
         for name, value in json.loads(metrics).items():
             found.setdefault(name, []).append((step, value))
+    assert [step for step, _ in found.pop("completions")] == [4]
     tables = found.pop("samples")
     assert [step for step, _ in tables] == [2, 4, 6]
     assert found == expected(tracked)
     reports = {path.read_bytes() for path in place.glob("trackio/artifacts/ours/blobs/**/*") if path.is_file()}
     assert (tracked.path / "report.html").read_bytes() in reports
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[str]:
+    """The address of `mlflow server`, which keeps everything in a folder. It is asked until it answers."""
+    where = ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
+    where += ["--artifacts-destination", str(folder / "artifacts"), "--workers", "1"]
+    # It would start workers for evaluations, which have needs of their own.
+    variables = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with open(folder / "server.log", "ab") as log:
+        server = subprocess.Popen([sys.executable, "-m", "mlflow", "server", *where], env=variables, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert server.poll() is None, (folder / "server.log").read_text()
+            with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=10) as answer:
+                assert answer.read() == b"OK"
+                break
+            time.sleep(0.2)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_mlflow_server_gets_the_run_and_after_it_was_away_what_it_missed(
+    tiny_options: list[str],
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    have("mlflow")
+    from mlflow import MlflowClient
+
+    port = free_port()
+    where = [*tiny_options, "--run.folder", str(tmp_path), "--run.name", "served", "--log.project", "ours"]
+    where += ["--sample.every_steps", "2", "--sample.max_tokens", "4", "--sample.prompts", PROMPT]
+    where += ["--schedule.name", "constant", "--log.trackers", "mlflow"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+
+    with mlflow_server(tmp_path, port) as address:
+        assert command(["pretrain", *where, "--train.steps", "2"]) == 0
+        run = Run.open(tmp_path / "served")
+        run_id = json.loads((run.path / "trackers" / "mlflow.json").read_text())["run_id"]
+        printed = capsys.readouterr()
+        assert f"{address}/#/runs/{run_id}" in printed.out
+        assert printed.err == ""
+        assert MlflowClient(address).get_run(run_id).info.status == "FINISHED"
+
+    assert command(["pretrain", *where, "--train.steps", "4"]) == 0
+    [problem] = capsys.readouterr().err.splitlines()
+    assert problem.startswith("lmforge: mlflow: ")
+    assert problem.endswith("; the run goes on, and mlflow is tried again")
+
+    with mlflow_server(tmp_path, port) as address:
+        add_completions(run, 4)
+        assert command(["pretrain", *where, "--train.steps", "6"]) == 0
+        assert capsys.readouterr().err == ""
+        client = MlflowClient(address)
+        [found] = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+        assert (found.info.run_id, found.info.run_name, found.info.status) == (run_id, "served", "FINISHED")
+        for name, points in expected(run).items():
+            assert [(each.step, each.value) for each in client.get_metric_history(run_id, name)] == points
+        kept = tmp_path / "artifacts" / found.info.experiment_id / run_id / "artifacts"
+        assert (kept / "report.html").read_bytes() == (run.path / "report.html").read_bytes()
+        tables = [json.loads(path.read_text())["data"] for path in sorted((kept / "samples").iterdir())]
+        assert tables == [[[step, PROMPT, text]] for step, text in zip((2, 4, 6), texts(run), strict=True)]
+        assert json.loads((kept / "completions" / "step-00000004.json").read_text())["data"] == ROWS

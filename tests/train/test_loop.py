@@ -32,12 +32,12 @@ from lmforge.runs import Run
 from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train import loop
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.inputs import RunInputs
+from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.optimizer import build_optimizer
 from lmforge.train.run_events import RunEvents
-from lmforge.train.trainer import ResumePoint, RunContext, Trainer
+from lmforge.train.trainer import Trainer
 from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]

@@ -1,12 +1,16 @@
 """The panel of a training: what it shows, what is printed above it, and that the terminal is left as it was."""
 
+import faulthandler
 import os
 import pty
 import re
 import shlex
 import signal
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +83,29 @@ def test_a_long_curve_is_made_of_means_and_fits(columns: int) -> None:
     assert sparkline([], 10) == ""
 
 
-def told_on_a_terminal(monkeypatch: pytest.MonkeyPatch, write: Callable[[], None], kind: str = "xterm") -> str:
-    """What a terminal receives while `write` runs."""
-    monkeypatch.setenv("TERM", kind)
-    for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(variable, raising=False)
-    ours, theirs = pty.openpty()
+def shown_on_a_terminal(write: Callable[[], None], kind: str = "xterm", status: int = 0) -> str:
+    """What a terminal receives while `write` runs in a forked process whose output it is, and which ends with `status`."""
+    process, ours = pty.fork()
+    if process == 0:
+        try:
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+            faulthandler.disable()  # of pytest
+            os.environ["TERM"] = kind
+            for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+                os.environ.pop(variable, None)
+            stdout = sys.stdout
+            write()
+            assert sys.stdout is stdout
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
     received = b""
-    with open(theirs, "w", encoding="utf-8") as device:
-        monkeypatch.setattr("sys.stdout", device)
-        monkeypatch.setattr("sys.stderr", device)
-        write()
-        assert sys.stdout is device
-        monkeypatch.undo()
-        os.set_blocking(ours, False)
-        while True:
-            try:
-                received += os.read(ours, 65_536)
-            except BlockingIOError:
-                break
+    with suppress(OSError):  # the other end is closed
+        while some := os.read(ours, 65_536):
+            received += some
     os.close(ours)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == status, received.decode()
     return received.decode()
 
 
@@ -121,9 +128,7 @@ def on_screen(received: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_is_gone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_is_gone(tmp_path: Path) -> None:
     def write() -> None:
         log = RankLog(tmp_path / "rank-0.log", RankInfo(), 1)
         console = ConsoleLogger(ALONE, 60, log.path)
@@ -144,7 +149,7 @@ def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_
         console.close()
         log.close()
 
-    received = told_on_a_terminal(monkeypatch, write)
+    received = shown_on_a_terminal(write)
     assert "step 30 of 60" in received
     assert "sample at step 20: " in received
     assert "\x1b[?25l" not in received, "the cursor is hidden, and would be after a crash"
@@ -167,10 +172,52 @@ def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_
     ]
 
 
+def test_what_is_written_past_python_is_above_the_panel_too_and_in_the_log(tmp_path: Path) -> None:
+    def write() -> None:
+        log = RankLog(tmp_path / "rank-0.log", RankInfo(), 1)
+        console = ConsoleLogger(ALONE, 60, log.path)
+        os.write(1, b"before\n")
+        console.start_progress(0)
+        console.log_metrics(RECORD)
+        os.write(2, b"from \x1b[31mC\x1b[0m\n")
+        subprocess.run(["echo", "from a child"])
+        console._area.refresh()  # type: ignore[union-attr]
+        print("from Python")
+        print("a warning", file=sys.stderr)
+        os.write(2, b"never ended")
+        console.stop_progress()
+        console.close()
+        log.close()
+        os.write(1, b"after\n")
+        print("after that", file=sys.stderr, flush=True)
+
+    received = shown_on_a_terminal(write)
+    assert "step 0 of 60" in received
+    shown = on_screen(received)
+    last_step = shown.pop(-3)
+    assert shown == [
+        *("before", "from C", "from a child", "from Python", "a warning", "never ended", "after", "after that"),
+    ]
+    assert last_step.startswith("step 30/60  loss 2.3457")
+    logged = (tmp_path / "rank-0.log").read_text()
+    assert logged.count("from a child\n") == 1
+    assert logged.count("a warning") == 1
+    assert "from Python" not in logged
+
+
+def test_the_last_words_of_a_process_that_aborts_are_in_its_log(tmp_path: Path) -> None:
+    def write() -> None:
+        log = RankLog(tmp_path / "rank-0.log", RankInfo(), 1)
+        ConsoleLogger(ALONE, 60, log.path).start_progress(0)
+        os.write(2, b"terminate called after throwing an instance of 'c10::Error'\n")
+        os.abort()
+
+    shown_on_a_terminal(write, status=-signal.SIGABRT)
+    assert "\nterminate called after throwing" in (tmp_path / "rank-0.log").read_text()
+
+
 @pytest.mark.parametrize(("kind", "panel"), [("dumb", True), ("xterm", False)])
-def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(
-    monkeypatch: pytest.MonkeyPatch, kind: str, panel: bool
-) -> None:
+def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(kind: str, panel: bool) -> None:
     def write() -> None:
         console = ConsoleLogger(ALONE, 60, None, panel=panel)
         console.start_progress(0)
@@ -178,7 +225,7 @@ def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(
         console.log_sample(30, "text")
         console.close()
 
-    received = told_on_a_terminal(monkeypatch, write, kind)
+    received = shown_on_a_terminal(write, kind)
     assert "\x1b" not in received
     assert received.splitlines()[0].startswith("step 30/60  loss 2.3457  lr")
     assert received.splitlines()[1:] == ["  sample: 'text'"]

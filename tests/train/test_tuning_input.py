@@ -25,9 +25,8 @@ from lmforge.runs import Run
 from lmforge.stages.examples import example_folder_paths, open_example_inputs, prepare_examples
 from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.stages.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
-from lmforge.train.inputs import RunInputs
+from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.resume import check_resumable
-from lmforge.train.trainer import ResumePoint
 from tests.conftest import Command, Refusal
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)

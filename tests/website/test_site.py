@@ -13,13 +13,12 @@ from threading import Thread
 from urllib.parse import unquote
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from tests.tools import chromium, need
+from tests.browser import open_page
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-SECONDS = 60_000
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
@@ -34,29 +33,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    need("chromium")
-    expect.set_options(timeout=SECONDS)
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
 def opened(browser: Browser, address: str, size: dict[str, int], scheme: str = "light") -> Iterator[Page]:
-    """A page; whatever the browser complains of, or loads from elsewhere, fails the test."""
-    page = browser.new_context(viewport=size, color_scheme=scheme).new_page()  # type: ignore[arg-type]
-    page.set_default_timeout(SECONDS)
-    complaints: list[str] = []
+    """A page of the site, which loads nothing from elsewhere."""
     here = address.partition("/index.html")[0]
-    page.on("pageerror", lambda problem: complaints.append(str(problem)))
-    page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("request", lambda request: None if request.url.startswith((here, "data:")) else complaints.append(request.url))
-    page.goto(address)
-    yield page
-    page.context.close()
-    assert complaints == []
+    yield from open_page(browser, address, within=here, viewport=size, color_scheme=scheme)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ keeps is in plan/activations.py.
 from dataclasses import dataclass
 
 from lmforge.model.config import ModelConfig
-from lmforge.plan.activations import FP32_BYTES, block_activation_bytes
+from lmforge.plan.activations import FP32_BYTES, RNG_KEY_BYTES, block_activation_bytes, num_mask_elements, score_bytes
 from lmforge.plan.prediction.setting import Setting
 
 # Kernels that a block launches in its forward pass.
@@ -126,17 +126,24 @@ def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
     keys = model.num_key_value_heads * model.head_dim // tensor
     if setting.compiled:
         whole = compiled_saved_bytes(model, tokens, number_bytes, tensor)
+        if setting.stores_weights:
+            heads, length = model.num_attention_heads // tensor, setting.sequence_length // setting.context
+            scores = score_bytes(length, heads, number_bytes, dense_mask=False, stores_weights=True)
+            whole += setting.micro_batch_size * scores
     else:
         whole = _eager_saved_bytes(setting, dense_mask=not setting.on_gpu)
+    if setting.has_dropout:
+        whole += 2 * tokens * width  # a byte a number of a mask
     saved, input_bytes = whole, tokens * width * number_bytes // tensor
     if checkpointed:
         selects = setting.options.activation_checkpointing == "selective-ops"
         saved = _kept_by_selection(setting) if selects else input_bytes
+        saved += RNG_KEY_BYTES * tokens if setting.has_dropout else 0
     # The causal half; a window shortens it further.
     window = model.layer_windows[0]
     span = setting.sequence_length / 2 if window is None else min(window, setting.sequence_length / 2)
     if not setting.on_gpu:
-        span = setting.sequence_length * 9 / 16  # chunks of queries, each with all keys up to its end
+        span = num_mask_elements(setting.sequence_length) / setting.sequence_length  # in chunks of queries
     # Reads and writes of each token: norms and additions of the residual stream, rotations, the gated product.
     stream, gates = width / tensor, (3 if model.family == "llama" else 2) * inner
     if setting.compiled:
@@ -150,7 +157,26 @@ def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
         forward_bytes=tokens * forward * number_bytes,
         backward_bytes=tokens * backward * number_bytes,
         saved_bytes=saved,
-        recomputed_bytes=whole - saved if checkpointed else 0,
+        recomputed_bytes=max(0, whole - saved) if checkpointed else 0,
         input_bytes=input_bytes,
         feed_forward_bytes=tokens * inner * number_bytes,
     )
+
+
+def forward_kernels(setting: Setting) -> int:
+    """Kernels that a block launches in its forward pass."""
+    return COMPILED_KERNELS if setting.compiled else EAGER_KERNELS
+
+
+def mask_bytes(setting: Setting) -> int:
+    """Of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more."""
+    windows = len(set(setting.model.layer_windows))
+    return 0 if setting.on_gpu else windows * setting.sequence_length * setting.tokens
+
+
+def embedded_bytes(setting: Setting) -> float:
+    """What is kept before the first block: hidden states, rotary angles, masks of attention and of dropout."""
+    tokens, width = setting.tokens, setting.model.hidden_size
+    angles = FP32_BYTES * setting.model.head_dim * tokens if setting.model.family == "llama" else 0
+    dropout = tokens * width if setting.has_dropout else 0
+    return float(tokens * width * setting.dtype_bytes // setting.tensor + angles + dropout + mask_bytes(setting))

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from lmforge.model.flops import flops_per_token
-from lmforge.plan.hardware import GPU
+from lmforge.model.flops import adapted_flops_per_token, flops_per_token
+from lmforge.plan.hardware import GPU, data_sheets
 from lmforge.plan.prediction.program import StepProgram
-from lmforge.plan.prediction.rates import COLLECTIVE_SMS, Rates, make_group
+from lmforge.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Simulation, simulate
 from lmforge.plan.prediction.units import Stage
@@ -19,6 +19,10 @@ HOST_BYTES = 320 * 2**20
 # How far truth may be from a prediction with constants from data sheets, below and above.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
+# The kind of memory that is no tensor's.
+OVERHEAD = "context and libraries"
+# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, of which four rows are in it.
+CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
 
@@ -31,6 +35,7 @@ class Prediction:
     live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with context and libraries.
     step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: collectives that nothing hides.
     timeline: (operation, live bytes) in order of issue.
+    calibrated_fraction: of the time of all operations, what comes from measured constants.
     """
 
     setting: Setting
@@ -47,6 +52,7 @@ class Prediction:
     host_seconds: float
     timeline: list[tuple[str, float]]
     mfu: float
+    calibrated_fraction: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +61,13 @@ class Prediction:
 
     @property
     def speed_interval(self) -> tuple[float, float]:
-        return self.tokens_per_second * SPEED_INTERVAL[0], self.tokens_per_second * SPEED_INTERVAL[1]
+        """Narrower by the part of the step whose constants were measured."""
+        part, speed = self.calibrated_fraction, self.tokens_per_second
+        low, high = (
+            part * measured + (1 - part) * sheet
+            for measured, sheet in zip(CALIBRATED_SPEED_INTERVAL, SPEED_INTERVAL, strict=True)
+        )
+        return speed * low, speed * high
 
     @property
     def memory_interval(self) -> tuple[float, float]:
@@ -92,20 +104,20 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
         exposed += 2 * hop * hops * setting.accumulation
         bubble = (setting.pipeline - 1) / hops * per_micro_batch
         seconds += bubble + 2 * hop * hops * setting.accumulation
-    live = sum(simulation.live_peak.values())
-    reserved = live if rates.is_cpu else simulation.reserved * (1 + ROUNDING_FRACTION)
-    groups = sum(size > 1 for size in (setting.shards, setting.replicas, setting.tensor, setting.context, setting.pipeline))
-    overhead = HOST_BYTES if rates.is_cpu else CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
-    per_token = flops_per_token(setting.model, setting.sequence_length)
+    memory = _memory_by_kind(setting, simulation)
+    live, device_bytes = sum(simulation.live_peak.values()), sum(memory.values())
+    counts, per_token = setting.parameters, flops_per_token(setting.model, setting.sequence_length)
+    if not setting.trains_all:
+        per_token = adapted_flops_per_token(setting.model, setting.sequence_length, counts.total, counts.trained)
     peak = gpu.peak_flops("fp32" if setting.dtype == "fp32" else "bf16") or gpu.peak_flops("fp32") or 1.0
     mfu = setting.tokens_per_step / seconds / setting.world_size * per_token / peak
     return Prediction(
         setting,
-        {**simulation.live_peak, "allocator": reserved - live, "context and libraries": float(overhead)},
+        memory,
         simulation.peak_at,
         live,
-        reserved,
-        reserved + overhead,
+        device_bytes - memory[OVERHEAD],
+        device_bytes,
         seconds,
         busy,
         exposed,
@@ -114,17 +126,56 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
         slowest.host_bound,
         simulation.timeline,
         mfu,
+        _calibrated_fraction(busy, rates),
     )
 
 
-def resolve_reduction(setting: Setting, gpu: GPU, rates: Rates, usable_fraction: float) -> Setting:
-    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients fit until the last micro-batch."""
+def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
+    """Of the seconds of operations, those whose constants were measured."""
+    kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK)}
+    measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
+    whole = sum(kinds.values())
+    return sum(seconds for kind, seconds in kinds.items() if kind in measured) / whole if whole else 0.0
+
+
+def peak_memory(setting: Setting) -> dict[str, float]:
+    """`Prediction.memory`, which depends on no speed: the fullest rank's bytes by kind."""
+    gpu, network = data_sheets().gpu("h100-80" if setting.on_gpu else "cpu"), data_sheets().network("infiniband-ndr")
+    rates = Rates.of_data_sheets(gpu, network, setting.gpus_per_host, setting.dtype)
+    simulation = max((_simulate(setting, rates, stage) for stage in _stages(setting)), key=lambda each: each.reserved)
+    return _memory_by_kind(setting, simulation)
+
+
+def _memory_by_kind(setting: Setting, simulation: Simulation) -> dict[str, float]:
+    """Live tensors at the peak, and what no operation shows."""
+    if not setting.on_gpu:
+        return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
+    live, reserved = sum(simulation.live_peak.values()), simulation.reserved * (1 + ROUNDING_FRACTION)
+    groups = sum(size > 1 for size in (setting.shards, setting.replicas, setting.tensor, setting.context, setting.pipeline))
+    overhead = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    return {**simulation.live_peak, "allocator": reserved - live, OVERHEAD: float(overhead)}
+
+
+def can_reduce_once(setting: Setting) -> bool:
+    """Whether there is a choice of when gradients are reduced."""
+    return setting.on_gpu and setting.is_fsdp and setting.shards > 1 and setting.pipeline == 1 and setting.accumulation > 1
+
+
+def surely_fits(device_bytes: float, gpu_bytes: float, usable_fraction: float) -> bool:
+    """Whether the upper end of a prediction's interval fits."""
+    return device_bytes * MEMORY_INTERVAL[1] <= usable_fraction * gpu_bytes
+
+
+def resolve_reduction(setting: Setting, gpu_bytes: float, usable_fraction: float) -> Setting:
+    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients surely fit until the last micro-batch.
+
+    It depends on the GPU's whole memory, not on what is free: a resumed run decides alike, and computes the same bits.
+    """
     if setting.options.reduce_every_micro_batch is not None:
         return setting
-    can_wait = setting.on_gpu and setting.is_fsdp and setting.shards > 1 and setting.pipeline == 1 and setting.accumulation > 1
-    if can_wait:
+    if can_reduce_once(setting) and setting.has_formulas:
         once = setting.with_options(reduce_every_micro_batch=False)
-        if predict(once, gpu, rates).device_bytes <= usable_fraction * gpu.memory_bytes:
+        if surely_fits(sum(peak_memory(once).values()), gpu_bytes, usable_fraction):
             return once
     return setting.with_options(reduce_every_micro_batch=True)
 

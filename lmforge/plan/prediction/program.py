@@ -6,9 +6,9 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
-from lmforge.data.labels import CHUNK_TOKENS, cpu_chunk_tokens, fused_chunk_tokens
-from lmforge.plan.memory import DTYPE_BYTES
-from lmforge.plan.prediction.block import COMPILED_KERNELS, EAGER_KERNELS, BlockCost, block_shapes, count_block
+from lmforge.data.labels import loss_chunk_tokens
+from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
+from lmforge.plan.prediction.block import BlockCost, block_shapes, count_block, embedded_bytes, forward_kernels, mask_bytes
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
@@ -48,16 +48,22 @@ class StepProgram:
         # A tied embedding, or one that is no unit of its own, is gathered with the last norm, for the whole step.
         self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
 
-        def unit(name: str, shapes: list[tuple[int, int]]) -> Unit:
-            return make_unit(name, shapes, setting.shards, flat=flat)
+        def unit(name: str, shapes: list[tuple[int, int]], *, trained: bool = setting.trains_all) -> Unit:
+            if trained:
+                return make_unit(name, shapes, setting.shards, flat=flat)
+            adapters = setting.adapters if name.startswith("block") else ()
+            return make_unit(name, adapters, setting.shards, flat=flat, frozen=shapes)
 
         self.root = unit("root", [*(tables if self.in_root else []), (width, 1)])
         self.embedding = unit("embedding", tables if stage.has_embedding and not self.in_root else [])
-        self.head = unit("head", [] if self.tied else head)
+        trains_head = setting.trains_all or model.reward
+        self.head = unit("head", [] if self.tied else head, trained=trains_head)
         self.head_parameters = sum(rows * columns for rows, columns in head)
+        self.head_gradient = FP32 * self.head_parameters * trains_head  # in fp32, from the forward pass on
         shapes = block_shapes(model, tensor)
         self.units = [unit(f"block {number}", shapes) for number in range(1, stage.blocks + 1)]
-        self.parameters = sum(each.padded for each in (self.embedding, *self.units, self.head, self.root))
+        every_unit = (self.embedding, *self.units, self.head, self.root)
+        self.parameters, self.trained = sum(each.padded for each in every_unit), sum(each.padded_trained for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
         self._gathered: set[str] = set()
         self._gathering: dict[str, int] = {}
@@ -72,17 +78,17 @@ class StepProgram:
 
     def held(self) -> dict[str, float]:
         """Bytes by kind that a rank keeps between steps."""
-        setting, count = self.setting, self.parameters / self.setting.shards
-        optimizer = setting.optimizer
-        is_ours = optimizer.name == "muon" or optimizer.state_dtype != "fp32"
-        state = DTYPE_BYTES[optimizer.state_dtype if is_ours else setting.master_dtype]
-        matrices = sum(each.parameters for each in self.units) / setting.shards
-        states = {"adamw": 2 * count, "sgd": 0 if optimizer.momentum == 0 else count, "muon": 2 * count - matrices}
-        held = {"weights": count * self.master_bytes, "optimizer states": states[optimizer.name] * state}
+        setting, shards = self.setting, self.setting.shards
+        matrices = sum(each.trained for each in self.units)
+        counts = ParameterCounts(*(round(each / shards) for each in (self.parameters, self.trained, matrices)))
+        held = {"weights": self.parameters / shards * self.master_bytes}
+        held["optimizer states"] = float(optimizer_state_bytes(setting.optimizer, setting.master_dtype, counts))
+        if setting.has_reference:
+            held["reference"] = held["weights"]
         if setting.options.cpu_offload and setting.on_gpu:
             held = {}
         if setting.options.engine == "ddp":
-            held["gradients"] = self.parameters * self.master_bytes  # DDP's buckets, of which gradients are views
+            held["gradients"] = self.trained * self.master_bytes  # DDP's buckets, of which gradients are views
         kept = sum(cost.saved_bytes for cost in self.costs)
         if self.stage.in_flight > 1:
             held["activations of other micro-batches"] = (self.stage.in_flight - 1) * kept
@@ -172,10 +178,9 @@ class StepProgram:
         if self.stage.has_embedding:
             self._gather(self.embedding, after=())
             self._wait(self.embedding, in_forward=True)
-            angles = FP32 * setting.model.head_dim * tokens if setting.model.family == "llama" else 0
-            mask = 0 if setting.on_gpu else setting.sequence_length * tokens
-            self._add("forward, embedding", seconds=3 * residual / self.rates.memory, kind="element-wise",
-                      allocate={"activations": residual + angles + mask},
+            self._add("forward, embedding", kind="element-wise",
+                      seconds=self.rates.element_wise_seconds(3 * residual, residual),
+                      allocate={"activations": embedded_bytes(setting)}, transient={"temporary": 3.0 * mask_bytes(setting)},
                       free=self._free(self.embedding) if self.reshards else {})  # fmt: skip
         for unit, cost in zip(self.units, self.costs, strict=True):
             self._gather(unit, after=self._after_copy(in_forward=True))
@@ -191,7 +196,7 @@ class StepProgram:
             self._head_forward()
 
     def _launches(self) -> float:
-        return (COMPILED_KERNELS if self.setting.compiled else EAGER_KERNELS) * self.rates.launch_seconds
+        return forward_kernels(self.setting) * self.rates.launch_seconds
 
     def _forward_parts(self, cost: BlockCost, only_dropped: bool = False) -> list[tuple[str, float, str]]:
         """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
@@ -202,12 +207,17 @@ class StepProgram:
         chosen = [each for each in products if not (selects and each.kept)]
         parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]
         if not selects:
-            parts.append((" attention", cost.attention_flops / rates.attention_flops[0], "attention"))
-        parts.append((" element-wise", cost.forward_bytes / rates.memory, "element-wise"))
+            parts.append((" attention", self._attention(cost), "attention"))
+        parts.append((" element-wise", rates.element_wise_seconds(cost.forward_bytes, cost.input_bytes), "element-wise"))
         return parts + self._block_collectives()
 
-    def _product(self, rows: int, inner: int, columns: int) -> float:
-        return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.setting.float8)
+    def _product(self, rows: int, inner: int, columns: int, *, backward: bool = False) -> float:
+        return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.setting.float8, backward)
+
+    def _attention(self, cost: BlockCost, *, backward: bool = False) -> float:
+        flops = cost.attention_flops * (2.5 if backward else 1)
+        setting = self.setting
+        return self.rates.attention_seconds(flops, setting.model.head_dim, setting.sequence_length, backward=backward)
 
     def _block_collectives(self) -> list[tuple[str, float, str]]:
         """Those that a block's forward pass, and its backward pass, wait for."""
@@ -219,9 +229,8 @@ class StepProgram:
         if setting.context > 1:
             keys = 2 * setting.model.num_key_value_heads * setting.model.head_dim // setting.tensor
             nbytes = float(setting.tokens * setting.context * keys * self.number_bytes)
-            parts.append(
-                (" context parallel", self.rates.gather_seconds(nbytes, self.context_group), "context-parallel gathers")
-            )
+            seconds = self.rates.gather_seconds(nbytes, self.context_group)
+            parts.append((" context parallel", seconds, "context-parallel gathers"))
         return parts
 
     def _head_forward(self) -> None:
@@ -229,27 +238,34 @@ class StepProgram:
         width, vocabulary = setting.model.hidden_size, self.head_parameters // self.setting.model.hidden_size
         self._gather(self.head, after=self._after_copy(in_forward=True))
         self._wait(self.head, in_forward=True)
-        product = rates.product_seconds(tokens, width, vocabulary, self.number_bytes)
         hidden = float(tokens * width * self.number_bytes)
         norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32 * tokens * width)
-        logits = float(tokens * vocabulary)
+        logits, chunk = float(tokens * vocabulary), tokens
         if setting.chunked_loss:
             fused = setting.on_gpu and setting.compiled
-            eager = CHUNK_TOKENS if setting.on_gpu else cpu_chunk_tokens(vocabulary, FP32)
-            chunk = min(tokens, fused_chunk_tokens(vocabulary, self.number_bytes) if fused else eager)
-            kept = hidden + FP32 * self.head_parameters
-            once = self.number_bytes if fused else self.number_bytes + FP32
+            chunk = min(tokens, loss_chunk_tokens(vocabulary, self.number_bytes, on_gpu=setting.on_gpu, fused=fused))
+            kept = hidden + self.head_gradient
+            # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
+            once = self.number_bytes if fused or self.number_bytes == FP32 else self.number_bytes + FP32
             transient = float(chunk * vocabulary * once)
             if not setting.on_gpu and self.number_bytes < FP32:
-                transient += self.head_parameters * self.number_bytes  # a CPU has no product of bf16 into fp32
-            passes, products = (3 * self.number_bytes if fused else 10 * FP32), 3
+                # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
+                transient += self.head_parameters * (self.number_bytes + (FP32 if chunk < tokens else 0))
+            stored = setting.compiled and not setting.on_gpu  # exponentials, by one pass for another (StoredHeadChunk)
+            passes = 3 * self.number_bytes if fused else 2 * (self.number_bytes + FP32) if stored else 10 * FP32
         else:
             kept, transient = hidden + FP32 * logits, logits * (self.number_bytes + FP32)
-            passes, products = (6 if setting.compiled else 12) * FP32, 1
-        self._add("forward, head and loss", seconds=products * product, kind="head and loss",
+            passes = (6 if setting.compiled else 12) * FP32
+        if not setting.is_fsdp and self.number_bytes < self.master_bytes:
+            transient += self.head_parameters * self.number_bytes  # which autocast casts
+        # A chunked loss computes gradients at once.
+        both = (False, True) if setting.chunked_loss else (False,)
+        products = sum(rates.product_seconds(chunk, width, vocabulary, self.number_bytes, backward=each) for each in both)
+        self._add("forward, head and loss", seconds=tokens / chunk * products, kind="head and loss",
                   allocate={"activations": norm - (hidden if setting.chunked_loss else 0), "loss": kept},
                   transient={"loss": transient}, host_seconds=self._host(self._launches()))  # fmt: skip
-        self._add("forward, loss", seconds=logits * passes / rates.memory, kind="head and loss")
+        self._add("forward, loss", kind="head and loss",
+                  seconds=rates.element_wise_seconds(logits * passes, FP32 * chunk * vocabulary))  # fmt: skip
 
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
         if self.stage.has_head:
@@ -266,16 +282,15 @@ class StepProgram:
         if self.stage.has_embedding:
             setting = self.setting
             residual = float(setting.tokens * setting.model.hidden_size * self.number_bytes // setting.tensor)
-            angles = FP32 * setting.model.head_dim * setting.tokens if setting.model.family == "llama" else 0
-            mask = 0 if setting.on_gpu else setting.sequence_length * setting.tokens
-            self._add("backward, embedding", seconds=4 * residual / self.rates.memory, kind="element-wise",
-                      allocate=self._unreduced(self.embedding), free={"activations": residual + angles + mask})  # fmt: skip
+            self._add("backward, embedding", kind="element-wise",
+                      seconds=self.rates.element_wise_seconds(4 * residual, residual),
+                      allocate=self._unreduced(self.embedding), free={"activations": embedded_bytes(setting)})  # fmt: skip
             self._reduce(self.embedding, is_first=is_first, is_last=is_last)
         self._reduce(self.root, is_first=is_first, is_last=is_last)
 
     def _unreduced(self, unit: Unit) -> dict[str, float]:
         """A unit's gradients before they are reduced: in the compute dtype under FSDP."""
-        return {"gradients before reduction": float(unit.parameters * self.number_bytes)} if self.setting.is_fsdp else {}
+        return {"gradients before reduction": float(unit.trained * self.number_bytes)} if self.setting.is_fsdp else {}
 
     def _head_backward(self, is_first: bool, is_last: bool) -> None:
         setting, rates, tokens = self.setting, self.rates, self.setting.tokens
@@ -283,14 +298,14 @@ class StepProgram:
         hidden = float(tokens * width * self.number_bytes)
         norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32 * tokens * width)
         if setting.chunked_loss:
-            loss = hidden + FP32 * self.head_parameters
-            seconds = 4 * FP32 * self.head_parameters / rates.memory
-            transient = {"loss": float(FP32 * self.head_parameters)}
+            loss = hidden + self.head_gradient
+            seconds = 4 * self.head_gradient / rates.memory
+            transient = {"loss": float(self.head_gradient)}
             norm -= hidden
         else:
             loss = hidden + FP32 * tokens * vocabulary
-            product = rates.product_seconds(tokens, width, vocabulary, self.number_bytes)
-            seconds = 2 * product + 6 * FP32 * tokens * vocabulary / rates.memory
+            product = rates.product_seconds(tokens, width, vocabulary, self.number_bytes, backward=True)
+            seconds = product + 6 * FP32 * tokens * vocabulary / rates.memory
             transient = {"loss": float(2 * FP32 * tokens * vocabulary)}
         self._add("backward, head and loss", seconds=seconds, kind="head and loss", transient=transient,
                   allocate=self._unreduced(self.root if self.tied else self.head), free={"loss": loss, "activations": norm},
@@ -311,16 +326,18 @@ class StepProgram:
         share = min(0.9, wide / whole) if whole else 0.5
         half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
         stream = BACKWARD_STREAM * cost.input_bytes
-        products = 2 * sum(self._product(rows, each.inputs, each.outputs) for each in cost.products)
+        products = sum(self._product(rows, each.inputs, each.outputs, backward=True) for each in cost.products)
+        products *= 1 if setting.trains_all else 0.5  # else only the gradients of inputs
         extra = {"recomputed": cost.recomputed_bytes * share, "activations": 0.0 if cost.recomputed_bytes else whole * share}
         self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=wait, allocate=half,
                   transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, free=extra,
                   host_seconds=self._host(2 * self._launches()))  # fmt: skip
         rest = {"recomputed": cost.recomputed_bytes - extra["recomputed"],
                 "activations": cost.saved_bytes - extra["activations"]}  # fmt: skip
-        self._add(f"backward, {unit.name}: attention", seconds=2.5 * cost.attention_flops / rates.attention_flops[1],
+        self._add(f"backward, {unit.name}: attention", seconds=self._attention(cost, backward=True),
                   kind="attention", allocate=half, transient={"temporary": stream}, free=rest)  # fmt: skip
-        self._add(f"backward, {unit.name}: element-wise", seconds=cost.backward_bytes / rates.memory, kind="element-wise")
+        self._add(f"backward, {unit.name}: element-wise", kind="element-wise",
+                  seconds=rates.element_wise_seconds(cost.backward_bytes, cost.input_bytes))  # fmt: skip
         for name, seconds, kind in self._block_collectives():
             self._add(f"backward, {unit.name}{name}", seconds=seconds, kind=kind)
 
@@ -335,43 +352,44 @@ class StepProgram:
         elif unit is self.root and not self.tied:
             unreduced = {}
         freed = unreduced | (self._free(unit) if self.reshards or is_last else {})
-        new = {} if unit.name in self._reduced_units else {"gradients": float(unit.padded * self.master_bytes)}
+        new = {} if unit.name in self._reduced_units else {"gradients": float(unit.padded_trained * self.master_bytes)}
         if not setting.is_fsdp:
             self._add(f"gradients, {unit.name}", allocate={} if setting.options.engine == "ddp" else new)
             self._reduced_units.add(unit.name)
             if is_last and setting.replicas > 1:
-                seconds = rates.all_reduce_seconds(float(unit.parameters * FP32), self.replica_group)
+                seconds = rates.all_reduce_seconds(float(unit.trained * FP32), self.replica_group)
                 self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._recent(1))
             return
         if self.reduces_once and not is_last:
-            fresh = {"accumulated gradients": float(unit.parameters * FP32)} if is_first else {}
-            self._add(f"accumulate {unit.name}", seconds=unit.parameters * 10 / rates.memory, kind="element-wise",
+            fresh = {"accumulated gradients": float(unit.trained * FP32)} if is_first else {}
+            self._add(f"accumulate {unit.name}", seconds=unit.trained * 10 / rates.memory, kind="element-wise",
                       allocate=fresh, free=freed)  # fmt: skip
             return
         if self.reduces_once and not is_first:
-            freed |= {"accumulated gradients": float(unit.parameters * FP32)}
-        buffer = {"reduce buffers": float(unit.padded * setting.reduce_dtype_bytes)} if setting.shards > 1 else {}
+            freed |= {"accumulated gradients": float(unit.trained * FP32)}
+        buffer = {"reduce buffers": float(unit.padded_trained * setting.reduce_dtype_bytes)} if setting.shards > 1 else {}
         # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
         waits = self._recent(1) + (() if self._reduction is None else (self._reduction,))
         self._add(f"copy in {unit.name}", after=waits, kind="copies of parameters", free=self._reducing,
-                  seconds=unit.parameters * (self.number_bytes + setting.reduce_dtype_bytes) / rates.memory)  # fmt: skip
+                  seconds=unit.trained * (self.number_bytes + setting.reduce_dtype_bytes) / rates.memory)  # fmt: skip
         self._reducing = buffer
         shard = {kind: count / setting.shards for kind, count in new.items()}
         self._reduced_units.add(unit.name)
         if setting.options.cpu_offload and setting.on_gpu:
             shard = {}
-        seconds = rates.gather_seconds(float(unit.padded * setting.reduce_dtype_bytes), self.shard_group)
+        nbytes = float(unit.padded_trained * setting.reduce_dtype_bytes)
+        seconds = rates.gather_seconds(nbytes, self.shard_group, "reduce-scatter")
         self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
                                     after=self._recent(1), allocate=buffer | shard, free=freed,
                                     host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
         if setting.replicas > 1 and is_last:
-            nbytes = unit.padded * setting.reduce_dtype_bytes / setting.shards
+            nbytes = unit.padded_trained * setting.reduce_dtype_bytes / setting.shards
             self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=(self._reduction,),
                                         seconds=rates.all_reduce_seconds(nbytes, self.replica_group))  # fmt: skip
 
     def _optimizer(self) -> None:
         setting, rates = self.setting, self.rates
-        count = self.parameters / setting.shards
+        count = self.trained / setting.shards
         ends = tuple(number for number, each in enumerate(self.operations) if each.stream == NETWORK)[-1:]
         # Reads master, gradient and two states, and writes all but the gradient; clipping reads and writes the gradient.
         nbytes = count * self.master_bytes * (7 + 3)

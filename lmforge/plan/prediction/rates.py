@@ -1,13 +1,15 @@
-"""How fast a device computes and moves bytes, and what a collective takes, from data sheets.
+"""How fast a device computes and moves bytes, and what a collective takes: from data sheets, or as it was measured.
 
-What holds for no single device but for all is a constant here, with where it comes from. None was fitted to a published
-training speed.
+`Rates.calibrate` takes a file of `lmforge bench --calibrate` in the place of the data sheet, so far as it goes. What holds for
+no single device but for all is a constant here, with where it comes from. None was fitted to a published training speed.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
+from lmforge.plan.memory import DTYPE_BYTES
 
 # Of the data sheet's memory bandwidth, what a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to 0.92).
 MEMORY_FRACTION = 0.87
@@ -23,6 +25,14 @@ LAUNCH_SECONDS, UNIT_SECONDS = 5e-6, 400e-6
 TILE_ROWS, TILE_COLUMNS, PIPELINE_FILL = 128, 256, 128
 # Of the peak of float8, what products with scaling reach; bf16 inputs are read twice and written once to be scaled and cast.
 FLOAT8_FRACTION = 0.65
+# Kinds of operations of a step, by the constants that their time comes from.
+CONSTANTS = {
+    "matrix products": ("matrix products", "head and loss"),
+    "attention": ("attention",),
+    "memory": ("element-wise", "optimizer", "copies of parameters"),
+    "collectives": ("all-gather", "reduce-scatter", "all-reduce", "tensor-parallel collectives", "context-parallel gathers"),
+    "host copies": (),
+}
 # Bytes a second of a host's memory that an optimizer in host memory reaches, for each rank of 8.
 HOST_OPTIMIZER_BYTES = 25e9
 
@@ -43,12 +53,31 @@ def make_group(size: int, stride: int, gpus_per_host: int) -> Group:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What was measured, in the place of formulas.
+
+    products, backward_products: what the formula's seconds of a product are multiplied by, by (rows, inner, columns);
+    float8_products likewise. attention: FLOP/s of both passes by (head_dim, length). element_wise: bytes/s by the bytes of an
+    array. collectives: seconds by bytes, of `group` ranks.
+    """
+
+    products: RateTable
+    backward_products: RateTable
+    float8_products: RateTable | None
+    attention: tuple[RateTable, RateTable]
+    element_wise: RateTable
+    collectives: dict[str, RateTable] = field(default_factory=dict)
+    group: Group | None = None
+
+
+@dataclass(frozen=True)
 class Rates:
     """Of one device and its connections. FLOP/s and bytes/s are what is reached, not peaks.
 
     product_flops: of large matrix products in the compute dtype; float8_flops: in float8.
     attention_flops: of the forward and the backward pass.
     network: of a host, in one direction; None for one host.
+    measured: what a calibration has by shape and size. calibrated: which of CONSTANTS come from one.
     """
 
     product_flops: float
@@ -63,6 +92,8 @@ class Rates:
     launch_seconds: float
     gpus_per_host: int
     is_cpu: bool
+    measured: Measured | None = None
+    calibrated: tuple[str, ...] = ()
 
     @classmethod
     def of_data_sheets(cls, gpu: GPU, network: Network | None, gpus_per_host: int, dtype: str) -> "Rates":
@@ -84,8 +115,81 @@ class Rates:
             is_cpu=gpu.is_cpu,
         )
 
-    def product_seconds(self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool = False) -> float:
-        """[rows, inner] x [inner, columns]: whole waves of tiles, or what reading and writing takes, if that is more."""
+    def calibrate(self, calibration: Calibration, dtype: str) -> "Rates":
+        """These rates, with what was measured in their place. In a dtype that was not measured, only what has none."""
+        c, changes, calibrated = calibration, dict[str, object](), ["memory"]
+        memory = c.value("memory")
+        assert memory is not None
+        changes["memory"] = memory
+        if (copied := [rate for name in ("host to device", "device to host") if (rate := c.value(name))]) and len(copied) == 2:
+            changes["host_copy"] = min(copied)
+            calibrated.append("host copies")
+        products = c.table("product", dtype)
+        if products is not None:
+            changes["product_flops"] = products.largest
+            if float8 := c.table("product", "fp8"):
+                changes["float8_flops"] = float8.largest
+        plain = replace(self, **changes)  # type: ignore[arg-type]
+        if products is None:
+            return replace(plain, calibrated=tuple(calibrated))
+        collectives = {name: table for name in COLLECTIVES if (table := c.table(name)) is not None}
+        forward, backward = c.table("attention", dtype), c.table("attention backward", dtype)
+        of_backward, element_wise = c.table("product backward", dtype), c.table("element-wise", dtype)
+        if forward is None or backward is None or of_backward is None or element_wise is None:
+            raise ValueError(f"measured in part only in {dtype}")
+        number_bytes = DTYPE_BYTES[dtype]
+        eight = c.table("product", "fp8")
+        measured = Measured(
+            plain._beside_formula(products, number_bytes),
+            plain._beside_formula(of_backward, number_bytes),
+            None if eight is None else plain._beside_formula(eight, 1, float8=True),
+            (forward, backward),
+            element_wise,
+            collectives,
+            Group(c.ranks, c.hosts, c.ranks_per_host),
+        )
+        calibrated += ["matrix products", "attention", *(["collectives"] if collectives else [])]
+        in_order = tuple(name for name in CONSTANTS if name in calibrated)
+        return replace(plain, measured=measured, calibrated=in_order)
+
+    def _beside_formula(self, flops: RateTable, number_bytes: int, float8: bool = False) -> RateTable:
+        """Measured seconds, divided by the formula's: between two shapes the formula knows more than a straight line."""
+        values: dict[tuple[int, ...], float] = {}
+        for (rows, inner, columns), rate in flops.items():
+            formula = self._formula_seconds(rows, inner, columns, number_bytes, float8)
+            values[rows, inner, columns] = 2.0 * rows * inner * columns / rate / formula
+        return RateTable(values)
+
+    def product_seconds(
+        self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool = False, backward: bool = False
+    ) -> float:
+        """[rows, inner] x [inner, columns]; `backward` for the two products of the backward pass."""
+        seconds = self._formula_seconds(rows, inner, columns, number_bytes, float8)
+        seconds *= 2 if backward else 1
+        if self.measured is not None:
+            table = self.measured.backward_products if backward else self.measured.products
+            if float8 and self.measured.float8_products is not None:
+                table = self.measured.float8_products
+            seconds *= table.at(rows, inner, columns)
+        if float8:
+            casts = (2 * number_bytes + 1) * (rows * inner + inner * columns) / self.memory
+            seconds += casts * (2 if backward else 1)
+        return seconds
+
+    def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool = False) -> float:
+        """For so many FLOPs of a forward or a backward pass."""
+        if self.measured is None:
+            return flops / self.attention_flops[backward]
+        return flops / self.measured.attention[backward].at(head_dim, length)
+
+    def element_wise_seconds(self, moved: float, array_bytes: float) -> float:
+        """For operators that read and write arrays of so many bytes, `moved` bytes in all."""
+        if self.measured is None or array_bytes < 1:
+            return moved / self.memory
+        return moved / self.measured.element_wise.at(array_bytes)
+
+    def _formula_seconds(self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool) -> float:
+        """Whole waves of tiles, or what reading and writing takes, if that is more. Without the casts of float8."""
         flops = 2.0 * rows * inner * columns
         moved = number_bytes * (rows * inner + inner * columns + rows * columns) / self.memory
         if self.is_cpu:
@@ -95,13 +199,14 @@ class Rates:
         efficiency = waves / math.ceil(waves) * inner / (inner + PIPELINE_FILL)
         if not float8:
             return max(flops / (self.product_flops * efficiency), moved)
-        cast = (2 * number_bytes + 1) * (rows * inner + inner * columns) / self.memory
-        return max(flops / (self.float8_flops * efficiency), moved) + cast
+        return max(flops / (self.float8_flops * efficiency), moved)
 
-    def gather_seconds(self, nbytes: float, group: Group) -> float:
-        """An all-gather to, or a reduce-scatter of, `nbytes` on each rank of the group."""
+    def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
+        """An all-gather to `nbytes` on each rank of the group; or with its name a reduce-scatter of so many."""
         if group.size == 1 or nbytes == 0:
             return 0.0
+        if (measured := self._measured_collective(name, nbytes, group)) is not None:
+            return measured
         seconds = LINK_LATENCY
         if group.per_host > 1:
             seconds += nbytes * (group.size - 1) / group.size / self.link
@@ -111,9 +216,37 @@ class Rates:
         return seconds
 
     def all_reduce_seconds(self, nbytes: float, group: Group) -> float:
+        if group.size > 1 and nbytes and (measured := self._measured_collective("all-reduce", nbytes, group)) is not None:
+            return measured
         return 2 * self.gather_seconds(nbytes, group)
+
+    def _measured_collective(self, name: str, nbytes: float, group: Group) -> float | None:
+        """What it takes by the measured one; None without one, and for a group on more hosts, or on one where it had several.
+
+        Bytes that each link carries grow as (ranks - 1) / ranks, in a group of any size.
+        """
+        if self.measured is None or self.measured.group is None or name not in self.measured.collectives:
+            return None
+        timed = self.measured.group
+        if (timed.hosts > 1) != (group.hosts > 1) or group.hosts > timed.hosts:
+            return None
+        points = self.measured.collectives[name].items()
+        share = (group.size - 1) / group.size / ((timed.size - 1) / timed.size)
+        return _on_line([(size[0], seconds) for size, seconds in points], nbytes * share)
 
     def _group_network(self, group: Group) -> float:
         """Bytes/s of a host for one group: those of the host's other ranks communicate at the same time."""
         assert self.network is not None
         return self.network * group.per_host / self.gpus_per_host
+
+
+def _on_line(points: list[tuple[int, float]], nbytes: float) -> float:
+    """Seconds between measured sizes in a straight line; below the smallest its own, above the largest by its rate."""
+    (smallest, least), (largest, most) = points[0], points[-1]
+    if nbytes <= smallest:
+        return least
+    if nbytes >= largest:
+        return most * nbytes / largest
+    at = next(number for number, (size, _) in enumerate(points) if size >= nbytes)
+    (low, below), (high, above) = points[at - 1], points[at]
+    return below + (above - below) * (nbytes - low) / (high - low)

@@ -1,12 +1,12 @@
 """From a step to the whole run: days, GPU-hours, energy, money, checkpoints and what failures cost."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmforge.config.planning import PlanOptions
-from lmforge.model.flops import parameter_count
 from lmforge.plan.hardware import GB, GPU
-from lmforge.plan.memory import ParameterCounts, checkpoint_bytes
+from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.prediction.predict import Prediction
 
 # Of a GPU's power limit, what it takes in training on average, and what the rest of a host adds to its GPUs.
@@ -35,12 +35,13 @@ class RunCost:
     goodput: float
 
 
-def run_cost(prediction: Prediction, steps: int, options: PlanOptions, gpu: GPU, *, async_save: bool) -> RunCost:
-    """What `steps` such steps cost. An asynchronous save costs the time to copy a rank's part to host memory."""
-    setting = prediction.setting
-    count = parameter_count(setting.model)
-    counts = ParameterCounts(count.total, count.total, count.block_matrices)
-    size = checkpoint_bytes(setting.optimizer, setting.master_dtype, counts)
+def run_cost(phases: Sequence[tuple[int, Prediction]], options: PlanOptions, gpu: GPU, *, async_save: bool) -> RunCost:
+    """What a run of so many steps of each kind costs. An asynchronous save costs the time to copy a rank's part to host
+    memory."""
+    setting = phases[0][1].setting
+    steps = sum(count for count, _ in phases)
+    step_seconds = sum(count * each.step_seconds for count, each in phases) / steps
+    size = checkpoint_bytes(setting.optimizer, setting.master_dtype, setting.parameters)
     writing = size / (options.disk_gb_s * GB)
     cost = writing
     if async_save:
@@ -52,12 +53,12 @@ def run_cost(prediction: Prediction, steps: int, options: PlanOptions, gpu: GPU,
     every = max(math.sqrt(2 * cost * between), writing)
     lost = cost / every + (every / 2 + options.restart_minutes * 60 + writing) / between
     goodput = 1 / (1 + lost)
-    seconds = steps * prediction.step_seconds / goodput
+    seconds = steps * step_seconds / goodput
     gpu_hours = seconds / 3600 * setting.world_size
     watts = gpu.watts * POWER_FRACTION * HOST_POWER
     return RunCost(
         steps,
-        steps * setting.tokens_per_step,
+        sum(count * each.setting.tokens_per_step for count, each in phases),
         seconds / 86400,
         gpu_hours,
         gpu_hours * watts / 1000,
@@ -65,7 +66,7 @@ def run_cost(prediction: Prediction, steps: int, options: PlanOptions, gpu: GPU,
         size,
         writing,
         every,
-        max(1, round(every / prediction.step_seconds)),
+        max(1, round(every / step_seconds)),
         seconds / between,
         goodput,
     )

@@ -16,9 +16,9 @@ from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.validate import check_parallel
+from lmforge.parallel.validate import check_lora, check_parallel
 from lmforge.plan.hardware import GPU
-from lmforge.plan.prediction.predict import Prediction, predict, resolve_reduction
+from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict, resolve_reduction, surely_fits
 from lmforge.plan.prediction.rates import Rates
 from lmforge.plan.prediction.setting import Setting
 
@@ -78,7 +78,7 @@ def search(
             continue
         tried += 1
         try:
-            _check(setting, global_batch_size)
+            check_setting(setting)
             candidate = estimate(setting, gpu, rates, usable)
         except UserError:
             refused += 1
@@ -88,7 +88,7 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
-        prediction = predict(resolve_reduction(each.setting, gpu, rates, usable), gpu, rates)
+        prediction = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
         if prediction.device_bytes <= budget:
             found = Candidate(
                 prediction.setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
@@ -138,11 +138,14 @@ def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool
         yield "fsdp2", "full-shard", True
 
 
-def _check(setting: Setting, global_batch_size: int) -> None:
+def check_setting(setting: Setting) -> None:
     """Raise UserError where the run itself would refuse."""
-    data_parallel = setting.world_size // setting.options.model_parallel_size
-    plan = BatchPlan(global_batch_size, setting.sequence_length, data_parallel, setting.micro_batch_size, setting.accumulation)
+    data_parallel, size = setting.world_size // setting.options.model_parallel_size, setting.micro_batch_size
+    global_batch_size = data_parallel * size * setting.accumulation
+    plan = BatchPlan(global_batch_size, setting.sequence_length, data_parallel, size, setting.accumulation)
     check_parallel(setting.options, setting.model, plan)
+    if not setting.trains_all:
+        check_lora(setting.options, setting.float8)
     _ = setting.dims
 
 
@@ -156,7 +159,7 @@ def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candida
     layers = setting.model.num_hidden_layers
     few, more = (count * setting.pipeline for count in FEW_BLOCKS)
     options: ParallelOptions = setting.options
-    once = setting.on_gpu and setting.is_fsdp and setting.shards > 1 and setting.pipeline == 1 and setting.accumulation > 1
+    once = can_reduce_once(setting)
     for waits in (True, False) if once else (False,):
         setting = setting.with_options(reduce_every_micro_batch=not waits)
         if layers <= more:
@@ -173,7 +176,7 @@ def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candida
             parts = {name: line(parts_low.get(name, 0.0), value) for name, value in parts_high.items()}
             seconds = line(low.step_seconds, high.step_seconds)
             result = Candidate(setting, line(low.device_bytes, high.device_bytes), seconds, parts)
-        if not waits or result.device_bytes <= usable * gpu.memory_bytes:
+        if not waits or surely_fits(result.device_bytes, gpu.memory_bytes, usable):
             break
     return replace(result, setting=replace(result.setting, options=options if not once else result.setting.options))
 

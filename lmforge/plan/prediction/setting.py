@@ -6,8 +6,9 @@ from typing import Any
 
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model.config import ModelConfig
+from lmforge.model.flops import parameter_count
 from lmforge.parallel.dims import ParallelDims, parallel_dims
-from lmforge.plan.memory import DTYPE_BYTES
+from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Setting:
     chunked_loss: whether head and cross-entropy go through the tokens in chunks. lmforge always does; other programs, whose
         published figures predictions are compared with, keep all logits.
     reduce_dtype_bytes: of a number of a gradient while FSDP reduces it.
+    adapters: (rows, columns) of the adapters of a block, beside which all other weights are frozen, but for the head of a
+        reward model; empty where all weights are trained.
+    has_reference: whether a frozen copy of the model's first weights is kept too.
+    has_dropout: whether dropout of the model keeps masks. stores_weights: whether blocks keep the weights of attention.
     """
 
     model: ModelConfig
@@ -37,13 +42,45 @@ class Setting:
     on_gpu: bool = True
     chunked_loss: bool = True
     reduce_dtype_bytes: int = 4
+    adapters: tuple[tuple[int, int], ...] = ()
+    has_reference: bool = False
+    has_dropout: bool = False
+    stores_weights: bool = False
 
     def with_options(self, **changes: Any) -> "Setting":
         return replace(self, options=self.options.model_copy(update=changes))
 
+    def with_micro_batch_size(self, size: int) -> "Setting":
+        """The same batch of a rank in micro-batches of this size, which divides it."""
+        return replace(self, micro_batch_size=size, accumulation=self.micro_batch_size * self.accumulation // size)
+
+    def fully_sharded(self) -> "Setting":
+        """The same with one copy of the model, sharded over all ranks."""
+        sharding = "full-shard" if self.options.sharding else None
+        return self.with_options(engine=self.options.engine if self.is_fsdp else "fsdp2", sharding=sharding, shard_degree=None)
+
     @cached_property
     def dims(self) -> ParallelDims:
         return parallel_dims(self.options, self.world_size, min(self.gpus_per_host, self.world_size))
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether activations can be counted: not those of a wrapped model."""
+        return self.model.family in ("llama", "gpt2")
+
+    @property
+    def trains_all(self) -> bool:
+        return not self.adapters
+
+    @property
+    def parameters(self) -> ParameterCounts:
+        """Of the whole model, adapters included."""
+        count, adapters = parameter_count(self.model), sum(rows * columns for rows, columns in self.adapters)
+        if self.trains_all:
+            return ParameterCounts(count.total, count.total, count.block_matrices)
+        adapters *= self.model.num_hidden_layers
+        head = self.model.num_outputs * self.model.hidden_size if self.model.reward else 0
+        return ParameterCounts(count.total + adapters, adapters + head, adapters)
 
     @property
     def is_fsdp(self) -> bool:

@@ -17,15 +17,24 @@ class Stage:
 @dataclass(frozen=True)
 class Unit:
     """What FSDP gathers and reduces as one: parameters of the rank before they are sharded, and with the rows that FSDP2 adds
-    so that each tensor divides by the ranks."""
+    so that each tensor divides by the ranks; of both, those that are trained."""
 
     name: str
     parameters: int
     padded: int
+    trained: int
+    padded_trained: int
 
 
-def make_unit(name: str, shapes: Sequence[tuple[int, int]], shards: int, *, flat: bool) -> Unit:
-    """A unit of tensors with these (rows, columns). FSDP1 puts them into one `flat` tensor, which needs no rows."""
-    count = sum(rows * columns for rows, columns in shapes)
-    padded = count if flat else sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
-    return Unit(name, count, padded)
+def make_unit(
+    name: str, shapes: Sequence[tuple[int, int]], shards: int, *, flat: bool, frozen: Sequence[tuple[int, int]] = ()
+) -> Unit:
+    """A unit of trained and `frozen` tensors with these (rows, columns). FSDP1 puts them into one `flat` tensor, which needs no
+    rows."""
+
+    def counts(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        count = sum(rows * columns for rows, columns in shapes)
+        return count, count if flat else sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
+
+    (trained, padded_trained), (others, padded_others) = counts(shapes), counts(frozen)
+    return Unit(name, trained + others, padded_trained + padded_others, trained, padded_trained)

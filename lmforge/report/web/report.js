@@ -75,158 +75,7 @@ function nearest(points, x) {
   return high > 0 && x - points[high - 1][0] <= points[high][0] - x ? points[high - 1] : points[high];
 }
 
-function ticks(low, high, most) {
-  const rough = (high - low) / most || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
-  // Counted: where a step is less than the last bit of the values, adding it would never arrive.
-  const first = Math.ceil(low / step - 1e-9), count = Math.min(Math.floor(high / step + 1e-9) - first, 4 * most);
-  const found = [];
-  for (let index = 0; index <= count; index++) found.push((first + index) * step + 0);
-  return found.filter(Number.isFinite);
-}
-
-const LEFT = 52, RIGHT = 10, TOP = 6, BOTTOM = 22;  // of a drawing, beside what is drawn
-// A box with a heading, a legend and a drawing. `draw(width)` fills it, each time that all are drawn.
-function figure(heading, height, wide, draw) {
-  const legend = element("div", { class: "legend", "aria-live": "off" });
-  const svg = drawn("svg", { role: "img", "aria-label": heading, height });
-  const box = element("div", { class: wide ? "chart wide" : "chart" }, element("h3", {}, heading), legend, svg);
-  redraws.push(() => {
-    const width = Math.max(240, box.clientWidth - 20);
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    svg.replaceChildren();
-    draw(width);
-  });
-  return { box, legend, svg };
-}
-// Labels the axis below, from x0 to x1. Returns where a value is on it.
-function horizontal(svg, width, height, x0, x1) {
-  const x = (value) => LEFT + (value - x0) / (x1 - x0) * (width - LEFT - RIGHT);
-  for (const tick of ticks(x0, x1, width < 420 ? 3 : 6))
-    svg.append(drawn("text", { x: x(tick), y: height - 6, "text-anchor": x(tick) > width - 40 ? "end" : "middle" }, onAxis(tick)));
-  return x;
-}
-// A part of a legend, and the element of its value.
-function legendItem(fill, label, text = "") {
-  const value = element("b", {}, text);
-  return { item: element("span", {}, element("i", { style: `background: ${fill}` }), `${label} `, value), value };
-}
-
-// A chart of curves [{label, color, dashed, points: [[step, value]], run}]; drag to zoom all charts, double click to go back.
-function chart(heading, curves, { wide = false } = {}) {
-  const height = wide ? 280 : 210;
-  let view = null, from = null;  // what is drawn: its bounds and curves; and where a drag began
-  const { box, legend, svg } = figure(heading, height, wide, (width) => {
-    view = null;
-    const placed = curves.map((curve) => ({ ...curve, at: curve.points.map(([step, value]) => [along(curve.run, step), value]) }));
-    const logScale = logarithmic && placed.every(({ at }) => at.every(([, y]) => y > 0));
-    const scaled = logScale ? Math.log10 : (y) => y;
-    const xs = placed.flatMap(({ at }) => at.map(([x]) => x));
-    let [x0, x1] = zoom ?? [Math.min(...xs), Math.max(...xs)];
-    if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
-    const visible = placed.flatMap(({ at }) => at.filter(([x]) => x >= x0 && x <= x1).map(([, y]) => scaled(y)));
-    if (!visible.length) { legend.textContent = "nothing measured here"; return; }
-    const [y0, y1] = bounds(visible);
-    const y = (value) => height - BOTTOM - (value - y0) / (y1 - y0) * (height - TOP - BOTTOM);
-    for (const tick of ticks(y0, y1, 5)) {
-      svg.append(drawn("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }));
-      svg.append(drawn("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, number(logScale ? 10 ** tick : tick)));
-    }
-    const x = horizontal(svg, width, height, x0, x1);
-    const clip = drawn("clipPath", { id: `clip-${chart.count = (chart.count ?? 0) + 1}` });
-    clip.append(drawn("rect", { x: LEFT, y: 0, width: width - LEFT - RIGHT, height: height - BOTTOM + 1 }));
-    const inside = drawn("g", { "clip-path": `url(#${clip.id})` }), pointer = drawn("g");
-    svg.append(clip, inside, pointer);
-    for (const curve of placed) {
-      const path = curve.at.map(([px, py], index) => `${index ? "L" : "M"}${x(px).toFixed(1)} ${y(scaled(py)).toFixed(1)}`).join("");
-      inside.append(drawn("path", { class: "curve", d: path, style: `stroke: ${curve.color}`, ...(curve.dashed ? { "stroke-dasharray": "5 3" } : {}) }));
-      if (curve.at.length < 40) for (const [px, py] of curve.at)
-        inside.append(drawn("circle", { cx: x(px), cy: y(scaled(py)), r: 2.4, style: `fill: ${curve.color}` }));
-    }
-    if (wide && one) for (const event of runs[0].events) {
-      const mark = EVENT_MARKS[event.kind];
-      if (!mark || event.step === null || (event.kind === "start" && !event.step)) continue;
-      const sign = drawn("text", { x: x(along(runs[0], event.step)), y: height - BOTTOM - 3, "text-anchor": "middle", ...(event.kind === "checkpoint" ? {} : { class: "alarm", style: "fill: var(--alarm)" }) }, mark);
-      sign.append(drawn("title", {}, `${event.kind === "start" ? "restart" : event.kind} at step ${event.step.toLocaleString("en")}${event.reason ? `: ${event.reason}` : ""}`));
-      inside.append(sign);
-    }
-    const shown = placed.map(({ color, label, at }) => ({ ...legendItem(color, label), at }));
-    const where = element("span"), value = (px) => x0 + (px - LEFT) / (width - LEFT - RIGHT) * (x1 - x0);
-    legend.replaceChildren(...shown.map(({ item }) => item), where);
-    view = { width, shown, where, pointer, value };
-    show(null);
-  });
-  // The values at a place of the drawing, or the last ones; only the legend and two marks change.
-  function show(px) {
-    const x = px === null ? null : view.value(px);
-    for (const { value, at } of view.shown) {
-      const point = x === null ? at.at(-1) : nearest(at, x);
-      value.textContent = point ? number(point[1]) : "–";
-    }
-    view.where.textContent = x === null ? "" : `${AXES[axis]} ${onAxis(nearest(view.shown[0].at, x)[0])}`;
-    view.pointer.replaceChildren();
-    if (x !== null) view.pointer.append(drawn("line", { class: "cursor", x1: px, x2: px, y1: TOP, y2: height - BOTTOM }));
-    if (x !== null && from !== null) view.pointer.append(drawn("rect", { class: "selection", x: Math.min(from, px), y: TOP, width: Math.abs(px - from), height: height - TOP - BOTTOM }));
-  }
-  const place = (event) => {
-    const area = svg.getBoundingClientRect(), px = (event.clientX - area.left) / area.width * view.width;
-    return Math.min(Math.max(px, LEFT), view.width - RIGHT);
-  };
-  svg.addEventListener("pointermove", (event) => { if (view) show(place(event)); });
-  svg.addEventListener("pointerdown", (event) => { if (event.pointerType === "mouse" && view) { from = place(event); svg.setPointerCapture(event.pointerId); } });
-  svg.addEventListener("pointerup", (event) => {
-    if (from === null || !view) return;
-    const ends = [from, place(event)].sort((a, b) => a - b);
-    from = null;
-    if (ends[1] - ends[0] > 8) setZoom(ends.map(view.value));
-  });
-  svg.addEventListener("pointerleave", () => { if (view) show(null); });
-  svg.addEventListener("dblclick", () => setZoom(null));
-  return box;
-}
-// The lowest and the highest value to draw.
-function bounds(values) {
-  // A few first values far above the rest would press the curve flat.
-  const ordered = [...values].sort((a, b) => a - b), cap = ordered[Math.floor((ordered.length - 1) * 0.99)];
-  let low = ordered[0], high = ordered.at(-1);
-  if (values.length > 30 && high - low > 4 * (cap - low) && cap > low) high = cap + (cap - low) * 0.3;
-  const size = Math.max(Math.abs(low), Math.abs(high));
-  const room = high - low <= 1e-12 * size ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.05;
-  return [low - room, high + room];
-}
-function setZoom(range) {
-  zoom = range;
-  document.getElementById("whole").hidden = range === null;
-  redraws.forEach((draw) => draw());
-}
-
-// Where a step's time goes: waiting for data, waiting for a save, the rest; stacked, from the first log step to the last.
-function strip(run) {
-  if (run.step_times.length < 2) return null;
-  const height = 66, high = 40, names = [["computing", color(0)], ["waiting for data", color(4)], ["waiting for a save", color(3)]];
-  const parts = run.step_times.map(([step, seconds, waiting, saving]) => {
-    const data = Math.min(1, waiting / seconds), save = Math.min(1 - data, saving / seconds);
-    return [step, [1 - data - save, data, save]];
-  });
-  const { box, legend, svg } = figure("Where the time of a step goes", height, true, (width) => {
-    const places = parts.map(([step]) => along(run, step));
-    const [x0, x1] = zoom ?? [places[0], places.at(-1)];
-    const scale = horizontal(svg, width, height, x0, x1), x = (value) => scale(Math.min(x1, Math.max(x0, value)));
-    parts.forEach(([, shares], index) => {
-      const a = x(index ? places[index - 1] : x0), b = x(places[index]);
-      let y = 4;
-      shares.forEach((share, which) => {
-        if (b > a) svg.append(drawn("rect", { x: a, y, width: b - a + 0.4, height: share * high, style: `fill: ${names[which][1]}` }));
-        y += share * high;
-      });
-    });
-  });
-  legend.append(...names.map(([name, fill], index) => {
-    const mean = parts.reduce((sum, [, shares]) => sum + shares[index], 0) / parts.length;
-    return legendItem(fill, name, `${(100 * mean).toFixed(1)} %`).item;
-  }));
-  return box;
-}
+// @CHARTS@
 
 function table(head, rows) {
   const made = element("table");
@@ -259,6 +108,12 @@ function group(...children) {
   return kept.length ? element("div", {}, ...kept) : null;
 }
 
+// What was predicted of the run, beside what its first steps took.
+function beside(run, name, unit) {
+  const predicted = run.prediction[`predicted/${name}`], measured = run.prediction[`measured/${name}`];
+  return predicted && measured ? `${number(measured)}${unit}, predicted ${number(predicted)}${unit}` : null;
+}
+
 function tiles(run) {
   const tokens = run.axis.tokens.at(-1), seconds = run.axis.seconds.at(-1);
   const facts = [
@@ -269,6 +124,7 @@ function tiles(run) {
     ["preferred", last(run, "rewards/accuracy")],
     ["tokens per second", last(run, "tokens_per_second")], ["MFU", last(run, "mfu") ? `${(100 * last(run, "mfu")).toFixed(0)} %` : null],
     ["peak memory", last(run, "memory_gib") ? `${number(last(run, "memory_gib"))} GiB` : null],
+    ["memory after the first steps", beside(run, "memory_gib", " GiB")], ["tokens per second in the first steps", beside(run, "tokens_per_second", "")],
     ["checkpoints", run.checkpoints.length ? `${run.checkpoints.length}, ${short(run.checkpoints.at(-1).bytes / 1e6)} MB each` : null],
   ];
   const box = element("div", { class: "tiles" });
@@ -276,11 +132,13 @@ function tiles(run) {
     box.append(element("div", { class: "tile" }, element("small", {}, name), element("b", name === "state" ? { class: `state ${run.state}` } : {}, number(value))));
   return box;
 }
-section("summary", "Summary", ...perRun((run) => group(element("p", { class: "verdict" }, run.verdict), tiles(run))));
+section("summary", "Summary", ...perRun((run) => group(element("p", { class: "verdict" }, run.subject), element("p", { class: "verdict" }, run.verdict), tiles(run))));
 
 if (!one) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.options)))];
-  const differing = names.filter((name) => !["run.name", "run.folder"].includes(name) && new Set(runs.map((run) => JSON.stringify(run.options[name]))).size > 1);
+  // An option that another stage lacks is shown where somebody gave it a value.
+  const told = (name) => runs.every((run) => name in run.options) || runs.some((run) => run.changed.includes(name));
+  const differing = names.filter((name) => !["run.name", "run.folder"].includes(name) && told(name) && new Set(runs.map((run) => JSON.stringify(run.options[name]))).size > 1);
   section("differences", "What differs", differing.length
     ? table(["option", ...runs.map((run) => run.name)], differing.map((name) => [element("code", {}, name), ...runs.map((run) => shown(run.options[name]))]))
     : element("p", {}, "All options are the same."));
@@ -294,24 +152,35 @@ if (!one) {
   log.addEventListener("click", () => { logarithmic = !logarithmic; log.setAttribute("aria-pressed", logarithmic); setZoom(zoom); });
   const whole = element("button", { type: "button", id: "whole", hidden: "" }, "whole run");
   whole.addEventListener("click", () => setZoom(null));
-  bar.append(element("label", {}, "over ", choose), log, whole, element("span", { class: "soft" }, "drag to zoom; ◆ checkpoint  ▸ restart  ✕ bad step  ↶ rollback  ■ stall"));
+  bar.append(element("label", {}, "over ", choose), log, whole, element("span", { class: "soft" }, "drag to zoom, or tap twice; ◆ checkpoint  ▸ restart  ✕ bad step  ↶ rollback  ■ stall"));
   const used = new Set(IN_STRIP);
   const curvesOf = (names) => runs.flatMap((run, index) => names.filter((name) => run.series[name]).map((name, which) => ({
-    run, points: run.series[name], color: color(one ? names.indexOf(name) : index), dashed: !one && which > 0,
+    run, name, points: run.series[name], color: color(one ? names.indexOf(name) : index), dashed: !one && which > 0,
     label: one ? (name.startsWith("val/") ? "validation" : names.length > 1 ? name === "loss" || name === "reward" ? "training" : name : name) : `${run.name}${which ? ", validation" : ""}`,
   })));
   for (const [heading, names] of CHARTS) {
     names.forEach((name) => used.add(name));
     const curves = curvesOf(names);
-    if (curves.length) box.append(chart(heading, curves, { wide: heading === "Loss" || (heading === "Reward") }));
-    if (heading === "Loss" && one) { const made = strip(runs[0]); if (made) box.append(made); }
+    if (!curves.length) continue;
+    const wide = heading === "Loss" || heading === "Reward";
+    box.append(chart(heading, curves, { wide }));
   }
+  const times = one ? strip(runs[0]) : null, above = box.querySelector(".wide");
+  if (times && above) above.after(times); else if (times) box.prepend(times);
   const rest = [...new Set(runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !used.has(name));
   const sources = rest.filter((name) => name.startsWith("loss/"));
   if (sources.length && one) {
     box.append(chart("Loss of each source", sources.map((name, index) => ({ run: runs[0], points: runs[0].series[name], color: color(index), label: name.slice(5) }))));
   }
-  const others = rest.filter((name) => !(one && sources.includes(name))).sort();
+  // A chart for each metric of held-out tasks, with a curve for each task.
+  const tasks = [...new Set(runs.flatMap((run) => run.tasks))], ofTasks = new Map();
+  for (const name of rest) {
+    const [split, task, metric] = name.split("/");
+    if (split === "val" && metric && tasks.includes(task)) ofTasks.set(metric, [...(ofTasks.get(metric) ?? []), name]);
+  }
+  for (const [metric, names] of ofTasks) box.append(chart(`Held-out tasks: ${metric}`, curvesOf(names).map((curve, index) => ({ ...curve, color: color(index), dashed: false, label: `${one ? "" : `${curve.run.name}, `}${curve.name.split("/")[1]}` }))));
+  const inTasks = [...ofTasks.values()].flat();
+  const others = rest.filter((name) => !(one && sources.includes(name)) && !inTasks.includes(name)).sort();
   const more = element("div", { class: "charts" });
   for (const name of others) more.append(chart(name, curvesOf([name])));
   section("curves", "Curves", bar, box, others.length ? element("details", { id: "more" }, element("summary", {}, `${others.length} more metrics`), more) : null);
@@ -363,6 +232,7 @@ section("completions", "Completions", ...perRun((run) => {
       row.reward, element("pre", {}, row.prompt), element("pre", {}, row.completion), row.ended ? row.tokens : `${row.tokens} (cut)`])));
   };
   choose.addEventListener("change", show);
+  choose.value = run.tables.length - 1;
   show();
   return group(element("div", { class: "bar" }, choose), place);
 }));
@@ -393,7 +263,7 @@ section("configuration", "Configuration", ...perRun((run) => {
 }));
 
 section("environment", "Environment", ...perRun((run) => Object.keys(run.environment).length
-  ? table(["", ""], Object.entries(run.environment).map(([name, value]) => [name.replaceAll("_", " "), value])) : null));
+  ? table(["", ""], Object.entries(run.environment).map(([name, value]) => [element("span", { class: "name" }, name.replaceAll("_", " ")), value])) : null));
 
 redraws.forEach((draw) => draw());
 let resizing;

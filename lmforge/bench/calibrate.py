@@ -1,0 +1,310 @@
+"""`lmforge bench --calibrate`: measures what `lmforge plan --calibration` takes, in about two minutes, and writes one file.
+
+All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do. What is measured of
+collectives and disks is measured as `lmforge doctor` does. The form of the file is in plan/calibration.py.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+from typing import Any
+
+import torch
+
+from lmforge.atomic_files import atomic_write_json
+from lmforge.bench.network_checks import time_collectives
+from lmforge.bench.storage_checks import checkpoint_folder, existing_folder, time_disk
+from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.config.benching import BenchConfig
+from lmforge.errors import UserError, format_duration
+from lmforge.model.attention import attend, create_attention_mask
+from lmforge.parallel.precision import FLOAT8_MIN_CAPABILITY, has_native_bf16
+from lmforge.plan.activations import num_mask_elements
+from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
+from lmforge.runs import describe_environment, is_local, processor_name
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# With fewer seconds for everything the largest of each size are left out.
+FEW_SECONDS = 10.0
+# What is computed in turn lies in more memory than caches hold: in a step, operands come from memory too. With two small
+# operands in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
+RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes at which a kind of device is measured."""
+
+    rows: tuple[int, ...]
+    inner: tuple[int, ...]
+    columns: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    lengths: tuple[int, ...]
+    attention_elements: int  # of the queries
+    array_bytes: tuple[int, ...]
+    memory_bytes: int
+    collective_bytes: tuple[int, ...]
+    copy_bytes: int
+
+    def without_largest(self) -> "Grid":
+        """The same with smaller sizes only."""
+        smaller: dict[str, Any] = {name: sizes[:-1] for name, sizes in vars(self).items() if isinstance(sizes, tuple)}
+        return replace(self, **smaller)
+
+
+GRIDS = {
+    "cpu": Grid(
+        (128, 1024, 4096),
+        (128, 512, 2048),
+        (128, 512, 2048),
+        (32, 64, 128),
+        (128, 512, 2048),
+        2**19,
+        (2**14, 2**18, 2**20, 2**22, 2**24, 2**26),
+        2**27,
+        (2**12, 2**16, 2**20, 2**22, 2**24, 2**26),
+        0,
+    ),
+    "cuda": Grid(
+        (1024, 4096, 16384),
+        (1024, 4096, 14336),
+        (1024, 4096, 14336),
+        (64, 128),
+        (1024, 4096, 16384),
+        2**25,
+        (2**20, 2**24, 2**27, 2**29),
+        2**31,
+        (2**16, 2**20, 2**24, 2**27, 2**29),
+        2**28,
+    ),
+}
+
+
+def choose_grid(device: torch.device, seconds: float) -> Grid:
+    grid = GRIDS[device.type]
+    return grid if seconds >= FEW_SECONDS else grid.without_largest()
+
+
+def calibrate(config: BenchConfig) -> int:
+    """Measure and write the file, on rank 0. Every rank calls it. Raises UserError where the file exists."""
+    out = config.bench.out
+    began = time.perf_counter()
+    with init_distributed(config.train.device, config.train.threads) as dist_ctx:
+        with dist_ctx.raise_on_all():
+            if dist_ctx.is_rank0 and out.exists():
+                raise UserError(f"--out: {out} exists; name another file")
+        calibration = measure_calibration(dist_ctx, config)
+        with dist_ctx.raise_on_all():
+            if dist_ctx.is_rank0:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write_json(out, calibration.model_dump(mode="json"))
+    if dist_ctx.is_rank0:
+        taken = format_duration(time.perf_counter() - began)
+        print(f"{out}: {len(calibration.measurements)} measurements of {calibration.describe()}, in {taken}")
+    return 0
+
+
+def measure_calibration(dist_ctx: DistributedContext, config: BenchConfig) -> Calibration:
+    """Everything there is to measure on these ranks. Every rank calls it and gets the same."""
+    device = dist_ctx.device
+    on_gpu = device.type == "cuda"
+    hosts = len(set(dist_ctx.all_gather(os.uname().nodename)))
+    stopwatch = _Stopwatch(dist_ctx, config.bench.calibrate_seconds)
+    local = list(stopwatch.measure())
+    every = dist_ctx.all_gather([each.value for each in local])
+    # A step waits for its slowest rank.
+    slowest = [min(values) for values in zip(*every, strict=True)]
+    measured = [each.model_copy(update={"value": value}) for each, value in zip(local, slowest, strict=True)]
+    if dist_ctx.world_size > 1:
+        sizes = choose_grid(device, config.bench.calibrate_seconds).collective_bytes
+        timed = time_collectives(dist_ctx.world_size, device, sizes, COLLECTIVES)
+        measured += [_measurement(name, s, bytes=round(size)) for name, results in timed.items() for size, s in results]
+    disk = dist_ctx.decide_on_rank0(lambda: _measure_disk(config))
+    measured += [_measurement(name, rate) for name, rate in disk.items()]
+    memory = torch.cuda.mem_get_info()[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    environment = describe_environment()
+    calibration = Calibration(
+        version=VERSION,
+        kind="cuda" if on_gpu else "cpu",
+        device=torch.cuda.get_device_name(device) if on_gpu else processor_name() or environment["platform"],
+        ranks=dist_ctx.world_size,
+        hosts=hosts,
+        threads=torch.get_num_threads(),
+        memory_bytes=memory,
+        packages=environment["packages"],
+        time=environment["time"],
+        measurements=tuple(measured),
+    )
+    return dist_ctx.broadcast(calibration)
+
+
+def _measurement(what: str, value: float, dtype: str | None = None, **sizes: int) -> Measurement:
+    return Measurement(what=what, dtype=dtype, sizes=sizes, value=value, unit=UNITS[what])
+
+
+def _measure_disk(config: BenchConfig) -> dict[str, float]:
+    """Bytes/s to and from where checkpoints of the recipe go; nothing of an object store."""
+    folder = checkpoint_folder(config)
+    if not is_local(folder):
+        return {}
+    try:
+        written, read = time_disk(existing_folder(folder))
+    except OSError as problem:
+        raise UserError(f"{folder}: checkpoints cannot be written ({problem.strerror}); give another --run.folder") from None
+    return {"disk write": written, "disk read": read}
+
+
+Operands = Iterator[list[torch.Tensor]]
+
+
+class _Stopwatch:
+    """Measures what a rank does by itself, in about so many seconds."""
+
+    def __init__(self, dist_ctx: DistributedContext, seconds: float) -> None:
+        self._dist_ctx, self._device = dist_ctx, dist_ctx.device
+        self._on_gpu = self._device.type == "cuda"
+        self._grid = choose_grid(self._device, seconds)
+        self._dtypes = ["fp32"] + ["bf16"] * has_native_bf16(self._device)
+        grid = self._grid
+        shapes = len(grid.rows) * len(grid.inner) * len(grid.columns)
+        attention = len(grid.head_dims) * len(grid.lengths)
+        calls = len(self._dtypes) * 2 * (shapes + attention) + 2 * shapes * self._has_float8
+        self._seconds_each = seconds / (calls + len(self._dtypes) * len(grid.array_bytes) + 3)
+
+    @property
+    def _has_float8(self) -> bool:
+        return self._on_gpu and torch.cuda.get_device_capability(self._device) >= FLOAT8_MIN_CAPABILITY
+
+    def measure(self) -> Iterator[Measurement]:
+        """Always in the same order, on every rank."""
+        for dtype in self._dtypes:
+            yield from self._products(dtype)
+            yield from self._attention(dtype)
+            yield from self._element_wise(dtype)
+        if self._has_float8:
+            yield from self._float8_products()
+        yield from self._memory()
+
+    def _time(self, call: Callable[[], object]) -> float:
+        """Seconds of a call: on a CPU the fastest of many, for what other programs take is not the device's, and with one
+        thread the time in which it ran; on a GPU, which nobody else uses and whose clock falls as it gets warm, the median."""
+        clock = time.thread_time if not self._on_gpu and torch.get_num_threads() == 1 else time.perf_counter
+        call()
+        self._synchronize()
+        began = clock()
+        call()
+        self._synchronize()
+        once = max(clock() - began, 1e-7)
+        # Launches of a GPU follow each other: what is timed is many of them.
+        repetitions = max(1, min(200, int(0.02 / once))) if self._on_gpu else max(1, min(200, int(1e-4 / once)))
+        self._dist_ctx.all_reduce_sum(torch.zeros(1, device=self._device))  # ranks begin together
+        seconds = [once]
+        deadline = time.perf_counter() + self._seconds_each
+        while len(seconds) < 3 or time.perf_counter() < deadline:
+            began = clock()
+            for _ in range(repetitions):
+                call()
+            self._synchronize()
+            seconds.append((clock() - began) / repetitions)
+        return statistics.median(seconds) if self._on_gpu else min(seconds)
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(*sizes, device=self._device).to(dtype)
+
+    def _ring(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Operands:
+        """Sets of operands, one after another and again from the first."""
+        nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+        count = max(2, min(MAX_RING, RING_BYTES[self._device.type] // nbytes))
+        first = [self._random(*shape, dtype=dtype) for shape in shapes]
+        return cycle([first, *([each.clone() for each in first] for _ in range(count - 1))])
+
+    def _shapes(self) -> Iterable[tuple[int, int, int]]:
+        return product(self._grid.rows, self._grid.inner, self._grid.columns)
+
+    def _products(self, dtype: str) -> Iterator[Measurement]:
+        """A linear layer's product, and the two of its backward pass, whose operands lie in memory in other ways."""
+        for rows, inner, columns in self._shapes():
+            operands = self._ring(((rows, inner), (columns, inner), (rows, columns)), DTYPES[dtype])
+
+            def forward(operands: Operands = operands) -> None:
+                x, weight, _ = next(operands)
+                torch.mm(x, weight.t())
+
+            def backward(operands: Operands = operands) -> None:
+                x, weight, gradient = next(operands)
+                torch.mm(gradient, weight)
+                torch.mm(gradient.t(), x)
+
+            sizes = {"rows": rows, "inner": inner, "columns": columns}
+            flops = 2.0 * rows * inner * columns
+            yield _measurement("product", flops / self._time(forward), dtype, **sizes)
+            yield _measurement("product backward", 2 * flops / self._time(backward), dtype, **sizes)
+
+    def _float8_products(self) -> Iterator[Measurement]:
+        """Products of numbers that are scaled and cast already."""
+        one = torch.ones(1, device=self._device)
+        for rows, inner, columns in self._shapes():
+            operands = self._ring(((rows, inner), (columns, inner)), torch.float8_e4m3fn)
+
+            def multiply(operands: Operands = operands) -> None:
+                x, weight = next(operands)
+                torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+            sizes = {"rows": rows, "inner": inner, "columns": columns}
+            yield _measurement("product", 2.0 * rows * inner * columns / self._time(multiply), "fp8", **sizes)
+
+    def _attention(self, dtype: str) -> Iterator[Measurement]:
+        """Attention as models compute it on this device, over one document a sequence."""
+        for head_dim, length in product(self._grid.head_dims, self._grid.lengths):
+            heads = max(1, self._grid.attention_elements // (head_dim * length))
+            size = (1, heads, length, head_dim)
+            q, k, v = (self._random(*size, dtype=DTYPES[dtype]).requires_grad_() for _ in range(3))
+            ids = torch.zeros(1, length, dtype=torch.int32, device=self._device)
+            starts = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            mask = create_attention_mask(ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim)
+            gradient = self._random(*size, dtype=DTYPES[dtype])
+            # Of the causal half on a GPU; a CPU computes chunks of queries with all keys up to their end.
+            scores = length * length / 2 if self._on_gpu else num_mask_elements(length)
+            flops = 4.0 * heads * head_dim * scores
+            with torch.no_grad():
+                seconds = self._time(lambda q=q, k=k, v=v, mask=mask: attend(q, k, v, mask))  # type: ignore[misc]
+            yield _measurement("attention", flops / seconds, dtype, head_dim=head_dim, length=length)
+            result = attend(q, k, v, mask)
+            seconds = self._time(
+                lambda result=result, inputs=(q, k, v), gradient=gradient: torch.autograd.grad(  # type: ignore[misc]
+                    result, inputs, gradient, retain_graph=True
+                )
+            )
+            yield _measurement("attention backward", 2.5 * flops / seconds, dtype, head_dim=head_dim, length=length)
+
+    def _element_wise(self, dtype: str) -> Iterator[Measurement]:
+        """An operator that reads two arrays of so many bytes and writes one."""
+        for nbytes in self._grid.array_bytes:
+            number = nbytes // DTYPES[dtype].itemsize
+            operands = self._ring(((number,),) * 3, DTYPES[dtype])
+
+            def add(operands: Operands = operands) -> None:
+                a, b, result = next(operands)
+                torch.add(a, b, out=result)
+
+            yield _measurement("element-wise", 3 * nbytes / self._time(add), dtype, bytes=nbytes)
+
+    def _memory(self) -> Iterator[Measurement]:
+        """The memory's bandwidth, and that of copies to and from a GPU."""
+        grid = self._grid
+        target, source = (torch.ones(grid.memory_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        yield _measurement("memory", 2 * grid.memory_bytes / self._time(lambda: target.copy_(source)))
+        if self._on_gpu:
+            pinned = torch.ones(grid.copy_bytes, dtype=torch.uint8).pin_memory()
+            part = source[: grid.copy_bytes]
+            to_device = self._time(lambda: part.copy_(pinned, non_blocking=True))
+            yield _measurement("host to device", grid.copy_bytes / to_device)
+            yield _measurement("device to host", grid.copy_bytes / self._time(lambda: pinned.copy_(part, non_blocking=True)))

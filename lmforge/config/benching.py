@@ -1,0 +1,57 @@
+"""The options of `lmforge bench`: a step of a recipe that is timed, a sweep over its options, or a calibration."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from lmforge.config.options import Options, option, section
+from lmforge.config.ranges import COUNT, DURATION
+from lmforge.config.stage import PretrainConfig
+
+
+class BenchOptions(Options):
+    """What is timed, and for how long."""
+
+    steps: int = option(10, "timed steps", **COUNT)
+    warmup_steps: int = option(3, "untimed steps before them, which include compilation", **COUNT)
+    sweep: tuple[str, ...] = option((), "section.option=value,value…: time every combination and print one table")
+    trace: Path | None = option(None, "write a profiler trace of one step, for Perfetto (.json or .json.gz)")
+    calibrate: bool = option(False, "time no step, but what these ranks can do, for `lmforge plan --calibration`")
+    out: Path = option(Path("calibration.json"), "with --calibrate: the file that is written")
+    calibrate_seconds: float = option(
+        100.0, "with --calibrate: seconds for products, attention and memory together", **DURATION
+    )
+    output: Literal["text", "json"] = option("text", "output format")
+
+    def problems(self) -> Iterator[str]:
+        changed = self.changed()
+        if not self.calibrate and (given := [name for name in ("out", "calibrate_seconds") if name in changed]):
+            yield f"--bench.{given[0]}: only with --calibrate; add it, or leave this out"
+        if self.calibrate and (others := [name for name in ("sweep", "trace") if name in changed]):
+            yield f"--{others[0]}: not with --calibrate, which times no step; leave one out"
+
+
+class BenchConfig(PretrainConfig):
+    """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--calibrate]: speed and memory of a step."""
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        "bench.steps",
+        "bench.warmup_steps",
+        "bench.sweep",
+        "bench.trace",
+        "bench.calibrate",
+        "bench.out",
+        "bench.output",
+        "data.sequence_length",
+        "model.preset",
+        "model.source",
+        "train.global_batch_size",
+        "train.micro_batch_size",
+        "train.dtype",
+        "train.compile",
+        "parallel.engine",
+        "parallel.sharding",
+        "parallel.activation_checkpointing",
+        "launch.processes",
+    )
+    bench: BenchOptions = section(BenchOptions, "what is timed")

@@ -1,0 +1,104 @@
+"""What a training says about itself before its first step: the memory and the speed that `lmforge plan` would predict.
+
+And beside them what was measured, once there is something to measure. Hardware that is not known gets no speed.
+"""
+
+from dataclasses import dataclass
+
+from lmforge.config.planning import USABLE_FRACTION
+from lmforge.config.stage import StageConfig
+from lmforge.errors import UserError, format_bytes
+from lmforge.plan.calibration import read_calibration
+from lmforge.plan.hardware import data_sheets, find_gpu
+from lmforge.plan.planning import Machine, calibrated_gpu, predict_setting
+from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, peak_memory
+from lmforge.plan.prediction.setting import Setting
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """Of a step of a run.
+
+    memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in metrics.jsonl measures: tensors on
+        a GPU, resident memory on a CPU.
+    tokens_per_second, speed_interval: of all ranks, padding included; None where it is not predicted.
+    speed_source: where its constants are from, or why there is no speed.
+    """
+
+    memory_bytes: float
+    memory_interval: tuple[float, float]
+    tokens_per_second: float | None
+    speed_interval: tuple[float, float] | None
+    speed_source: str
+
+    def describe(self) -> str:
+        """The prediction in one line."""
+        speed = f"{self._speed_words} tokens/s" if self.speed_interval else "no speed"
+        return f"memory {self._memory_words} a rank; {speed} ({self.speed_source})"
+
+    def compare(self, memory_bytes: float, tokens_per_second: float | None) -> str:
+        """What was measured, and the prediction beside it."""
+        words = f"memory {format_bytes(memory_bytes)} (predicted {self._memory_words})"
+        if tokens_per_second is not None:
+            predicted = f" (predicted {self._speed_words})" if self.speed_interval else ""
+            words += f"; {tokens_per_second:,.0f} tokens/s{predicted}"
+        return words
+
+    @property
+    def _memory_words(self) -> str:
+        return " to ".join(map(format_bytes, self.memory_interval))
+
+    @property
+    def _speed_words(self) -> str:
+        return " to ".join(f"{each:,.0f}" for each in self.speed_interval or ())
+
+
+def predict_run(setting: Setting, config: StageConfig, device_name: str | None, resident: tuple[float, float]) -> RunPrediction:
+    """The prediction of a run.
+
+    Args:
+        device_name: of the GPU, as torch gives it; None on a CPU.
+        resident: on a CPU the bytes of this process before it builds anything, and the upper end of the interval: libraries
+            take more from the first step on, and the C library keeps more than is live.
+
+    Raises UserError, in words for the reader, where nothing can be predicted.
+    """
+    if config.of_stage == "align":
+        raise UserError("nothing for alignment: a step is more than a forward and a backward pass of the model")
+    if not setting.has_formulas:
+        raise UserError(f"nothing: there are no formulas for a {setting.model.model_type} model")
+    kinds = peak_memory(setting)
+    memory = sum(kinds.values()) - kinds[OVERHEAD] - kinds["allocator"]
+    interval = memory * MEMORY_INTERVAL[0], memory * MEMORY_INTERVAL[1]
+    if not setting.on_gpu:
+        before, most = resident
+        memory, interval = memory + before, (interval[0] + before, most)
+    try:
+        machine = _find_machine(setting, config, device_name)
+    except UserError as problem:
+        return RunPrediction(memory, interval, None, None, str(problem))
+    prediction, ranks = predict_setting(setting, machine, USABLE_FRACTION), setting.world_size
+    slow, fast = prediction.speed_interval
+    source = machine.describe_constants(setting.dtype)
+    return RunPrediction(memory, interval, prediction.tokens_per_second * ranks, (slow * ranks, fast * ranks), source)
+
+
+def _find_machine(setting: Setting, config: StageConfig, device_name: str | None) -> Machine:
+    """Raises UserError where a constant would be a guess."""
+    if len(set(getattr(config.data, "sequence_lengths", ()))) > 1:
+        raise UserError("data.phases has several sequence lengths")
+    path, per_host = config.log.calibration, setting.gpus_per_host
+    gpu = data_sheets().gpu("cpu") if device_name is None else find_gpu(device_name)
+    if gpu is None:
+        raise UserError(f"{device_name} is not in the hardware file")
+    calibration = None if path is None else read_calibration(path)
+    if calibration is None and gpu.is_cpu:
+        raise UserError("no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration names the file")
+    if setting.world_size > per_host and (calibration is None or calibration.hosts == 1):
+        raise UserError("no measurements of the network between hosts; lmforge bench --calibrate on several hosts makes them")
+    if path is None or calibration is None:
+        return Machine(gpu, None, per_host)
+    gpu = calibrated_gpu(gpu, calibration, data_sheets(), path, per_host)
+    # What was measured takes the place of the data sheet.
+    network = data_sheets().network("infiniband-ndr") if setting.world_size > per_host else None
+    return Machine(gpu, network, per_host, calibration)

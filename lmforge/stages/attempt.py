@@ -1,0 +1,112 @@
+"""An attempt at a run, from the recipe that it writes to its report: what watches it, and how its failures are described."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from lmforge import checkpoint
+from lmforge.atomic_files import DISK_FULL_ERRNOS
+from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.stage import StageConfig
+from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.monitor.disk import DiskMonitor
+from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
+from lmforge.monitor.watchdog import Watchdog
+from lmforge.report.page import write_run_report
+from lmforge.runs import Run, is_local, storage_errors
+from lmforge.trackers.processes import TrackerProcesses
+from lmforge.train.determinism import explain_nondeterministic_op
+from lmforge.train.inputs import RunContext
+from lmforge.train.metrics import ConsoleLogger
+from lmforge.train.resume import last_checkpoint_message, record_launchers
+from lmforge.train.run_events import RunEvents
+from lmforge.untrusted import cut
+
+MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
+
+
+def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -> RunContext:
+    """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
+    attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
+    record_launchers(run, dist_ctx)
+    path = run.log_path(attempt, dist_ctx.rank_info.rank)
+    folder = run.checkpoints_folder
+    # A rank's own host may see another folder, or none.
+    with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
+        log = RankLog(path, dist_ctx.rank_info, attempt)
+    watch = Watchdog(
+        dist_ctx,
+        run.health_folder,
+        path,
+        stall_seconds=config.watch.stall_seconds,
+        timeout_seconds=config.watch.timeout_seconds,
+        disk_monitor=DiskMonitor(folder, partial(next_checkpoint_bytes, run)) if is_local(folder) else None,
+        add_event=RunEvents(run.events_path).add,  # any rank may be the one that reports a stall
+    )
+    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
+    console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
+    trackers = TrackerProcesses(console.info, console.warn)
+    if dist_ctx.is_rank0:
+        trackers.start(run, config.log.trackers, config.log.project)
+    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers)
+
+
+def next_checkpoint_bytes(run: Run) -> int:
+    """How large the next checkpoint will be: as large as the newest one; 0 where there is none yet."""
+    try:
+        if not (steps := run.checkpoint_steps()):
+            return 0
+        return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
+    except (UserError, OSError):
+        # It is being written or deleted.
+        return 0
+
+
+def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
+    """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
+    ctx.watch.stop(final_phase)
+    ctx.events.add("end", None, state=final_phase, error=error)
+    _write_report(ctx, says_where=final_phase == "done")
+    ctx.trackers.finish(final_phase)
+    ctx.console.close()
+    ctx.log.close()
+
+
+def _write_report(ctx: RunContext, says_where: bool) -> None:
+    """On rank 0. A run that stopped ends with the line that says how to go on, so nothing is said there."""
+    if not ctx.dist_ctx.is_rank0:
+        return
+    with suppress(OSError, ValueError):  # on a full disk there is no room in the log either
+        try:
+            path = write_run_report(ctx.run)
+            if says_where:
+                ctx.console.info(f"report: {path}")
+        except Exception as problem:  # how the run has ended is another matter
+            ctx.console.warn(f"no report: {describe_failure(problem)}")
+
+
+def describe_failure(problem: BaseException) -> str:
+    """What ended the run, in one line: the text of an error that was foreseen, and the type of any other."""
+    is_foreseen = isinstance(problem, RunFailed | UserError)
+    text = str(problem) if is_foreseen else traceback.format_exception_only(problem)[-1]
+    return cut(" ".join(text.split()), MAX_ERROR_CHARACTERS)
+
+
+@contextmanager
+def explain_failures(run: Run) -> Iterator[None]:
+    """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one line."""
+    try:
+        yield
+    except Exception as problem:
+        # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
+        cluster.claim_error_reporting()
+        failed, reason = RunFailed, explain_nondeterministic_op(problem)
+        if isinstance(problem, RuntimeError) and (lost := PEER_LOST_PATTERN.search(str(problem))):
+            failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
+        elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            reason = f"no room to write ({problem.strerror})"
+        if reason is None:
+            raise
+        raise failed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem

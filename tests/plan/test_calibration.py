@@ -1,0 +1,224 @@
+"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan takes, what it refuses."""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.cli import run
+from lmforge.plan.calibration import COLLECTIVES, REQUIRED, SIZES, UNITS, Calibration, RateTable, read_calibration
+from lmforge.plan.hardware import data_sheets
+from lmforge.plan.prediction.rates import Group, Rates
+from tests.conftest import Command, Refusal
+
+GRID = {"rows": (128, 1024), "inner": (128, 512), "columns": (128, 512), "head_dim": (32, 64), "length": (128, 512)}
+GRID |= {"bytes": (2**16, 2**24)}
+CPU_PLAN = ["--gpu_type", "cpu", "--train.global_batch_size", "8"]
+
+
+def measurement(what: str, sizes: Sequence[int], value: float, dtype: str | None) -> dict[str, Any]:
+    return {
+        "what": what,
+        "dtype": dtype,
+        "sizes": dict(zip(SIZES[what], sizes, strict=True)),
+        "value": value,
+        "unit": UNITS[what],
+    }
+
+
+def content(*, kind: str = "cpu", device: str = "A CPU", ranks: int = 1, dtypes: Sequence[str] = ("fp32",)) -> dict[str, Any]:
+    """A file's content: products at 1e11 FLOP/s, attention at half of it, arrays and memory at 1e10 bytes/s."""
+    values = {"FLOP/s": 1e11, "bytes/s": 1e10, "s": 1e-3}
+    measurements = []
+    for what in (*REQUIRED, *(COLLECTIVES if ranks > 1 else ()), "disk write"):
+        value = values[UNITS[what]] * (0.5 if what.startswith("attention") else 1)
+        for dtype in dtypes if what in REQUIRED and what != "memory" else (None,):
+            corners = product(*(GRID[name] for name in SIZES[what]))
+            measurements += [measurement(what, sizes, value, dtype) for sizes in corners]
+    head = {"version": 1, "kind": kind, "device": device, "ranks": ranks, "hosts": 1, "threads": 2, "memory_bytes": 2**34}
+    return {**head, "packages": {"torch": "2.13.0"}, "time": "2026-11-23T00:00:00", "measurements": measurements}
+
+
+def write(folder: Path, table: dict[str, Any]) -> Path:
+    path = folder / "calibration.json"
+    path.write_text(json.dumps(table))
+    return path
+
+
+def planned(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert run(["plan", *map(str, words), "--output", "json"]) == 0
+    return dict(json.loads(capfd.readouterr().out))
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
+    lmforge: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "measured" / "two.json"
+    words = ["bench", "--calibrate", "--out", out, "--bench.calibrate_seconds", 0.5, "--launch.processes", 2]
+    done = lmforge(*words, "--run.folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = read_calibration(out)
+    assert f"{len(measured.measurements)} measurements of {measured.device}, 2 ranks, " in done.stdout
+    assert (measured.kind, measured.ranks, measured.hosts) == ("cpu", 2, 1)
+    assert measured.packages["torch"]
+    names = {each.what for each in measured.measurements}
+    assert names == {*REQUIRED, *COLLECTIVES, "disk write", "disk read"}
+    assert [*tmp_path.iterdir()] == [out.parent]  # nothing is left of what was written to measure the disk
+    common = [*CPU_PLAN, "--gpus", 2, "--train.dtype", "fp32"]
+    found, before = planned(capfd, *common, "--calibration", out), planned(capfd, *common)
+    every = ["matrix products", "attention", "memory", "collectives", "disk"]
+    assert found["constants"] == {"measured": every, "data sheets": []}
+    assert before["constants"]["measured"] == []
+    spans = []
+    for each in (found, before):
+        low, high = each["tokens_per_second_per_gpu_interval"]
+        spans.append((high - low) / each["tokens_per_second_per_gpu"])
+    assert spans[0] == pytest.approx(0.30)
+    assert spans[1] == pytest.approx(0.50)
+    assert found["live_bytes"] == before["live_bytes"]
+    assert "exists; name another file" in lmforge(*words).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "a.json"], "--bench.out: only with --calibrate"),
+        (["--calibrate", "--sweep", "train.seed=1,2"], "--sweep: not with --calibrate"),
+        (["--calibrate", "--bench.calibrate_seconds", "0"], "bench.calibrate_seconds: expected a number above 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(refused: Refusal, words: list[str], message: str) -> None:
+    assert message in refused("bench", *words)
+
+
+# --- the file ------------------------------------------------------------------------------------------------------------
+
+
+def test_values_between_measured_sizes_are_between_theirs_and_beyond_the_grid_those_of_its_edge() -> None:
+    table = RateTable({(10, 10): 1.0, (10, 1000): 3.0, (1000, 10): 5.0, (1000, 1000): 7.0})
+    assert table.at(10, 1000) == 3.0
+    assert table.at(100, 10) == pytest.approx(3.0)
+    assert table.at(100, 100) == pytest.approx(4.0)
+    assert table.at(1, 1e9) == 3.0
+    with pytest.raises(ValueError, match="missing in another"):
+        RateTable({(10, 10): 1.0, (10, 1000): 3.0, (1000, 10): 5.0})
+
+
+def damage(change: Callable[[dict[str, Any]], object]) -> str:
+    table = content()
+    change(table)
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(content())[:-9], "not valid JSON"),
+        (damage(lambda table: table.update(version=2)), "of version 2, and this lmforge reads version 1"),
+        ("{}", "without a version"),
+        ("[]", "expected an object"),
+        (damage(lambda table: table["measurements"].pop(0)), "measured in one row is missing in another"),
+        (damage(lambda table: table["measurements"].clear()), "product: not measured"),
+        (damage(lambda table: table["measurements"][0].update(value=-1.0)), "measurements[0].value: expected a number above 0"),
+        (
+            damage(lambda table: table["measurements"][0].update(unit="s")),
+            "product: expected sizes rows, inner, columns in FLOP/s",
+        ),
+        (damage(lambda table: table["measurements"][0].update(what="luck")), "measurements[0]: an unknown measurement"),
+        (damage(lambda table: table.update(ranks=2)), "ranks on a CPU share its cores: 2 measured, 1 planned a host"),
+        (damage(lambda table: table.update(kind="cuda", device="NVIDIA H100 80GB HBM3")), "give --gpu_type h100-80"),
+        (damage(lambda table: table.update(kind="cuda", device="GeForce 256")), "of GeForce 256, and the plan is for cpu"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, refused: Refusal, text: str, message: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    line = refused("plan", *CPU_PLAN, "--calibration", path)
+    assert message in line
+    assert str(path) in line
+
+
+def test_a_file_that_is_not_there_is_one_line(refused: Refusal) -> None:
+    assert "--calibration: none.json: no such file" in refused("plan", *CPU_PLAN, "--calibration", "none.json")
+
+
+# --- what a plan takes of it -----------------------------------------------------------------------------------------------
+
+
+def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*CPU_PLAN, "--train.dtype", "fp32", "--calibration"]
+    before = planned(capfd, *words, write(tmp_path, content()))["seconds"]
+    of_kind = {"product": "matrix products", "attention": "attention", "element-wise": "element-wise", "memory": "optimizer"}
+    for name, kind in of_kind.items():
+        table = content()
+        for each in table["measurements"]:
+            if each["what"] in (name, f"{name} backward"):
+                each["value"] /= 2
+        after = planned(capfd, *words, write(tmp_path, table))["seconds"]
+        assert after[kind] == pytest.approx(2 * before[kind], rel=1e-6)
+        others = set(of_kind.values()) - {kind} - ({"matrix products"} if name == "memory" else set())
+        assert all(after[other] == before[other] for other in others)
+
+
+def test_the_disk_and_the_memory_are_those_that_were_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*CPU_PLAN, "--calibration", write(tmp_path, content())]
+    found = planned(capfd, *words)
+    assert found["capacity_bytes"] == 2**34
+    assert found["run"]["checkpoint_seconds"] == pytest.approx(found["run"]["checkpoint_bytes"] / 1e10)
+    assert planned(capfd, *words, "--disk_gb_s", 1)["run"]["checkpoint_seconds"] == pytest.approx(
+        found["run"]["checkpoint_bytes"] / 1e9
+    )
+
+
+def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gpu = content(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
+    words = ["--gpus", 16, "--train.global_batch_size", 16, "--calibration", write(tmp_path, gpu)]
+    assert run(["plan", *map(str, words)]) == 0
+    first = capfd.readouterr().out.splitlines()[0]
+    assert "constants measured (NVIDIA H100 80GB HBM3, 1 rank, 2026-11-23): matrix products, attention, memory, disk" in first
+    assert "from data sheets (NVIDIA H100 data sheet (SXM)): collectives, host copies, network" in first
+    assert run(["plan", *map(str, words), "--search", "--configurations", "3"]) == 0
+    assert "constants measured (NVIDIA H100 80GB HBM3" in capfd.readouterr().out
+    only_fp32 = write(tmp_path, content(kind="cuda", device="NVIDIA H100 80GB HBM3"))
+    found = planned(capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32)
+    assert found["constants"]["measured"] == ["memory", "disk"]
+
+
+def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
+    """Two ranks of one host: other groups on one host by what each link carries, and groups on several hosts not at all."""
+    table = content(ranks=2)
+    for each in table["measurements"]:
+        if each["what"] in COLLECTIVES:
+            each["value"] = each["sizes"]["bytes"] / 1e9
+    sheets = Rates.of_data_sheets(data_sheets().gpu("cpu"), data_sheets().network("ethernet-10"), 2, "fp32")
+    rates = sheets.calibrate(Calibration(**table), "fp32")
+    two, across = Group(2, 1, 2), Group(4, 2, 2)
+    assert rates.all_reduce_seconds(2**20, two) == pytest.approx(2**20 / 1e9)
+    assert rates.gather_seconds(2**30, two, "reduce-scatter") == pytest.approx(2**30 / 1e9)
+    assert rates.gather_seconds(1, two) == pytest.approx(2**16 / 1e9)
+    assert rates.gather_seconds(2**20, Group(4, 1, 4)) == pytest.approx(1.5 * 2**20 / 1e9)
+    assert rates.gather_seconds(2**20, across) == sheets.gather_seconds(2**20, across)
+
+
+# --- beside a step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective-ops"])
+def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, checkpointing: str
+) -> None:
+    words = ["--parallel.activation_checkpointing", checkpointing, "--train.compile", "off", "--train.dtype", "fp32"]
+    words += ["--train.micro_batch_size", "4", "--train.global_batch_size", "4", "--data.sequence_length", "256"]
+    words += ["--model.num_hidden_layers", "3", "--parallel.engine", "single"]
+    timed = ["--bench.steps", "1", "--bench.warmup_steps", "1", "--data.folder", str(tmp_path / "none")]
+    assert run(["bench", *words, *timed, "--bench.output", "json"]) == 0
+    [row] = json.loads(capfd.readouterr().out)
+    predicted = planned(capfd, *words, "--gpu_type", "cpu")["live_bytes"] / 2**30
+    assert predicted == pytest.approx(row["live_gib"], rel=0.05)
+    assert row["live_gib"] < row["memory_gib"]

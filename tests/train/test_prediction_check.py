@@ -1,0 +1,163 @@
+"""A run says what it is predicted to need, and after its first steps what it needed; no prediction can end or delay it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.cli import run
+from lmforge.config.load import load_config
+from lmforge.plan import out_of_memory
+from lmforge.plan.calibration import SIZES, UNITS
+from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.run_prediction import RunPrediction, predict_run
+from lmforge.report.run_data import read_run
+from lmforge.runs import Run
+from lmforge.train.metrics import PREDICTED_STEPS, PredictionCheck
+from tests.plan.test_plan import setting_of
+
+GIB = 2**30
+WORDS: dict[str, object] = {
+    "data.sequence_length": 32,
+    "model.hidden_size": 32,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 2,
+    "model.num_key_value_heads": 2,
+    "train.global_batch_size": 4,
+    "train.steps": PREDICTED_STEPS + 5,
+    "train.dtype": "fp32",
+    "train.device": "cpu",
+    "schedule.warmup_steps": 0,
+    "train.threads": 1,
+    "log.every_steps": 8,
+    "checkpoint.last_save_model_only": "true",
+}
+
+
+def trained(tokens: Path, folder: Path, capfd: pytest.CaptureFixture[str], **changes: object) -> tuple[Run, list[str]]:
+    """A run, and the lines that it printed about predictions."""
+    words = WORDS | {"data.folder": tokens, "run.folder": folder, "run.name": "a"} | changes
+    assert run(["pretrain", *(str(part) for name, value in words.items() for part in (f"--{name}", value))]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    return Run(folder / "a"), [line.removeprefix("predicted  ") for line in printed if line.startswith("predicted  ")]
+
+
+def calibration(path: Path, ranks: int = 1) -> Path:
+    """A file as `lmforge bench --calibrate` writes it, of a CPU that computes 1 GFLOP/s whatever it does."""
+    values = {"FLOP/s": 1e9, "bytes/s": 1e9, "s": 1e-3}
+    measurements = [
+        {
+            "what": what,
+            "dtype": "fp32" if what.startswith(("product", "attention", "element")) else None,
+            "sizes": dict.fromkeys(names, 64),
+        }
+        | {"value": values[UNITS[what]], "unit": UNITS[what]}
+        for what, names in SIZES.items()
+        if not what.startswith(("host", "device"))
+    ]
+    about = {"version": 1, "kind": "cpu", "device": "a CPU", "ranks": ranks, "hosts": 1, "threads": 1, "memory_bytes": GIB}
+    path.write_text(json.dumps({**about, "packages": {}, "time": "2026-11-23", "measurements": measurements}))
+    return path
+
+
+def test_a_run_logs_its_prediction_and_then_what_it_needed_beside_it(
+    tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The constants are those of another CPU: their prediction is wrong, and that is to be seen."""
+    file = calibration(tmp_path / "calibration.json")
+    done, lines = trained(tiny_tokens, tmp_path, capfd, **{"log.calibration": file})
+    print(lines)
+    before, after = lines
+    assert before.startswith("memory ")
+    assert "tokens/s (constants measured (a CPU, 1 rank, 2026-11-23): " in before
+    assert "; from data sheets" in before or "matrix products" in before
+    records = done.read_metrics()
+    (compared,) = [record for record in records if "predicted/memory_gib" in record]
+    assert compared == next(record for record in records if record["step"] >= PREDICTED_STEPS)
+    assert compared["measured/memory_gib"] == compared["memory_gib"]
+    for name in ("predicted/tokens_per_second", "measured/tokens_per_second"):
+        assert compared[name] > 0
+    assert f"{compared['measured/tokens_per_second']:,.0f} tokens/s (predicted " in after
+    shown = read_run(done)
+    assert shown["prediction"] == {name: value for name, value in compared.items() if "/" in name and "ed/" in name}
+    assert not any(name.startswith(("predicted/", "measured/")) for name in shown["series"])
+
+
+def test_a_cpu_without_measurements_gets_memory_and_no_speed(
+    tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done, (before, after) = trained(tiny_tokens, tmp_path, capfd, **{"train.steps": 3})
+    assert "a rank; no speed (no measurements of this CPU; lmforge bench --calibrate makes them" in before
+    assert "(predicted " in after
+    (compared,) = [record for record in done.read_metrics() if "predicted/memory_gib" in record]
+    assert compared["step"] == 3  # the end of a run of fewer than 20 steps
+    assert "predicted/tokens_per_second" not in compared
+    assert compared["measured/tokens_per_second"] > 0
+
+
+def test_a_prediction_that_fails_ends_no_run(
+    tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> RunPrediction:
+        raise ZeroDivisionError("of a prediction")
+
+    monkeypatch.setattr(out_of_memory, "predict_run", fail)
+    done, lines = trained(tiny_tokens, tmp_path, capfd, **{"train.steps": 3})
+    assert lines == ["failed, and the run goes on: ZeroDivisionError: of a prediction"]
+    records = done.read_metrics()
+    assert records[-1]["step"] == 3
+    assert not any("predicted/memory_gib" in record for record in records)
+
+
+def test_a_comparison_that_fails_ends_no_run() -> None:
+    lines: list[str] = []
+    broken = RunPrediction(1.0, (1.0, 2.0), None, (1.0, "x"), "")  # type: ignore[arg-type]
+    check = PredictionCheck(broken, 100, 0, lines.append)
+    check.add_step(1.0)
+    assert check.compare(PREDICTED_STEPS, 1.0, is_last=False) == {}
+    assert lines[0].startswith("predicted  failed, and the run goes on: ")
+    assert check.compare(PREDICTED_STEPS + 1, 1.0, is_last=True) == {}
+    assert len(lines) == 1
+
+
+def prediction(setting: Setting, *words: object, device: str | None = "NVIDIA H100 80GB HBM3", stage: str = "pretrain") -> Any:
+    config = load_config(list(map(str, words)), stage)
+    try:
+        return predict_run(setting, config, device, (0.0, 1e12))
+    except Exception as problem:
+        return str(problem)
+
+
+def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
+    setting = setting_of(gpus=8)
+    known = prediction(setting)
+    assert known.speed_interval[0] < known.tokens_per_second < known.speed_interval[1]
+    assert known.speed_source == "constants from data sheets: NVIDIA H100 data sheet (SXM)"
+    assert known.memory_bytes < 80 * GIB
+    for other, reason in (
+        (prediction(setting, device="NVIDIA GeForce 8800"), "NVIDIA GeForce 8800 is not in the hardware file"),
+        (prediction(setting_of(gpus=16)), "no measurements of the network between hosts"),
+        (prediction(setting, "--log.calibration", tmp_path / "none.json"), "none.json"),
+        (prediction(setting, "--log.calibration", calibration(tmp_path / "a.json")), "a CPU, and the plan is for h100-80"),
+        (
+            prediction(setting_of(on_gpu=False), "--log.calibration", calibration(tmp_path / "b.json"), device=None),
+            "1 measured",
+        ),
+    ):
+        assert reason in other.speed_source
+        assert other.tokens_per_second is None
+        assert "; no speed (" in other.describe()
+        assert other.memory_bytes > 0
+    lengths = ("--data.phases", "[{steps = 5, sequence_length = 512}, {}]", "--data.sequence_length", 1024)
+    assert prediction(setting, *lengths).speed_source == "data.phases has several sequence lengths"
+
+
+def test_what_has_no_formulas_gets_no_prediction() -> None:
+    assert prediction(setting_of(), stage="align").startswith("nothing for alignment: ")
+
+
+def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:
+    found = prediction(setting_of("124m", gpus=1, sequence_length=512))
+    low, high = found.memory_interval
+    assert low < found.memory_bytes < high < GIB * 8

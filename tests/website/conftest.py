@@ -1,0 +1,3 @@
+"""A browser for the tests of the site."""
+
+from tests.browser import browser  # noqa: F401 - a fixture
