@@ -203,8 +203,7 @@ class StepProgram:
         rates, rows = self.rates, self.setting.tokens
         selects = only_dropped and self.setting.options.activation_checkpointing == "selective-ops"
         # The last product's output is needed by nothing that is computed again.
-        products = cost.products[:-1] if only_dropped else cost.products
-        chosen = [each for each in products if not (selects and each.kept)]
+        chosen = [each for each in cost.products[: -1 if only_dropped else None] if not (selects and each.kept)]
         parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]
         if not selects:
             parts.append((" attention", self._attention(cost), "attention"))
