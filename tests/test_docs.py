@@ -56,7 +56,19 @@ OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.
 # What metrics are called that have a slash in their names.
 METRICS = ("loss/", "val/", "rewards/", "logps/", "tokens/")
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
-FLAGS = {"method", "environment", "help", "debug", "version", "dry-run", "resume", "deterministic", "sweep", "trace"}
+FLAGS = {
+    "method",
+    "environment",
+    "help",
+    "debug",
+    "version",
+    "dry-run",
+    "resume",
+    "deterministic",
+    "sweep",
+    "trace",
+    "calibrate",
+}
 FLAGS |= set(PLAN_OPTIONS)
 
 TRAINING = ("pretrain", "sft", "align")

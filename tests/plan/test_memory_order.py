@@ -27,11 +27,12 @@ from lmforge.plan.prediction.simulator import simulate
 from lmforge.plan.prediction.units import Stage
 
 MIB = 2**20
-# Whose peak is in the loss, and whose is in the backward pass of a block.
+# Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk: what torch allocates within
+# an operator, to add the bf16 gradient of a second chunk to the fp32 sum, the tracker does not see.
 WIDE_HEAD = {"vocab_size": 8000, "num_hidden_layers": 6, "num_key_value_heads": 2, "intermediate_size": 1408}
 DEEP = {"vocab_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
 CASES = [
-    (WIDE_HEAD, 8, (2, 256), {}),
+    (WIDE_HEAD, 8, (1, 256), {}),
     (DEEP, 64, (2, 512), {"activation_checkpointing": "full"}),
     (DEEP, 1024, (1, 64), {}),
 ]
@@ -39,7 +40,7 @@ MORE_CASES = [
     (DEEP, 8, (2, 512), {}),
     (DEEP, 8, (1, 64), {"activation_checkpointing": "full"}),
     (DEEP, 64, (1, 64), {"sharding": "hybrid-full-shard"}),
-    (WIDE_HEAD, 8, (2, 256), {"activation_checkpointing": "full"}),
+    (WIDE_HEAD, 8, (1, 256), {"activation_checkpointing": "full"}),
     (DEEP, 64, (2, 512), {"activation_checkpointing": "selective-ops"}),
     (DEEP, 64, (2, 512), {"activation_checkpointing": "selective-blocks"}),
     (DEEP, 1024, (2, 512), {"sharding": "grad-shard"}),

@@ -12,7 +12,7 @@ from lmforge.cli import run as command
 from lmforge.report.page import render
 from lmforge.report.run_data import MAX_SAMPLES, last_values, read_run, verdict
 from lmforge.runs import Run
-from lmforge.stages import run_stage
+from lmforge.stages import attempt, run_stage
 from lmforge.train.run_events import RunEvents
 from lmforge.verbs.list_runs import read_runs
 from tests.report.conftest import add_event, copied
@@ -65,7 +65,7 @@ def test_whatever_a_report_fails_of_is_a_warning(
     def fail(run: Run) -> Path:
         raise problem
 
-    monkeypatch.setattr(run_stage, "write_run_report", fail)
+    monkeypatch.setattr(attempt, "write_run_report", fail)
     assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]) == 0
     assert f"no report: {type(problem).__name__}: " in capfd.readouterr().out
 
@@ -122,7 +122,7 @@ def test_odd_content_is_left_out_of_the_report(first: Run, tmp_path: Path, brows
 def test_a_path_that_is_not_unicode_can_be_shown(first: Run, tmp_path: Path) -> None:
     run = copied(first, tmp_path)
     odd = Run(run.path.rename(tmp_path / "odd\udcff"))
-    assert run_stage.write_run_report(odd).exists()
+    assert attempt.write_run_report(odd).exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import lmforge
 from lmforge.cli import run as command
 from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
 from lmforge.runs import Run
-from lmforge.stages import run_stage
+from lmforge.stages import attempt
 from tests.report.conftest import add_event, copied
 
 
@@ -36,8 +36,8 @@ def test_a_series_of_a_long_run_is_thinned_to_its_first_last_and_evenly_spaced_p
 def test_a_restart_checkpoints_and_samples_are_events_in_the_order_of_time(first: Run) -> None:
     shown = read_run(first)
     kinds = [(event["kind"], event["step"]) for event in shown["events"]]
-    attempt = [("start", 0), ("checkpoint", 2), ("checkpoint", 4), ("end", None)]
-    assert kinds == [*attempt, ("start", 4), ("checkpoint", 6), ("end", None)]
+    before = [("start", 0), ("checkpoint", 2), ("checkpoint", 4), ("end", None)]
+    assert kinds == [*before, ("start", 4), ("checkpoint", 6), ("end", None)]
     assert [sample["step"] for sample in shown["samples"]] == [2, 4, 6]
     assert {sample["prompt"] for sample in shown["samples"]} == {"def "}
     assert shown["state"] == "done"
@@ -114,13 +114,13 @@ def test_what_is_missing_or_damaged_is_left_out(first: Run, tmp_path: Path) -> N
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
     tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = run_stage.write_run_report
+    written = attempt.write_run_report
 
     def into_a_folder(run: Run) -> Path:
         (run.path / "report.html").mkdir()
         return written(run)
 
-    monkeypatch.setattr(run_stage, "write_run_report", into_a_folder)
+    monkeypatch.setattr(attempt, "write_run_report", into_a_folder)
     assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) == 0
     assert "no report: " in capfd.readouterr().out
     assert command(["report", str(tmp_path / "a")]) == 2

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plugin") / "plugin.py"
-    path.write_text('import lmforge\nlmforge.register("tracker", "recording", "tests.trackers.recording:open_run")\n')
+    path.write_text('import lmforge\nlmforge.register("tracker", "noting", "tests.trackers.recording:open_run")\n')
     return path
 
 
@@ -107,7 +107,7 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
         "import lmforge\n"
         "class Own(lmforge.Options):\n"
         '    place: str = lmforge.option("here", "where it goes")\n'
-        'lmforge.register("tracker", "recording", "tests.trackers.recording:open_run", options=Own)\n'
+        'lmforge.register("tracker", "noting", "tests.trackers.recording:open_run", options=Own)\n'
         '@lmforge.register("reward", "long")\n'
         "def long(prompts, completions, **columns):\n"
         "    return [float(len(each)) for each in completions]\n"
@@ -116,7 +116,7 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
     words += ["--rollout.num_generations", "4", "--rollout.max_completion_length", "8", "--rollout.log_completions_every", "2"]
     words += ["--data.sequence_length", "64", "--train.steps", "3", "--train.global_batch_size", "8", "--run.name", "a"]
     words += ["--train.device", "cpu", "--train.compile", "off", "--train.threads", "1", "--model.source", str(tiny_run)]
-    words += ["--log.trackers", "recording", "--log.recording.place", "there", "--data.validation_files", "held_out.jsonl"]
+    words += ["--log.trackers", "noting", "--log.noting.place", "there", "--data.validation_files", "held_out.jsonl"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         patch.delenv("LMFORGE_TEST_TRACKER", raising=False)

@@ -210,6 +210,7 @@ def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(mo
         peak_flops=None,
         bad_step_detector=SimpleNamespace(skipped_steps=0, batch_offset=0),
         checkpointer=SimpleNamespace(blocking_seconds=0.0),
+        prediction_check=None,
     )
     throughput = loop._Throughput(trainer)
 

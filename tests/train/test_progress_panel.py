@@ -251,7 +251,7 @@ def is_whole(page: list[str]) -> None:
     # What was sampled may take a third line.
     assert not panel[6] or panel[6].endswith("'")
     assert not any(panel[4 + MAX_TEXT_LINES :])
-    assert before.startswith("MFU") or before.endswith("on this machine)")
+    assert before.startswith(("MFU", "predicted")) or before.endswith("on this machine)")
 
 
 @pytest.mark.needs("tmux")
