@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plugin") / "plugin.py"
-    path.write_text('import lmforge\nlmforge.register("tracker", "noting", "tests.trackers.recording:open_run")\n')
+    path.write_text('import lmforge\nlmforge.register("tracker", "recording", "tests.trackers.recording:open_run")\n')
     return path
 
 
