@@ -30,7 +30,7 @@ def predict_row(row: dict[str, Any]) -> Prediction:
     parallel = {"engine": "fsdp2" if gpus > 1 else "single", "reduce_every_micro_batch": True, **row["parallel"]}
     options = validate_options(ParallelOptions, parallel)
     model = get_preset(row["model"]) if isinstance(row["model"], str) else ModelConfig(**row["model"])
-    taken = ("sequence_length", "micro_batch_size", "master_dtype", "compiled", "float8", "chunked_loss", "reduce_dtype_bytes")
+    taken = ("sequence_length", "micro_batch_size", "master_dtype", "compiled", "float8", "logit_bytes", "reduce_dtype_bytes")
     fields = {name: row[name] for name in taken if name in row}
     setting = Setting(model, options, gpus, per_host, accumulation=row.get("accumulation", 1), **fields)
     machine = Machine(gpu, network if gpus > per_host else None, per_host)
@@ -39,7 +39,7 @@ def predict_row(row: dict[str, Any]) -> Prediction:
 
 def describe(row: dict[str, Any]) -> str:
     model = row["model"] if isinstance(row["model"], str) else f"width {row['model']['hidden_size']}"
-    words = [row["source"].split(",")[0].split()[0], model, f"{row['gpus']} x {row['gpu']}"]
+    words = [row["source"].split()[0], model, f"{row['gpus']} x {row['gpu']}"]
     words += [f"{name.split('_')[0]} {value}" for name, value in row["parallel"].items() if "degree" in name]
     return " ".join([*words, *(["eager"] if not row.get("compiled", True) else []), *(["float8"] if row.get("float8") else [])])
 
@@ -64,7 +64,8 @@ def main() -> int:
         speed.append(ratio)
         line = f"{describe(row):62} {prediction.tokens_per_second:9,.0f} {row['tokens_per_second']:9,.0f} {ratio:6.2f}"
         if row.get("memory_gib"):
-            gib = prediction.reserved_bytes / 2**30
+            is_live = row.get("memory_is") == "live"
+            gib = (prediction.live_bytes if is_live else prediction.reserved_bytes) / 2**30
             memory.append(gib / row["memory_gib"])
             line += f" {gib:7.1f} {row['memory_gib']:7.1f} {memory[-1]:6.2f}"
         print(line)

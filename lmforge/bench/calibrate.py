@@ -190,8 +190,8 @@ class _Stopwatch:
         yield from self._memory()
 
     def _time(self, call: Callable[[], object]) -> float:
-        """Seconds of a call: on a CPU the fastest of many, for what other programs take is not the device's, and with one
-        thread the time in which it ran; on a GPU, which nobody else uses and whose clock falls as it gets warm, the median."""
+        """Seconds of a call: the median of many. On a CPU with one thread only the time in which it ran counts, for what other
+        programs take is not the device's."""
         clock = time.thread_time if not self._on_gpu and torch.get_num_threads() == 1 else time.perf_counter
         call()
         self._synchronize()
@@ -210,7 +210,7 @@ class _Stopwatch:
                 call()
             self._synchronize()
             seconds.append((clock() - began) / repetitions)
-        return statistics.median(seconds) if self._on_gpu else min(seconds)
+        return statistics.median(seconds)
 
     def _synchronize(self) -> None:
         if self._on_gpu:

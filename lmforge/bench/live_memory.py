@@ -6,26 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 
-def held_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all tensors on the CPU that Python can see between two steps, and of DDP's buckets, which it cannot."""
+def held_bytes() -> int:
+    """Bytes of all tensors on the CPU that Python can see between two steps.
+
+    The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a gradient that Python has
+    seen once, as optimizers do, stays visible.
+    """
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = {}
     for tensor in tensors:
         if tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
-    # With gradient_as_bucket_view; after zero_grad only the reducer holds them.
-    buckets = sum(
-        parameter.nbytes
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel)
-        for parameter in module.parameters()
-        if parameter.requires_grad and parameter.grad is None
-    )
-    return sum(storages.values()) + buckets
+    return sum(storages.values())
 
 
 def peak_bytes(events: Sequence[Any], held: int) -> int:

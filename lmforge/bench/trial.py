@@ -175,7 +175,7 @@ class _Trial:
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()
-        held = 0 if on_gpu else held_bytes(self._model.model_with_loss)
+        held = 0 if on_gpu else held_bytes()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         with profile(activities=activities, profile_memory=not on_gpu) as profiled:

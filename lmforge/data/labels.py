@@ -24,3 +24,8 @@ def loss_chunk_tokens(vocab_size: int, hidden_bytes: int, *, on_gpu: bool, fused
         return max(1, FUSED_LOGITS_BYTES // (vocab_size * hidden_bytes))
     cached = CACHED_LOGITS_BYTES // (vocab_size * max(4, hidden_bytes))
     return min(cached, CHUNK_TOKENS) if cached >= MIN_CACHED_TOKENS and not on_gpu else CHUNK_TOKENS
+
+
+def stores_exponentials(softcap: float | None, vocab_ranks: int) -> bool:
+    """Whether a compiled loss on a CPU keeps the exponentials of a chunk: of all logits, which are not capped."""
+    return softcap is None and vocab_ranks == 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens
+from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens, stores_exponentials
 from lmforge.model.layers import PLAIN_HEAD, HeadOptions
 from lmforge.objectives.fused_passes import (
     compiled,
@@ -189,8 +189,9 @@ class StoredHeadChunk(HeadChunk):
 def _chunk_class(scoring: Scoring) -> type[HeadChunk]:
     if scoring.passes == "fused":
         return FusedHeadChunk
-    is_plain = scoring.softcap is None and scoring.vocab_shard.group is None
-    return StoredHeadChunk if scoring.passes == "stored" and is_plain else HeadChunk
+    group = scoring.vocab_shard.group
+    stores = scoring.passes == "stored" and stores_exponentials(scoring.softcap, 1 if group is None else group.size())
+    return StoredHeadChunk if stores else HeadChunk
 
 
 def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring) -> Iterator[HeadChunk]:

@@ -4,8 +4,9 @@ Under autocast alone, every micro-batch casts every matrix again, and widens its
 are cast once a step. Embeddings are looked up in fp32; autocast casts what is left: biases and the head.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,26 +24,62 @@ def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
     Gradients of the copies are added to those of the masters, in fp32, as each backward pass computes them. Values and
     gradients are those that autocast gives, bit by bit. Enter it around all forward and backward passes of a step.
     """
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D | LoraLinear)]
-    masters = [layer.weight for layer in layers]
-    copies = {master: _WorkingWeight.apply(master, dtype) for master in masters}
-    # Not by assignment: the copies are no parameters, and names, hooks and optimizers are those of the masters.
-    for layer, master in zip(layers, masters, strict=True):
-        layer._parameters["weight"] = copies[master]
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear | Conv1D | LoraLinear))
+    masters: dict[nn.Module, Any] = {layer: layer.weight for layer in linear}
+    copies: dict[Tensor, Tensor] = {master: master.detach().to(dtype) for master in masters.values()}
+
+    def use_copies(layers: Iterable[nn.Module]) -> None:
+        # Not by assignment: the copies are no parameters, and names, hooks and optimizers are those of the masters.
+        for layer in layers:
+            master = masters[layer]
+            layer._parameters["weight"] = _WorkingWeight.apply(master, copies[master])
+
+    use_copies(masters)
+    try:
+        with ExitStack() as hooks:
+            for block in model.blocks:
+                layers = [module for module in block.modules() if module in masters]
+                hooks.enter_context(_before_each_call(block, partial(use_copies, layers)))
+            yield
+    finally:
+        for layer, master in masters.items():
+            layer._parameters["weight"] = master
+
+
+@contextmanager
+def _before_each_call(block: nn.Module, function: Callable[[], None]) -> Iterator[None]:
+    """`function` runs before each call of the block, and is not compiled with it. Private to torch; checked with 2.13.0."""
+    call = block._compiled_call_impl
+    if call is None:
+        handle = block.register_forward_pre_hook(lambda *_: function())
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+
+    def call_after_function(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return call(*args, **kwargs)
+
+    block._compiled_call_impl = call_after_function
     try:
         yield
     finally:
-        for layer, master in zip(layers, masters, strict=True):
-            layer._parameters["weight"] = master  # type: ignore[assignment]
+        block._compiled_call_impl = call
 
 
 class _WorkingWeight(torch.autograd.Function):
-    """A copy of a parameter in another dtype, whose gradient may be computed several times."""
+    """Stands for a copy of a parameter in another dtype, and hands the copy's gradient to the parameter.
+
+    One is made in each forward pass, directly before the layer is called: autograd carries out the youngest of the operations
+    that are ready. Made at the start of the step, all would wait until the end of the backward pass, and DDP with them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, master: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, master: Tensor, copy: Tensor) -> Tensor:
         ctx.master = master
-        return master.to(dtype)
+        return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:

@@ -95,6 +95,28 @@ def test_gradients_have_the_bits_of_autocast_and_the_parameters_stay_the_masters
         assert torch.equal(parameter, value)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_reach_the_masters_of_a_block_before_the_block_before_it_goes_backward(
+    kind: str, checkpointing: str, compiled: bool
+) -> None:
+    """So that DDP reduces them beside the backward pass. Norms have no copies: theirs show when a block goes backward."""
+    model = small_model(kind, checkpointing)
+    order: list[int] = []
+    expected: list[int] = []
+    for number, block in reversed(list(enumerate(model.model.blocks))):
+        if compiled:
+            block.compile(dynamic=False, backend="aot_eager")
+        for parameter in block.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+                expected.append(number)
+    assert len(set(expected)) > 1
+    model.forward_backward(micro_batches(model, 1), torch.tensor(9.0), print)
+    assert order == expected
+
+
 def test_after_a_step_that_fails_the_parameters_are_the_masters() -> None:
     model = small_model("llama")
     names = [name for name, _ in model.model.named_parameters()]

@@ -209,16 +209,20 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
 # --- beside a step -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective-ops"])
+@pytest.mark.parametrize(
+    ("engine", "ranks", "checkpointing"),
+    [("single", 1, "none"), ("single", 1, "full"), ("single", 1, "selective-ops"), ("ddp", 2, "none"), ("fsdp2", 2, "full")],
+)
 def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, checkpointing: str
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, engine: str, ranks: int, checkpointing: str
 ) -> None:
     words = ["--parallel.activation_checkpointing", checkpointing, "--train.compile", "off", "--train.dtype", "fp32"]
-    words += ["--train.micro_batch_size", "4", "--train.global_batch_size", "4", "--data.sequence_length", "256"]
-    words += ["--model.num_hidden_layers", "3", "--parallel.engine", "single"]
-    timed = ["--bench.steps", "1", "--bench.warmup_steps", "1", "--data.folder", str(tmp_path / "none")]
+    words += ["--train.micro_batch_size", "4", "--train.global_batch_size", str(4 * ranks), "--data.sequence_length", "256"]
+    words += ["--model.num_hidden_layers", "3", "--parallel.engine", engine]
+    timed = ["--launch.processes", str(ranks)] if ranks > 1 else []
+    timed += ["--bench.steps", "1", "--bench.warmup_steps", "1", "--data.folder", str(tmp_path / "none")]
     assert run(["bench", *words, *timed, "--bench.output", "json"]) == 0
     [row] = json.loads(capfd.readouterr().out)
-    predicted = planned(capfd, *words, "--gpu_type", "cpu")["live_bytes"] / 2**30
+    predicted = planned(capfd, *words, "--gpus", ranks, "--gpu_type", "cpu")["live_bytes"] / 2**30
     assert predicted == pytest.approx(row["live_gib"], rel=0.05)
     assert row["live_gib"] < row["memory_gib"]

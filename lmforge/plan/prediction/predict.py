@@ -92,7 +92,9 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
     seconds, busy, exposed = slowest.seconds, slowest.busy, slowest.exposed
     network = busy.get(NETWORK, 0.0)
     hidden = max(0.0, network - exposed)
-    if not rates.is_cpu:  # collectives take a part of the device from the kernels beside them
+    if rates.is_cpu:  # collectives compute on the cores that the ranks have
+        seconds, exposed, hidden = seconds + hidden, network, 0.0
+    else:  # they take a part of the device from the kernels beside them
         seconds += hidden * COLLECTIVE_SMS / rates.sms
     bubble = 0.0
     if setting.pipeline > 1:

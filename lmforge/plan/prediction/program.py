@@ -6,9 +6,9 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
-from lmforge.data.labels import loss_chunk_tokens
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.block import BlockCost, block_shapes, count_block, embedded_bytes, forward_kernels, mask_bytes
+from lmforge.plan.prediction.head import count_head
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
@@ -58,8 +58,9 @@ class StepProgram:
         self.embedding = unit("embedding", tables if stage.has_embedding and not self.in_root else [])
         trains_head = setting.trains_all or model.reward
         self.head = unit("head", [] if self.tied else head, trained=trains_head)
-        self.head_parameters = sum(rows * columns for rows, columns in head)
-        self.head_gradient = FP32 * self.head_parameters * trains_head  # in fp32, from the forward pass on
+        head_parameters = sum(rows * columns for rows, columns in head)
+        if stage.has_head:  # whose gradient is in fp32, from the forward pass on
+            self.head_cost = count_head(setting, rates, head_parameters, float(FP32 * head_parameters * trains_head))
         shapes = block_shapes(model, tensor)
         self.units = [unit(f"block {number}", shapes) for number in range(1, stage.blocks + 1)]
         every_unit = (self.embedding, *self.units, self.head, self.root)
@@ -233,38 +234,13 @@ class StepProgram:
         return parts
 
     def _head_forward(self) -> None:
-        setting, rates, tokens = self.setting, self.rates, self.setting.tokens
-        width, vocabulary = setting.model.hidden_size, self.head_parameters // self.setting.model.hidden_size
+        cost = self.head_cost
         self._gather(self.head, after=self._after_copy(in_forward=True))
         self._wait(self.head, in_forward=True)
-        hidden = float(tokens * width * self.number_bytes)
-        norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32 * tokens * width)
-        logits, chunk = float(tokens * vocabulary), tokens
-        if setting.chunked_loss:
-            fused = setting.on_gpu and setting.compiled
-            chunk = min(tokens, loss_chunk_tokens(vocabulary, self.number_bytes, on_gpu=setting.on_gpu, fused=fused))
-            kept = hidden + self.head_gradient
-            # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
-            once = self.number_bytes if fused or self.number_bytes == FP32 else self.number_bytes + FP32
-            transient = float(chunk * vocabulary * once)
-            if not setting.on_gpu and self.number_bytes < FP32:
-                # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
-                transient += self.head_parameters * (self.number_bytes + (FP32 if chunk < tokens else 0))
-            stored = setting.compiled and not setting.on_gpu  # exponentials, by one pass for another (StoredHeadChunk)
-            passes = 3 * self.number_bytes if fused else 2 * (self.number_bytes + FP32) if stored else 10 * FP32
-        else:
-            kept, transient = hidden + FP32 * logits, logits * (self.number_bytes + FP32)
-            passes = (6 if setting.compiled else 12) * FP32
-        if not setting.is_fsdp and self.number_bytes < self.master_bytes:
-            transient += self.head_parameters * self.number_bytes  # which autocast casts
-        # A chunked loss computes gradients at once.
-        both = (False, True) if setting.chunked_loss else (False,)
-        products = sum(rates.product_seconds(chunk, width, vocabulary, self.number_bytes, backward=each) for each in both)
-        self._add("forward, head and loss", seconds=tokens / chunk * products, kind="head and loss",
-                  allocate={"activations": norm - (hidden if setting.chunked_loss else 0), "loss": kept},
-                  transient={"loss": transient}, host_seconds=self._host(self._launches()))  # fmt: skip
-        self._add("forward, loss", kind="head and loss",
-                  seconds=rates.element_wise_seconds(logits * passes, FP32 * chunk * vocabulary))  # fmt: skip
+        self._add("forward, head and loss", seconds=cost.product_seconds, kind="head and loss",
+                  allocate={"activations": cost.norm_bytes, "loss": cost.loss_bytes},
+                  transient={"loss": cost.forward_transient}, host_seconds=self._host(self._launches()))  # fmt: skip
+        self._add("forward, loss", kind="head and loss", seconds=cost.loss_seconds)
 
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
         if self.stage.has_head:
@@ -292,22 +268,11 @@ class StepProgram:
         return {"gradients before reduction": float(unit.trained * self.number_bytes)} if self.setting.is_fsdp else {}
 
     def _head_backward(self, is_first: bool, is_last: bool) -> None:
-        setting, rates, tokens = self.setting, self.rates, self.setting.tokens
-        width, vocabulary = setting.model.hidden_size, self.head_parameters // self.setting.model.hidden_size
-        hidden = float(tokens * width * self.number_bytes)
-        norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32 * tokens * width)
-        if setting.chunked_loss:
-            loss = hidden + self.head_gradient
-            seconds = 4 * self.head_gradient / rates.memory
-            transient = {"loss": float(self.head_gradient)}
-            norm -= hidden
-        else:
-            loss = hidden + FP32 * tokens * vocabulary
-            product = rates.product_seconds(tokens, width, vocabulary, self.number_bytes, backward=True)
-            seconds = product + 6 * FP32 * tokens * vocabulary / rates.memory
-            transient = {"loss": float(2 * FP32 * tokens * vocabulary)}
-        self._add("backward, head and loss", seconds=seconds, kind="head and loss", transient=transient,
-                  allocate=self._unreduced(self.root if self.tied else self.head), free={"loss": loss, "activations": norm},
+        cost = self.head_cost
+        self._add("backward, head and loss", seconds=cost.backward_seconds, kind="head and loss",
+                  transient={"loss": cost.backward_transient},
+                  allocate=self._unreduced(self.root if self.tied else self.head),
+                  free={"loss": cost.loss_bytes, "activations": cost.norm_bytes},
                   host_seconds=self._host(self._launches()))  # fmt: skip
         self._reduce(self.head, is_first=is_first, is_last=is_last)
 

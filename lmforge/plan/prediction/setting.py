@@ -18,8 +18,8 @@ class Setting:
     options: `[parallel]`; its engine is not auto.
     dtype, master_dtype: "fp32" or "bf16", of computation and of what is kept between steps.
     on_gpu: whether the device is one; on a CPU, attention is given a dense mask, and nothing is compiled or asynchronous.
-    chunked_loss: whether head and cross-entropy go through the tokens in chunks. lmforge always does; other programs, whose
-        published figures predictions are compared with, keep all logits.
+    logit_bytes: None where head and loss go through the tokens in chunks, as in lmforge. Other programs, whose published
+        figures predictions are compared with, keep so many bytes of each logit, and their backward pass holds so many more.
     reduce_dtype_bytes: of a number of a gradient while FSDP reduces it.
     adapters: (rows, columns) of the adapters of a block, beside which all other weights are frozen, but for the head of a
         reward model; empty where all weights are trained.
@@ -40,7 +40,7 @@ class Setting:
     compiled: bool = True
     float8: bool = False
     on_gpu: bool = True
-    chunked_loss: bool = True
+    logit_bytes: tuple[int, int] | None = None
     reduce_dtype_bytes: int = 4
     adapters: tuple[tuple[int, int], ...] = ()
     has_reference: bool = False

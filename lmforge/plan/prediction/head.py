@@ -1,0 +1,83 @@
+"""The last norm, the head and the loss of one micro-batch on one rank: what they keep, and what they take."""
+
+from dataclasses import dataclass
+
+from lmforge.data.labels import loss_chunk_tokens, stores_exponentials
+from lmforge.plan.activations import FP32_BYTES
+from lmforge.plan.memory import DTYPE_BYTES
+from lmforge.plan.prediction.rates import Rates
+from lmforge.plan.prediction.setting import Setting
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """Bytes and seconds.
+
+    norm_bytes, loss_bytes: kept from the forward to the backward pass. forward_transient, backward_transient: while it runs.
+    product_seconds, loss_seconds: of the forward pass, which for a chunked loss computes gradients at once.
+    backward_seconds: of the backward pass.
+    """
+
+    norm_bytes: float
+    loss_bytes: float
+    forward_transient: float
+    backward_transient: float
+    product_seconds: float
+    loss_seconds: float
+    backward_seconds: float
+
+
+def count_head(setting: Setting, rates: Rates, parameters: int, gradient_bytes: float) -> HeadCost:
+    """For a head of so many parameters on this rank, and so many bytes of its gradient (0 where it is frozen)."""
+    tokens, width, number_bytes = setting.tokens, setting.model.hidden_size, setting.dtype_bytes
+    hidden = float(tokens * width * number_bytes)
+    # A compiled norm keeps its input alone, which a chunked loss counts as its own.
+    norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32_BYTES * tokens * width)
+    # Autocast casts the head.
+    cast = parameters * number_bytes if not setting.is_fsdp and number_bytes < DTYPE_BYTES[setting.master_dtype] else 0
+    if setting.logit_bytes is not None:
+        return _whole_loss(setting, rates, parameters // width, norm, cast)
+    vocabulary = parameters // width
+    fused = setting.on_gpu and setting.compiled
+    chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=setting.on_gpu, fused=fused))
+    # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
+    once = number_bytes if fused or number_bytes == FP32_BYTES else number_bytes + FP32_BYTES
+    transient = float(chunk * vocabulary * once + cast)
+    if not setting.on_gpu and number_bytes < FP32_BYTES:
+        # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
+        transient += parameters * (number_bytes + (FP32_BYTES if chunk < tokens else 0))
+    stored = setting.compiled and not setting.on_gpu
+    stored = stored and stores_exponentials(setting.model.final_logit_softcapping, setting.tensor)
+    passes = 3 * number_bytes if fused else 2 * (number_bytes + FP32_BYTES) if stored else 10 * FP32_BYTES
+    products = sum(rates.product_seconds(chunk, width, vocabulary, number_bytes, backward=each) for each in (False, True))
+    logits = float(tokens * vocabulary)
+    return HeadCost(
+        norm_bytes=norm - hidden,
+        loss_bytes=hidden + gradient_bytes,
+        forward_transient=transient,
+        backward_transient=gradient_bytes,
+        product_seconds=tokens / chunk * products,
+        loss_seconds=rates.element_wise_seconds(logits * passes, FP32_BYTES * chunk * vocabulary),
+        backward_seconds=4 * gradient_bytes / rates.memory,
+    )
+
+
+def _whole_loss(setting: Setting, rates: Rates, vocabulary: int, norm: float, cast: float) -> HeadCost:
+    """Of another program, which computes all logits, and its loss from them."""
+    assert setting.logit_bytes is not None
+    kept, added = setting.logit_bytes
+    tokens, width, number_bytes = setting.tokens, setting.model.hidden_size, setting.dtype_bytes
+    logits = float(tokens * vocabulary)
+    product, backward = (
+        rates.product_seconds(tokens, width, vocabulary, number_bytes, backward=each) for each in (False, True)
+    )
+    # Each array is written once, and read once or twice.
+    return HeadCost(
+        norm_bytes=norm,
+        loss_bytes=tokens * width * number_bytes + kept * logits,
+        forward_transient=number_bytes * logits + cast,
+        backward_transient=added * logits,
+        product_seconds=product,
+        loss_seconds=rates.element_wise_seconds((2 * number_bytes + 2 * kept) * logits, FP32_BYTES * logits),
+        backward_seconds=backward + (kept + 2 * added + 2 * number_bytes) * logits / rates.memory,
+    )
