@@ -5,7 +5,6 @@ number of bytes from memory into one file, in large pieces, with an fsync. They 
 trained through the command itself, saving every minute.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge import checkpoint
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy, StateDict
@@ -180,13 +179,11 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each way (default: 7)")
+    parser = benchmark_parser(__doc__, 7, "measurements of each way")
     parser.add_argument("--minutes", type=float, default=3.0, help="how long to train (default: 3)")
     parser.add_argument("--every_minutes", type=float, default=1.0, help="between its checkpoints (default: 1)")
     parser.add_argument("--width", type=int, default=768, help="of the model that is saved (default: 768)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
     about = machine()
     shape = ModelConfig(

@@ -23,7 +23,7 @@ import numpy as np
 from data_contenders import BATCH_SIZE as LOADER_BATCH
 from data_contenders import BY_HAND, FLOOR, OPEN
 from data_peers import lead, loaders_table, measure_loaders
-from setting import RESULTS, machine, machine_lines, summarize, write_result
+from setting import benchmark_parser, machine, machine_lines, summarize, write_result
 
 from lmforge.data.best_fit_index import BestFitIndex
 from lmforge.data.dataset import TokenDataset
@@ -153,8 +153,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="processes that measure (default: 5)")
+    parser = benchmark_parser(__doc__, 5, "processes that measure")
     parser.add_argument("--steps", type=int, default=200, help="random steps of one measurement (default: 200)")
     parser.add_argument("--sequences", type=int, default=64_000, help="sequences read in one measurement (default: 64,000)")
     parser.add_argument("--loaders", nargs="*", default=list(OPEN), choices=OPEN, metavar="NAME", help="which (default: all)")
@@ -163,7 +162,6 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="small shards, loaders without a library: does it work? The figures mean nothing"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.measure:

@@ -6,7 +6,6 @@ likeliest tokens may be as close as rounding brings them, and then that row is c
 drawn from the whole softmax by either, each with numbers of its own.
 """
 
-import argparse
 import json
 import multiprocessing
 import random
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import RESULTS, machine, machine_lines, summarize, write_result
+from setting import benchmark_parser, machine, machine_lines, summarize, write_result
 
 from lmforge.cluster.distributed import keep_freed_memory
 from lmforge.cluster.rank_info import threads_per_rank
@@ -193,13 +192,11 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
+    parser = benchmark_parser(__doc__, 5, "turns of each")
     parser.add_argument("--rows", type=int, default=64, help="prompts, written after together (default: 64)")
     parser.add_argument("--new_tokens", type=int, default=128, help="written after each prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=threads_per_rank(1), help="of each (default: all cores)")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that everything works")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
     about, shapes = machine(), {"tiny": TINY} if chosen.tiny else SHAPES
     found: dict[str, Any] = {}

@@ -4,7 +4,6 @@ The step beside it is 100 ms of matrix products on all threads, so that the load
 it does in training. The shards are small and in the page cache: this is the loader's arithmetic, not the disk's speed.
 """
 
-import argparse
 import sys
 import tempfile
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.batch import Batch
@@ -75,13 +74,11 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each batch (default: 5)")
+    parser = benchmark_parser(__doc__, 5, "measurements of each batch")
     parser.add_argument("--steps", type=int, default=50, help="steps of one measurement (default: 50)")
     parser.add_argument(
         "--threads", type=int, default=threads_per_rank(1), help="CPU threads of the step (default: the cores there are)"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
     if min(chosen.rounds, chosen.steps, chosen.threads) < 1:
         parser.error("--rounds, --steps, --threads: at least 1")

@@ -4,7 +4,6 @@ A round calibrates for one rank and for two, and then measures each configuratio
 compared with come from the same minutes. Each is a process of its own. Medians over the rounds are reported.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from setting import RESULTS, machine, machine_lines, write_result
+from setting import benchmark_parser, machine, machine_lines, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
 
@@ -144,13 +143,11 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of all configurations (default: 3)")
+    parser = benchmark_parser(__doc__, 3, "rounds of all configurations")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each (default: 10)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a calibration (default: 60)")
     parser.add_argument("--threads", type=int, default=threads_per_rank(2), help="CPU threads of a rank (default: of two)")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights: to see that this works")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
     about, began = machine(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="plan-cpu-") as name:

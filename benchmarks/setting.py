@@ -1,5 +1,6 @@
 """What the benchmarks here share: a small real corpus, what machine this is, and where a result is written."""
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -25,6 +26,14 @@ from lmforge.data.shards import TokenFolder
 from lmforge.runs import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def benchmark_parser(about: str, rounds: int, what: str) -> argparse.ArgumentParser:
+    """With the options that contests share: --rounds, which `what` explains, and --out. `about` is the docstring."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"{what} (default: {rounds})")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    return parser
 
 
 def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> TokenFolder:

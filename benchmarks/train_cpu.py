@@ -6,7 +6,6 @@ then take turns, one at a time while the rest wait on a pipe, so that whatever t
 of them. A ratio is taken within a round; medians over the rounds are reported.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
-from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.interop.config_json import to_config_json
@@ -97,8 +96,7 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
+    parser = benchmark_parser(__doc__, 7, "turns of each contender")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a turn (default: 10)")
     parser.add_argument(
         "--threads", type=int, default=threads_per_rank(1), help="CPU threads of each (default: the cores there are)"
@@ -107,7 +105,6 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a model of a few thousand weights, uncompiled: to see that this works"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     chosen = parser.parse_args()
     if chosen.rounds < 1 or chosen.threads < 1:
         parser.error("--rounds, --threads: at least 1")

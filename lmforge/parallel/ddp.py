@@ -13,7 +13,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 # The groups that DDP's reducers hold, until the process ends. Where a reducer holds its group last, the thread that frees the
 # model waits for gloo's thread and keeps Python's lock; if gloo's thread needs that lock to free its last tensors, the process
 # never ends. Seen with torch 2.13.0.
-_groups: list[dist.ProcessGroup] = []
+_groups: set[dist.ProcessGroup] = set()
 
 
 class DDPModel(ParallelModel):
@@ -26,7 +26,7 @@ class DDPModel(ParallelModel):
         device_ids = [device.index] if device.type == "cuda" else None
         self.ddp = DistributedDataParallel(model_with_loss, device_ids=device_ids, gradient_as_bucket_view=True)
         self.ddp.register_comm_hook(self, _all_reduce_hook)
-        _groups.append(self.ddp.process_group)
+        _groups.add(self.ddp.process_group)
         _fix_bucket_order(self.ddp)
         return self.ddp
 

@@ -11,6 +11,7 @@ from lmforge.atomic_files import atomic_write_text
 from lmforge.config.load import STAGES
 from lmforge.config.options import to_toml, validate_options
 from lmforge.config.planning import AnyPlanConfig
+from lmforge.config.stage import PretrainConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import find_machine, make_setting
@@ -52,12 +53,14 @@ def run_search(config: AnyPlanConfig) -> int:
         print(json.dumps(_as_json(result), indent=1))
     else:
         print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
+        lengths = {phase.sequence_length for phase in config.data.phases} if isinstance(config, PretrainConfig) else set()
+        if lengths - {None, base.sequence_length}:
+            print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
         _print(result, config, budget)
     if not result.best:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
-        raise RunFailed(
-            f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; use more GPUs"
-        )
+        mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
+        raise RunFailed(f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; {mend}")
     if config.plan.write is not None:
         _write(result.best[0], config)
     return 0

@@ -19,8 +19,8 @@ from lmforge.model.flops import parameter_count
 from lmforge.plan.hardware import HARDWARE_FILE, data_sheets, find_gpu
 from lmforge.plan.planning import Machine
 from lmforge.plan.prediction import predict as prediction_module
-from lmforge.plan.prediction.predict import Prediction, predict
-from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, estimate, search
+from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
+from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, estimate, search
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
 from tests.conftest import Refusal
@@ -255,6 +255,8 @@ def test_a_search_in_which_nothing_fits_fails_in_one_line(tmp_path: Path, refuse
     words = ["plan", ROOT / "recipes" / "llama3.1-405b.toml", "--gpus", 1, "--gpu_type", "rtx-4090", "--search"]
     printed = refused(*words, "--write", tmp_path / "a.toml", status=1)
     assert "no configuration fits into" in printed
+    assert printed.endswith("; use more GPUs")
+    assert refused(*words, "--configurations", 1, status=1).endswith("; raise --configurations, or use more GPUs")
     assert not (tmp_path / "a.toml").exists()
 
 
@@ -329,6 +331,8 @@ def test_phases_with_other_lengths_have_times_of_their_own_and_the_memory_of_the
     assert mixed["run"]["tokens"] == 16 * (90 * 1024 + 10 * 4096)
     assert run(["plan", *map(str, words + phases)]) == 0
     assert "phase      90 steps with sequences of 1,024 tokens: " in capfd.readouterr().out
+    assert run(["plan", *map(str, words + phases), "--search", "--configurations", "100"]) == 0
+    assert "the search is for the longest, 4,096 tokens" in capfd.readouterr().out
 
 
 def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_model_for_the_best(
@@ -348,10 +352,17 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
     estimated = len(found.fitting) + len(found.too_large)
     assert (found.tried, found.refused) == (most, most - estimated)
     assert estimated > 0.9 * most
-    # The best are predicted in full, after it is decided when they reduce gradients; a pipeline has two kinds of stages.
-    whole = sum(blocks not in FEW_BLOCKS for blocks in depths)
-    assert FINALISTS <= whole <= 4 * FINALISTS
-    # All are estimated by two short models; by two more where gradients that wait for the last micro-batch do not fit.
-    short = len(depths) - whole
+
+    def stages(candidate: Candidate) -> int:
+        return 1 if candidate.setting.pipeline == 1 else 2  # the first and the last
+
+    def tries(candidate: Candidate) -> int:
+        """With gradients that wait for the last micro-batch, where there is a choice, and without, where those do not fit."""
+        return 1 + (can_reduce_once(candidate.setting) and candidate.setting.options.reduce_every_micro_batch is True)
+
+    # All are estimated by two short models, and the best predicted in full.
+    short = sum(2 * stages(each) * tries(each) for each in (*found.fitting, *found.too_large))
+    assert {tries(each) for each in (*found.fitting, *found.too_large)} == {1, 2}
+    assert sum(blocks in FEW_BLOCKS for blocks in depths) == short
+    assert len(depths) - short == sum(stages(each) for each in found.fitting[:FINALISTS])
     assert max(depths) == layers
-    assert 2 * estimated <= short <= 8 * estimated
