@@ -2,8 +2,8 @@
 
 The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried out in this order, in one
 new folder that holds the recipes and such material as a reader would bring. A pretraining is cut down to a few steps of a tiny
-model and an evaluation to a few sequences
-(`shortened`), a `make` line is looked up in the Makefile, and every other command runs as it stands.
+model and an evaluation to a few sequences (website/cut_down.py, which lets the site show how), a `make` line is looked up in
+the Makefile, and every other command runs as it stands.
 """
 
 import ast
@@ -40,6 +40,7 @@ from lmforge.verbs.table import VERBS
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
 from tests.text import corpus
+from website.cut_down import FENCED, TINY_MODEL, shortened
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lmforge"
@@ -50,7 +51,6 @@ EXECUTED = [README, START, *TUTORIALS, *sorted(set((ROOT / "docs").rglob("*.md")
 PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BIN = Path(sys.executable).parent
 
-FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 OF_A_RUN = {".".join(path) for tree in (BenchConfig, PlanConfig, SftConfig, AlignConfig) for path, _ in iter_options(tree)}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.options)}
 # What metrics are called that have a slash in their names.
@@ -70,25 +70,6 @@ FLAGS = {
     "calibrate",
 }
 FLAGS |= set(PLAN_OPTIONS)
-
-TRAINING = ("pretrain", "sft", "align")
-
-TINY_MODEL = {
-    "model.hidden_size": 32,
-    "model.intermediate_size": 48,
-    "model.num_hidden_layers": 1,
-    "model.num_attention_heads": 2,
-    "model.num_key_value_heads": 2,
-}
-FEW_STEPS = {
-    "data.sequence_length": 64,
-    "train.global_batch_tokens": "none",
-    "train.global_batch_size": 4,
-    "train.device": "cpu",
-    "train.compile": "off",
-    "schedule.warmup_steps": 1,
-    "validation.sequences": 4,
-}
 
 
 @dataclass(frozen=True)
@@ -118,36 +99,6 @@ def pieces() -> list[Piece]:
             elif kind in ("python", "toml"):
                 found.append(Piece(page, first, kind, text))
     return found
-
-
-def shortened(line: str) -> str:
-    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives train.steps.
-
-    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those the
-    line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, to one step.
-    Of games of chess there are a few.
-    """
-    words = shlex.split(line)
-    if "recipes/chess/games.py" in words:
-        return f"{line} --games 20 --positions 4 --nodes 10 --workers 1"
-    if words[:2] == ["lmforge", "evaluate"] and "--tasks" not in words:
-        return f"{line} --sequences 32"
-    if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
-        return line
-    # A recipe that a page writes itself is not in the repository.
-    files = [ROOT / word for word in words if word.startswith("recipes/") and (ROOT / word).is_file()]
-    recipes = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".toml"]
-    begun = any("source" in recipe.get("model", {}) for recipe in recipes)
-    shape = {} if begun or {"--model.source", "align"} & set(words) else TINY_MODEL
-    alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
-    chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
-    if "grpo" in words:  # whole groups of answers
-        chosen |= {"train.global_batch_size": 8, "rollout.max_completion_length": 16}
-    if "bench" in words:
-        chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
-    if "--calibrate" in words:
-        chosen |= {"bench.calibrate_seconds": 0.5}
-    return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
 
 
 def shortened_pipeline(path: Path) -> None:

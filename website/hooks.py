@@ -8,6 +8,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from website.api_pages import api_pages
+from website.cut_down import with_cut_downs
 from website.figures import inline_svg, with_drawn_charts
 from website.links import PAGES, ROOT, for_site, in_repository, page_of, source_page, targets
 from website.options_page import run_page, verbs_page
@@ -59,6 +60,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if uri.startswith(("source/", "reference/")):
         return markdown
     text = for_site(markdown, in_repository(uri), uri).replace(RESULTS, results())
-    text = with_drawn_charts(text)
+    text = with_cut_downs(with_drawn_charts(text))
     docs, folder = Path(config.docs_dir), Path(uri).parent
     return IMAGE.sub(lambda image: inline_svg(docs / folder / image[2], image[1]), text)

@@ -122,6 +122,18 @@ def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(tra
         assert all(len(trace.begun(f"FSDP::all_gather ({block(number)})")) == 2 for number in range(BLOCKS))
 
 
+def test_ddp_reduces_blocks_in_bf16_while_earlier_ones_go_backward(tmp_path: Path) -> None:
+    """Each block is a bucket of its own here. A weight's bf16 copy hands its gradient on at once, not at the end."""
+    trace = traced(
+        tmp_path / "step.json",
+        *("--parallel.engine", "ddp", "--train.dtype", "bf16", "--train.device", "cpu", "--train.compile", "off"),
+        *("--model.hidden_size", 512, "--model.intermediate_size", 4352, "--data.sequence_length", 64),
+    )
+    last_product = max(time for name in PRODUCTS for time in trace.begun(name))
+    issued = [time for time in trace.begun("c10d::allreduce_") if time < last_product]
+    assert len(issued) >= BLOCKS - 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", ["AllGather", "ReduceScatter"])

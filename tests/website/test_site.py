@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import open_page
+from website.cut_down import shortened
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,18 @@ def test_every_page_of_the_navigation_opens_by_clicking(desk: Page) -> None:
             expect(heading).to_be_visible()
             seen.add(desk.url.partition("#")[0])
     assert len(seen) > 40
+
+
+def test_below_a_long_command_the_page_shows_how_the_tests_cut_it_down(desk: Page, site: Path) -> None:
+    desk.goto((site / "tutorials" / "pretrain-124m.html").as_uri())
+    note = desk.locator("details.example").first
+    expect(note.locator("code")).not_to_be_visible()
+    note.locator("summary").click()
+    expect(note.locator("code")).to_be_visible()
+    command = note.locator("xpath=preceding-sibling::div[1]//code").inner_text().strip()
+    shown = note.locator("code").inner_text().strip().splitlines()
+    lines = [line for line in command.splitlines() if line.strip() and not line.startswith("#")]
+    assert [shortened(line).removeprefix(line).strip() or "(nothing)" for line in lines] == shown
 
 
 @pytest.mark.parametrize("where", ["desk", "served"])
