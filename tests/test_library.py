@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import textwrap
@@ -124,7 +125,7 @@ def test_a_type_checker_sees_the_types_of_the_names_in_a_users_program(tmp_path:
     command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports", "user.py"]
     variables = os.environ | {"MYPYPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1100)
-    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == [
+    assert [re.sub(r"^user\.py:\d+: ", "", line) for line in done.stdout.splitlines()] == [
         'note: Revealed type is "pathlib.Path"',
         'note: Revealed type is "lmforge.generate.model_loading.LoadedModel"',
         'error: Argument "max_tokens" to "generate_text" has incompatible type "str"; expected "int"  [arg-type]',
