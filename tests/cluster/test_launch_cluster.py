@@ -45,10 +45,24 @@ def undisturbed(tiny_options: list[str], lmforge: Command, tmp_path_factory: pyt
 
 
 def requeue_now(desk: Desk, run: Run) -> None:
-    """Wait until Slurm has queued the job again, and have it begin at once instead of in two minutes."""
+    """Wait until Slurm has queued the job again, and have it begin at once instead of in two minutes.
+
+    Slurm sets when the job may begin once all that was left of it has ended, after it says that the job is pending.
+    """
+    environment = {**os.environ, **desk.variables}
     desk.wait_for_state(run, r" pending ")
-    update = ["scontrol", "update", f"JobId={job_id(run)}", "StartTime=now"]
-    subprocess.run(update, env={**os.environ, **desk.variables}, check=True)
+
+    def begins() -> bool:
+        update = ["scontrol", "update", f"JobId={job_id(run)}", "StartTime=now"]
+        subprocess.run(update, env=environment, capture_output=True)  # refused while the job is completing
+        return " pending " not in desk.state(run.path.name)
+
+    try:
+        desk.wait(begins, run)
+    except AssertionError as problem:
+        shown = [["scontrol", "show", "job", job_id(run)], ["sinfo", "--long", "--Node"]]
+        said = [subprocess.run(command, env=environment, capture_output=True, text=True).stdout for command in shown]
+        raise AssertionError("\n".join([*said, str(problem)])) from None
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------
