@@ -52,7 +52,7 @@ class Measurement(BaseModel):
     what: str = Field(max_length=40)
     dtype: Literal["fp32", "bf16", "fp8"] | None = None
     sizes: dict[str, Size] = Field(max_length=4)
-    value: float = Field(gt=0, le=1e20, allow_inf_nan=False)
+    value: float = Field(ge=1e-9, le=1e20, allow_inf_nan=False)
     unit: Literal["FLOP/s", "bytes/s", "s"]
 
     @model_validator(mode="after")
@@ -119,9 +119,16 @@ class Calibration(BaseModel):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
+        if self.hosts > self.ranks:
+            raise ValueError(f"{self.hosts} hosts with {self.ranks} ranks")
+        measured = {(each.what, each.dtype) for each in self.measurements}
+        if self.ranks == 1 and (alone := [name for name in COLLECTIVES if (name, None) in measured]):
+            raise ValueError(f"{alone[0]}: measured with one rank")
         for name in REQUIRED:
-            if not any(each.what == name and each.dtype in ("fp32", None) for each in self.measurements):
+            if (name, "fp32") not in measured and (name, None) not in measured:
                 raise ValueError(f"{name}: not measured")
+            if name != "memory" and ("product", "bf16") in measured and (name, "bf16") not in measured:
+                raise ValueError(f"{name}: not measured in bf16, in which product is")
         try:
             _ = self._tables
         except ValueError as problem:

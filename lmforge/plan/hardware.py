@@ -7,7 +7,7 @@ import difflib
 import re
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,7 +31,7 @@ class GPU(BaseModel):
     matches: str = Field("", max_length=80)
     memory_gb: Amount
     memory_gb_s: Amount
-    tflops: dict[str, Amount]
+    tflops: dict[Literal["bf16", "fp16", "fp8", "tf32", "fp32"], Amount]
     link_gb_s: Amount
     pcie_gb_s: Amount = 32.0
     sms: int = Field(100, gt=0, le=10**6)
@@ -129,10 +129,10 @@ def read_hardware(path: Path | None) -> Hardware:
         raise UserError(f"--hardware: {path}: no such file") from None
     gpus = tuple(gpu.model_copy(update={"name": gpu.name.lower()}) for gpu in own.gpus)
     networks = tuple(network.model_copy(update={"name": network.name.lower()}) for network in own.networks)
-    own_names = {gpu.name for gpu in gpus} | {network.name for network in networks}
+    own_gpus, own_networks = {gpu.name for gpu in gpus}, {network.name for network in networks}
     return Hardware(
-        gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_names)),
-        networks=(*networks, *(each for each in data_sheets().networks if each.name not in own_names)),
+        gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_gpus)),
+        networks=(*networks, *(each for each in data_sheets().networks if each.name not in own_networks)),
     )
 
 

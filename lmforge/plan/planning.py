@@ -98,12 +98,26 @@ def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path:
 
 
 def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None = None) -> tuple[str, bool]:
-    """The compute dtype and whether blocks are compiled, as `auto` turns out on this device. Raises UserError for float8."""
+    """The compute dtype and whether blocks are compiled, as `auto` turns out on this device.
+
+    Raises UserError for a dtype that the device does not have, float8 included.
+    """
     fast = "bf16" in gpu.tflops if not gpu.is_cpu else calibration is not None and calibration.has_dtype("bf16")
     dtype = config.train.dtype if config.train.dtype != "auto" else ("bf16" if fast else "fp32")
+    check_dtype(gpu, dtype)
     if config.train.float8 and gpu.peak_flops("fp8") is None:
         raise UserError(f"train.float8: {gpu.name} has no float8 arithmetic; leave it out")
+    if config.train.float8 and dtype != "bf16":
+        raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
     return dtype, config.train.compile == "on" or (config.train.compile == "auto" and not gpu.is_cpu)
+
+
+def check_dtype(gpu: GPU, dtype: str) -> None:
+    """Raise UserError where there is no peak to predict speed from."""
+    if gpu.peak_flops(dtype) is None:
+        known = [name for name in ("bf16", "fp32") if name in gpu.tflops]
+        way = f"use train.dtype = {known[0]}" if known else "give bf16 or fp32 in its entry of the hardware file"
+        raise UserError(f"train.dtype: no {dtype} among the tflops of {cut(gpu.name)}; {way}")
 
 
 def build_setting(

@@ -10,7 +10,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.calibration import read_calibration
 from lmforge.plan.hardware import data_sheets, find_gpu
-from lmforge.plan.planning import Machine, calibrated_gpu, predict_setting
+from lmforge.plan.planning import Machine, calibrated_gpu, check_dtype, predict_setting
 from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, peak_memory
 from lmforge.plan.prediction.setting import Setting
 
@@ -91,6 +91,7 @@ def _find_machine(setting: Setting, config: StageConfig, device_name: str | None
     gpu = data_sheets().gpu("cpu") if device_name is None else find_gpu(device_name)
     if gpu is None:
         raise UserError(f"{device_name} is not in the hardware file")
+    check_dtype(gpu, setting.dtype)
     calibration = None if path is None else read_calibration(path)
     if calibration is None and gpu.is_cpu:
         raise UserError("no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration names the file")

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lmforge.config.planning import AnyPlanConfig
@@ -44,7 +45,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
         where += f", {machine.gpus_per_host} a host, {machine.network.name}"
-    console.print(f"{where}; {machine.describe_constants(setting.dtype)}", soft_wrap=True)
+    console.print(escape(f"{where}; {machine.describe_constants(setting.dtype)}"), soft_wrap=True)
     engine = options.engine if not prediction.setting.is_fsdp else f"{options.engine} {prediction.setting.dims}"
     console.print(
         f"{engine}; {prediction.setting.accumulation} × {prediction.setting.micro_batch_size} sequences of"

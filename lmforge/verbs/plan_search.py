@@ -16,6 +16,7 @@ from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import find_machine, make_setting
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
+from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import resolve_model
 
 SHOWN = 10
@@ -57,6 +58,8 @@ def run_search(config: AnyPlanConfig) -> int:
         if lengths - {None, base.sequence_length}:
             print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
         _print(result, config, budget)
+        if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
+            print("float8 changes numbers and is tried with --train.float8 true only")
     if not result.best:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
@@ -89,8 +92,6 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
     for choice, candidate, reason in other_choices(result):
         table.add_row(choice, candidate.describe(), reason)
     console.print(table)
-    if config.train.float8 is False and not config.plan.gpu_type.startswith("a100"):
-        console.print("float8 changes numbers and is tried with --train.float8 true only")
 
 
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
@@ -125,7 +126,11 @@ def _write(winner: Candidate, config: AnyPlanConfig) -> None:
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: by estimate"
         f" {winner.prediction.tokens_per_second:,.0f} tokens/s a GPU and {winner.device_bytes / 2**30:.1f} GiB.\n"
     )
-    atomic_write_text(config.plan.write, header + to_toml(recipe, changed_only=True))
+    try:
+        config.plan.write.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(config.plan.write, header + to_toml(recipe, changed_only=True))
+    except OSError as problem:
+        raise UserError(f"--write: {describe_os_error(problem, config.plan.write)}; name another file") from None
     print(f"wrote {config.plan.write}", file=sys.stderr)
 
 

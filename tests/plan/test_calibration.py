@@ -116,6 +116,12 @@ def damage(change: Callable[[dict[str, Any]], object]) -> str:
     return json.dumps(table)
 
 
+def without_attention_in_bf16() -> dict[str, Any]:
+    table = content(dtypes=("fp32", "bf16"))
+    kept = [each for each in table["measurements"] if (each["what"], each["dtype"]) != ("attention", "bf16")]
+    return table | {"measurements": kept}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -125,12 +131,19 @@ def damage(change: Callable[[dict[str, Any]], object]) -> str:
         ("[]", "expected an object"),
         (damage(lambda table: table["measurements"].pop(0)), "measured in one row is missing in another"),
         (damage(lambda table: table["measurements"].clear()), "product: not measured"),
-        (damage(lambda table: table["measurements"][0].update(value=-1.0)), "measurements[0].value: expected a number above 0"),
+        (
+            damage(lambda table: table["measurements"][0].update(value=-1.0)),
+            "measurements[0].value: expected a number of at least 1e-09",
+        ),
         (
             damage(lambda table: table["measurements"][0].update(unit="s")),
             "product: expected sizes rows, inner, columns in FLOP/s",
         ),
         (damage(lambda table: table["measurements"][0].update(what="luck")), "measurements[0]: an unknown measurement"),
+        (damage(lambda table: table["measurements"][0].update(value=1e-300)), "expected a number of at least 1e-09"),
+        (json.dumps(content(ranks=2) | {"ranks": 1}), "all-reduce: measured with one rank"),
+        (damage(lambda table: table.update(hosts=2)), "2 hosts with 1 ranks"),
+        (json.dumps(without_attention_in_bf16()), "attention: not measured in bf16"),
         (damage(lambda table: table.update(ranks=2)), "ranks on a CPU share its cores: 2 measured, 1 planned a host"),
         (damage(lambda table: table.update(kind="cuda", device="NVIDIA H100 80GB HBM3")), "give --gpu_type h100-80"),
         (damage(lambda table: table.update(kind="cuda", device="GeForce 256")), "of GeForce 256, and the plan is for cpu"),

@@ -202,6 +202,8 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
         (["--gpus", 8, "--parallel.pipeline_parallel_degree", 64], "do not fill that; start at least 64"),
         (["--gpus", 8, "--parallel.shard_degree", 3], "parallel.shard_degree = 3: 8 ranks do not divide"),
         (["--gpus", 8, "--gpu_type", "a100-80", "--train.float8", "true"], "train.float8: a100-80 has no float8 arithmetic"),
+        (["--gpus", 8, "--train.float8", "true", "--train.dtype", "fp32"], "train.float8: the rest is computed in bf16"),
+        (["--gpus", 8, "--gpu_type", "v100"], "train.dtype: no bf16 among the tflops of v100; use train.dtype = fp32"),
         (["--model.source", "nobody/nothing"], "nobody/nothing"),
         (["--write", "a.toml"], "--write: only with --search"),
         (["--hardware", "nothing.toml"], "--hardware: nothing.toml: no such file"),
@@ -230,10 +232,34 @@ def test_a_gpu_of_ones_own_is_read_from_a_table(tmp_path: Path, refused: Refusal
     assert "memory_gb" in refused("plan", RECIPE, "--gpu_type", "mine", "--hardware", file)
 
 
+def test_a_gpu_without_the_peak_of_a_dtype_is_refused_in_it(tmp_path: Path, refused: Refusal) -> None:
+    file = tmp_path / "own.toml"
+    words = ["plan", RECIPE, "--gpus", 8, "--gpu_type", "mine", "--hardware", file, "--train.dtype"]
+    head = "[[gpus]]\nname = 'mine'\nmemory_gb = 80\nmemory_gb_s = 2000\nlink_gb_s = 100\n"
+    file.write_text(f"{head}tflops = {{ bf16 = 100 }}\n")
+    assert "no fp32 among the tflops of mine; use train.dtype = bf16" in refused(*words, "fp32")
+    file.write_text(f"{head}tflops = {{ tf32 = 100 }}\n")
+    assert "no bf16 among the tflops of mine; give bf16 or fp32 in its entry" in refused(*words, "bf16")
+    file.write_text(f"{head}tflops = {{ bf61 = 100 }}\n")
+    assert "bf61" in refused(*words, "bf16")
+
+
+def test_entries_of_ones_own_may_have_brackets_and_the_name_of_a_network_leaves_gpus_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.toml"
+    table = "name = 'mine'\nmemory_gb = 80\nmemory_gb_s = 2000\nlink_gb_s = 100\ntflops = { bf16 = 500 }\n"
+    file.write_text(f"[[gpus]]\n{table}source = 'a page [/specs]'\n[[networks]]\nname = 'h200'\ngb_s = 20\n")
+    words = ["plan", str(RECIPE), "--gpus", "16", "--hardware", str(file), "--network", "h200", "--gpu_type"]
+    assert run([*words, "mine"]) == 0
+    assert "16 × mine, 8 a host, h200; constants from data sheets: a page [/specs]" in capfd.readouterr().out
+    assert run([*words, "h200"]) == 0
+
+
 def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:
-    out = tmp_path / "found.toml"
+    out = tmp_path / "new" / "found.toml"
     words = ["plan", str(RECIPE), "--gpus", "16", "--gpu_type", "h100-80", "--search", "--configurations", "300"]
     assert run([*words, "--write", str(out)]) == 0
     text = capfd.readouterr().out
@@ -249,6 +275,7 @@ def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
     assert run(["pretrain", str(out), "--dry-run", "--launch.processes", "16"]) == 0
     capfd.readouterr()
     assert "exists; name another file" in refused(*words, "--write", out)
+    assert f"--write: {out}" in refused(*words, "--write", out / "below-a-file.toml")
 
 
 def test_a_search_in_which_nothing_fits_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
@@ -332,7 +359,11 @@ def test_phases_with_other_lengths_have_times_of_their_own_and_the_memory_of_the
     assert run(["plan", *map(str, words + phases)]) == 0
     assert "phase      90 steps with sequences of 1,024 tokens: " in capfd.readouterr().out
     assert run(["plan", *map(str, words + phases), "--search", "--configurations", "100"]) == 0
-    assert "the search is for the longest, 4,096 tokens" in capfd.readouterr().out
+    text = capfd.readouterr().out
+    assert "the search is for the longest, 4,096 tokens" in text
+    assert "--train.float8 true" in text
+    assert run(["plan", *map(str, words), "--gpu_type", "A100-80", "--search", "--configurations", "100"]) == 0
+    assert "float8" not in capfd.readouterr().out
 
 
 def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_model_for_the_best(

@@ -111,7 +111,8 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
     counts, per_token = setting.parameters, flops_per_token(setting.model, setting.sequence_length)
     if not setting.trains_all:
         per_token = adapted_flops_per_token(setting.model, setting.sequence_length, counts.total, counts.trained)
-    peak = gpu.peak_flops("fp32" if setting.dtype == "fp32" else "bf16") or gpu.peak_flops("fp32") or 1.0
+    peak = gpu.peak_flops(setting.dtype)
+    assert peak is not None, "rates has one"
     mfu = setting.tokens_per_step / seconds / setting.world_size * per_token / peak
     return Prediction(
         setting,

@@ -97,8 +97,8 @@ class Rates:
 
     @classmethod
     def of_data_sheets(cls, gpu: GPU, network: Network | None, gpus_per_host: int, dtype: str) -> "Rates":
-        peak = gpu.peak_flops(dtype if dtype == "fp32" else "bf16") or gpu.peak_flops("fp16") or gpu.peak_flops("fp32")
-        assert peak is not None
+        peak = gpu.peak_flops(dtype)
+        assert peak is not None, "check_dtype refuses what has none"
         (forward, backward), clock = gpu.attention_fractions, gpu.power_factor
         return cls(
             product_flops=peak * gpu.product_fraction * clock,
