@@ -97,6 +97,10 @@ class RateTable:
         return (1 - share) * self._between(sizes, (*chosen, low)) + share * self._between(sizes, (*chosen, high))
 
 
+# Plans print names from a file.
+PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
+
+
 class Calibration(BaseModel):
     """The content of a file.
 
@@ -108,13 +112,13 @@ class Calibration(BaseModel):
 
     version: Literal[1]
     kind: Literal["cpu", "cuda"]
-    device: str = Field(min_length=1, max_length=200)
+    device: str = Field(min_length=1, max_length=200, pattern=PRINTABLE)
     ranks: Count
     hosts: Count
     threads: Count
     memory_bytes: Size
     packages: dict[str, str] = Field(max_length=20)
-    time: str = Field(max_length=40)
+    time: str = Field(max_length=40, pattern=PRINTABLE)
     measurements: tuple[Measurement, ...] = Field(max_length=MAX_MEASUREMENTS)
 
     @model_validator(mode="after")

@@ -60,7 +60,8 @@ class GPU(BaseModel):
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s; None where the chip has no such arithmetic."""
         # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
-        teraflops = self.tflops.get(dtype, self.tflops.get("bf16") if dtype == "fp16" else None)
+        known: dict[str, float] = {**self.tflops}
+        teraflops = known.get(dtype, known.get("bf16") if dtype == "fp16" else None)
         return None if teraflops is None else teraflops * 1e12
 
 

@@ -14,7 +14,7 @@ from lmforge.config.planning import AnyPlanConfig
 from lmforge.errors import format_bytes, format_duration
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import Machine, find_machine, make_setting, predict_phases, predict_setting, suggest_fit
-from lmforge.plan.prediction.predict import Prediction
+from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
 from lmforge.verbs.dry_run import resolve_model
 
@@ -46,11 +46,13 @@ def run_plan(config: AnyPlanConfig) -> int:
     if machine.network is not None:
         where += f", {machine.gpus_per_host} a host, {machine.network.name}"
     console.print(escape(f"{where}; {machine.describe_constants(setting.dtype)}"), soft_wrap=True)
+    once = can_reduce_once(prediction.setting) and options.reduce_every_micro_batch is False
+    reduced = "; gradients reduced once a step (reduce_every_micro_batch = false), which takes memory" if once else ""
     engine = options.engine if not prediction.setting.is_fsdp else f"{options.engine} {prediction.setting.dims}"
     console.print(
         f"{engine}; {prediction.setting.accumulation} × {prediction.setting.micro_batch_size} sequences of"
         f" {prediction.setting.sequence_length:,} tokens a rank; activation checkpointing:"
-        f" {options.activation_checkpointing}; {'compiled' if prediction.setting.compiled else 'not compiled'}",
+        f" {options.activation_checkpointing}; {'compiled' if prediction.setting.compiled else 'not compiled'}{reduced}",
         soft_wrap=True,
     )
     console.print(_memory_table(prediction))
@@ -135,12 +137,25 @@ def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> Non
         )
 
 
-def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
+def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[float, float]]:
+    """(least, most) of what the speed decides about a whole run."""
     below, above = (each / prediction.tokens_per_second for each in prediction.speed_interval)
-    price = f", {cost.price:,.0f} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
+    values = {name: getattr(cost, name) for name in ("days", "gpu_hours", "kilowatt_hours", "price")}
+    return {name: (value / above, value / below) for name, value in values.items()}
+
+
+def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
+    intervals = _run_intervals(prediction, cost)
+
+    def interval(name: str) -> str:
+        digits = ".3g" if name == "days" else ",.0f"
+        return " to ".join(f"{each:{digits}}" for each in intervals[name])
+
+    price = f", {cost.price:,.0f} ({interval('price')}) at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
     console.print(
-        f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {cost.days:.3g} days ({cost.days / above:.3g} to"
-        f" {cost.days / below:.3g}), {cost.gpu_hours:,.0f} GPU-hours, {cost.kilowatt_hours:,.0f} kWh{price}",
+        f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {cost.days:.3g} days ({interval('days')}),"
+        f" {cost.gpu_hours:,.0f} GPU-hours ({interval('gpu_hours')}),"
+        f" {cost.kilowatt_hours:,.0f} kWh ({interval('kilowatt_hours')}){price}",
         soft_wrap=True,
     )
     console.print(
@@ -181,4 +196,5 @@ def _as_json(
         "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.setting.dtype), strict=True)),
         "phases": of_phases,
         "run": asdict(cost),
+        "run_intervals": _run_intervals(prediction, cost),
     }

@@ -141,6 +141,7 @@ def without_attention_in_bf16() -> dict[str, Any]:
         ),
         (damage(lambda table: table["measurements"][0].update(what="luck")), "measurements[0]: an unknown measurement"),
         (damage(lambda table: table["measurements"][0].update(value=1e-300)), "expected a number of at least 1e-09"),
+        (damage(lambda table: table.update(device="H100\x1b[31m")), "device: "),
         (json.dumps(content(ranks=2) | {"ranks": 1}), "all-reduce: measured with one rank"),
         (damage(lambda table: table.update(hosts=2)), "2 hosts with 1 ranks"),
         (json.dumps(without_attention_in_bf16()), "attention: not measured in bf16"),

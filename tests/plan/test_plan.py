@@ -177,6 +177,8 @@ def test_a_plan_says_memory_speed_and_cost_with_intervals(capfd: pytest.CaptureF
     assert sum(planned["memory_bytes"].values()) == pytest.approx(planned["device_bytes"], rel=1e-6)
     cost = planned["run"]
     assert cost["price"] == pytest.approx(2 * cost["gpu_hours"])
+    for name, (least, most) in planned["run_intervals"].items():
+        assert least < cost[name] < most
     assert cost["tokens"] == 1_000_000 * 256 * 4096
     assert planned["fits"] is True
 
@@ -334,6 +336,14 @@ def test_a_plan_of_adapters_has_frozen_weights_without_gradients_and_optimizer_s
     capfd.readouterr()
     assert read_config(tmp_path / "b.toml").of_stage == "sft"
     assert "lora.rank: not with parallel.tensor" in refused("plan", recipe, "--parallel.tensor_parallel_degree", 2)
+
+
+def test_a_plan_says_where_gradients_are_reduced_once_a_step(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(RECIPE), "--gpus", "8", "--train.micro_batch_size", "1", "--train.global_batch_size", "16"]
+    assert run(words) == 0
+    assert "gradients reduced once a step (reduce_every_micro_batch = false)" in capfd.readouterr().out
+    assert run([*words, "--parallel.reduce_every_micro_batch", "true"]) == 0
+    assert "once a step" not in capfd.readouterr().out
 
 
 def test_a_wrapped_model_is_refused_in_one_line(tmp_path: Path, refused: Refusal) -> None:
