@@ -60,7 +60,7 @@ class GPU(BaseModel):
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s; None where the chip has no such arithmetic."""
         # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
-        known: dict[str, float] = {**self.tflops}
+        known = {str(name): rate for name, rate in self.tflops.items()}
         teraflops = known.get(dtype, known.get("bf16") if dtype == "fp16" else None)
         return None if teraflops is None else teraflops * 1e12
 
