@@ -267,7 +267,9 @@ class Life:
             self._find(f"a rank crashed: {attempt.ended}", said)
         # Asked when the last step is done there is nothing left to stop.
         if fault and fault.kind in ASKING and trained and trained[-1] < STEPS:
-            if fault.kind == "ask to stop" and statuses != {128 + signal.Signals[fault.signal]}:
+            # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the same signal.
+            asked = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
+            if fault.kind == "ask to stop" and not asked:
                 self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
             if lost:
                 self._find(f"{lost} steps were lost though it was asked to stop", said)

@@ -30,6 +30,7 @@ class Attempt:
         self.outputs = outputs
         self.began = time.monotonic()
         self.ended: dict[int, int] = {}
+        self.sent: set[int] = set()  # signals
         self.launched = -1 in pids
 
     def look(self) -> bool:
@@ -44,6 +45,7 @@ class Attempt:
     def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """A signal to those of the ranks (default: all) that are still there."""
         self.look()
+        self.sent.add(number)
         for rank in self.pids if ranks is None else ranks:
             if rank not in self.ended:
                 os.kill(self.pids[rank], number)
