@@ -9,7 +9,7 @@ import pytest
 from lmforge.cli import run
 from lmforge.config.load import load_config
 from lmforge.plan import out_of_memory
-from lmforge.plan.calibration import SIZES, UNITS
+from lmforge.plan.calibration import COLLECTIVES, SIZES, UNITS
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 from lmforge.report.run_data import read_run
@@ -54,7 +54,7 @@ def calibration(path: Path, ranks: int = 1) -> Path:
         }
         | {"value": values[UNITS[what]], "unit": UNITS[what]}
         for what, names in SIZES.items()
-        if not what.startswith(("host", "device"))
+        if not what.startswith(("host", "device")) and (ranks > 1 or what not in COLLECTIVES)
     ]
     about = {"version": 1, "kind": "cpu", "device": "a CPU", "ranks": ranks, "hosts": 1, "threads": 1, "memory_bytes": GIB}
     path.write_text(json.dumps({**about, "packages": {}, "time": "2026-11-23", "measurements": measurements}))
@@ -67,7 +67,6 @@ def test_a_run_logs_its_prediction_and_then_what_it_needed_beside_it(
     """The constants are those of another CPU: their prediction is wrong, and that is to be seen."""
     file = calibration(tmp_path / "calibration.json")
     done, lines = trained(tiny_tokens, tmp_path, capfd, **{"log.calibration": file})
-    print(lines)
     before, after = lines
     assert before.startswith("memory ")
     assert "tokens/s (constants measured (a CPU, 1 rank, 2026-11-23): " in before
