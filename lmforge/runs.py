@@ -45,6 +45,7 @@ from lmforge.untrusted import (
     parse_json,
     quoted,
     read_bounded,
+    read_lines,
 )
 
 STEP_PREFIX = "step-"
@@ -347,7 +348,7 @@ class Run:
         if not self.metrics_path.exists():
             return records
         with storage_errors(self.metrics_path, "cannot be read", "move it away"), open_file(self.metrics_path) as file:
-            for line in iter(partial(file.readline, MAX_METRICS_LINE_BYTES), b""):
+            for line in read_lines(file, MAX_METRICS_LINE_BYTES):
                 with suppress(UserError):
                     record = parse_json(line, MetricsRecord, str(self.metrics_path)).model_dump()
                     while records and records[-1]["step"] >= record["step"]:

@@ -24,6 +24,7 @@ from lmforge.errors import UserError
 
 MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
 MAX_MANIFEST_BYTES = 2**28  # manifests that list every file or shard: checksums of some 40 TB
+MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_INT_BITS = 1024  # of a whole number in TOML, which has no bound of its own; more than any float has
@@ -268,3 +269,15 @@ def _check_table(table: dict[str, Any], source: str) -> None:
 @cache
 def _adapter(schema: Any) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
+
+
+def read_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
+    """The lines of a file that a run appends records to, in pieces of at most `longest` bytes, MAX_RECORDS_BYTES in all.
+
+    Where a disk was damaged, the file may be a hole of any size.
+    """
+    left = MAX_RECORDS_BYTES
+    while left > 0 and (line := file.readline(longest)):
+        left -= len(line)
+        if b"\0" not in line:  # of a hole; JSON has none
+            yield line

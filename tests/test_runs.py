@@ -19,6 +19,7 @@ from lmforge.config.options import validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.locks import STALE_AFTER_SECONDS, is_at, remove_lock_alone
+from lmforge.report.run_data import read_events
 from lmforge.runs import MANIFEST, Run, describe_environment
 from tests.conftest import Refusal
 
@@ -236,3 +237,13 @@ def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
     assert run.load_config().run.name == "tiny"
     assert not [name for name in files(tiny_run) if name.endswith(".partial")]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_records_that_end_in_a_hole_of_a_tebibyte_are_read_up_to_it(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path)
+    record = {"metrics.jsonl": {"step": 1}, "events.jsonl": {"time": "2026-11-23T00:00:00Z", "kind": "end", "step": 1}}[name]
+    (tmp_path / name).write_text(json.dumps(record) + "\n")
+    os.truncate(tmp_path / name, 2**40)
+    read = run.read_metrics() if name == "metrics.jsonl" else read_events(run)[0]
+    assert [each["step"] for each in read] == [1]

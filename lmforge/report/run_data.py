@@ -21,7 +21,7 @@ from lmforge.errors import UserError, format_count, format_duration
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import MANIFEST, Run
-from lmforge.untrusted import open_file, parse_json, read_json
+from lmforge.untrusted import open_file, parse_json, read_json, read_lines
 
 # A page with more would take long to open; of a longer series every n-th point is shown, and the last.
 MAX_POINTS = 2000
@@ -97,7 +97,7 @@ def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     last: dict[str, Any] | None = None
     count, every = 0, 1
     with suppress(OSError), open_file(run.events_path) as file:
-        for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+        for line in read_lines(file, MAX_LINE_BYTES):
             with suppress(UserError):
                 event = parse_json(line, RunEvent, str(run.events_path)).model_dump()
                 if event["kind"] != "sample":
