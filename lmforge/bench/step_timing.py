@@ -1,4 +1,7 @@
-"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over its options; `trial.py` measures it."""
+"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or recipes; `trial.py` measures it.
+
+Beside what was measured stands what `lmforge plan` predicts for these ranks.
+"""
 
 import json
 import signal
@@ -17,6 +20,8 @@ from lmforge.config.sweep import sweep_combinations
 from lmforge.errors import RunFailed, UserError
 
 OUT_OF_MEMORY = "out of memory"
+# What a sweep may go over beside options: the recipe.
+RECIPE = "recipe"
 
 
 def bench(config: BenchConfig, arguments: list[str]) -> int:
@@ -46,7 +51,9 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
     Raises UserError where no combination can be timed.
     """
-    combinations, rows = sweep_combinations(config.bench.sweep, type(config)), list[dict[str, Any]]()
+    combinations, rows = sweep_combinations(config.bench.sweep, type(config), (RECIPE,)), list[dict[str, Any]]()
+    if RECIPE in combinations[0] and not arguments[0].startswith("-"):
+        raise UserError(f"--sweep {RECIPE}=…: with {arguments[0]} before it there are two; leave one out")
     try:
         for number, overrides in enumerate(combinations, start=1):
             print(f"{number} of {len(combinations)}  {_words(overrides)} …", file=sys.stderr, flush=True)
@@ -65,13 +72,15 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
     """One combination in its own processes, so that its memory and its failure end with them."""
-    options = [word for name, value in overrides.items() for word in (f"--{name}", value)]
+    recipe = [overrides[RECIPE]] if RECIPE in overrides else []
+    options = [word for name, value in overrides.items() if name != RECIPE for word in (f"--{name}", value)]
     # The last of an option given twice counts, and a list may be empty.
+    words = [*recipe, *arguments, *options]
     try:
-        parse_config(BenchConfig, [*arguments, *options])
+        parse_config(BenchConfig, words)
     except UserError as problem:
         return {"failed": str(problem)}
-    command = [sys.executable, "-m", "lmforge", "bench", *arguments, *options, "--bench.output", "json", "--bench.sweep"]
+    command = [sys.executable, "-m", "lmforge", "bench", *words, "--bench.output", "json", "--bench.sweep"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return dict(json.loads(done.stdout)[0])
@@ -80,7 +89,7 @@ def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any
         return {"failed": OUT_OF_MEMORY}
     if done.returncode == 2:
         return {"failed": last_line.removeprefix("lmforge: ")}
-    raise RunFailed(f"bench {' '.join(options)}: {last_line}")
+    raise RunFailed(f"bench {' '.join([*recipe, *options])}: {last_line}")
 
 
 def ran_out_of_memory(status: int | None, stderr: str) -> bool:
@@ -96,7 +105,9 @@ def _summary_line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{_words(row['swept'])}: {row['failed']}"
     step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
-    rates = f"{row['tokens_per_second']:,.0f} tokens/s, {1e3 * step:.0f} ms a step{mfu}, {row['memory_gib']:.2f} GiB"
+    predicted = row["predicted"].get("tokens_per_second")
+    beside = f" (predicted {predicted:,.0f})" if predicted else ""
+    rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms a step{mfu}, {row['memory_gib']:.2f} GiB"
     return f"{_words(row['swept'])}: {rates}"
 
 
@@ -104,7 +115,7 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
     if output == "json":
         print(json.dumps(rows, indent=1))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     first = next((row for row in rows if "failed" not in row), None)
     if first is not None:
         console.print(f"{first['ranks']} × {first['device']}, {first['dtype']}, data: {first['data']}", soft_wrap=True)
@@ -112,8 +123,12 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
             console.print(f"{first['engine']}, {first['parameters']:,} parameters, {first['batch']}", soft_wrap=True)
     swept = list(rows[0].get("swept", {}))
     table = Table()
-    for name in (*swept, "tokens/s", "ms a step", "TFLOP/s", "MFU", "GiB", *TIMED_PHASES, "comm."):
-        table.add_column(name, justify="left" if name in swept else "right")
+    rates = ("tokens/s", "predicted", "ms a step", "TFLOP/s", "MFU", "GiB", "predicted")
+    short = {name: name.rpartition(".")[2] for name in swept}
+    for name in swept:
+        table.add_column(short[name] if len(set(short.values())) == len(swept) else name)
+    for name in (*rates, *TIMED_PHASES, "comm."):
+        table.add_column(name, justify="right")
     for row in rows:
         values = [row["swept"][name] for name in swept]
         if "failed" in row:
@@ -127,16 +142,22 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
     if first is not None:
         console.print("ms of the phases: of the median step, which they add up to; comm.: collectives in them", soft_wrap=True)
         console.print("TFLOP/s and MFU: of a rank, counted as docs/tuning.md says", soft_wrap=True)
+        console.print("predicted: tokens/s (divided by the measured), and GiB from least to most, as lmforge plan does")
+        for source in dict.fromkeys(row["predicted"]["source"] for row in rows if "failed" not in row):
+            console.print(f"prediction: {source}", soft_wrap=True, markup=False)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    step = row["step_seconds"]
+    step, predicted = row["step_seconds"], row["predicted"]
+    speed, memory = predicted.get("tokens_per_second"), predicted.get("memory_gib_interval")
     return [
         f"{row['tokens_per_second']:,.0f}",
+        f"{speed:,.0f} ({speed / row['tokens_per_second']:.2f})" if speed else "?",
         f"{1e3 * step['median']:.0f} ({1e3 * step['min']:.0f}–{1e3 * step['max']:.0f})",
         f"{row['tflops_a_rank']:.3g}",
         f"{row['mfu']:.0%}" if row["mfu"] else "?",
         f"{row['memory_gib']:.2f}",
+        "–".join(f"{each:.2f}" for each in memory) if memory else "?",
         # A pipeline's schedule mixes the passes: all of it counts as forward.
         *(f"{1e3 * seconds:.0f}" if (seconds := row["phase_seconds"][phase]) else "–" for phase in TIMED_PHASES),
         f"{1e3 * row['communication_seconds']:.0f}",

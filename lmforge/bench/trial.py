@@ -67,6 +67,7 @@ class _Trial:
         with dist_ctx.raise_on_all():
             estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
             estimator.check(dist_ctx)
+        self._prediction = estimator.predict_run(config, self._device)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
         self._compiled, _ = choose_compile(config.train.compile, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
@@ -108,6 +109,7 @@ class _Trial:
             "memory_gib": memory_gib,
             "phase_seconds": steps[(len(steps) - 1) // 2],
             **self._profile(bench.trace if self._is_rank0 else None),
+            "predicted": {"source": self._prediction} if isinstance(self._prediction, str) else self._prediction.as_json(),
             "data": self._data_words,
         }
 

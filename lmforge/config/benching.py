@@ -14,7 +14,7 @@ class BenchOptions(Options):
 
     steps: int = option(10, "timed steps", **COUNT)
     warmup_steps: int = option(3, "untimed steps before them, which include compilation", **COUNT)
-    sweep: tuple[str, ...] = option((), "section.option=value,value…: time every combination and print one table")
+    sweep: tuple[str, ...] = option((), "section.option=value,value… or recipe=FILE,FILE…: time every combination")
     trace: Path | None = option(None, "write a profiler trace of one step, for Perfetto (.json or .json.gz)")
     calibrate: bool = option(False, "time no step, but what these ranks can do, for `lmforge plan --calibration`")
     out: Path = option(Path("calibration.json"), "with --calibrate: the file that is written")
@@ -52,6 +52,7 @@ class BenchConfig(PretrainConfig):
         "parallel.engine",
         "parallel.sharding",
         "parallel.activation_checkpointing",
+        "log.calibration",
         "launch.processes",
     )
     bench: BenchOptions = section(BenchOptions, "what is timed")

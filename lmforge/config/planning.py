@@ -10,11 +10,14 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 
 CONFIGURATIONS: Range = {"gt": 0, "le": 1_000_000}
+# How many of the fastest estimates a search predicts in full.
+FINALISTS = 24
+FINALIST_RANGE: Range = {"gt": 0, "le": FINALISTS}
 # Of a GPU's memory, what a run may take by default: its own memory pool leaves the rest to others.
 USABLE_FRACTION = 0.94
 PLAN_OPTIONS = (
     *("gpus", "gpu_type", "gpus_per_host", "network", "hardware", "calibration", "price", "disk_gb_s", "failure_gpu_hours"),
-    *("restart_minutes", "search", "configurations", "write", "output"),
+    *("restart_minutes", "search", "configurations", "write", "finalists", "output"),
 )
 
 
@@ -36,12 +39,15 @@ class PlanOptions(Options):
     search: bool = option(False, "rank the configurations that fit, and say why each other loses")
     configurations: int = option(10_000, "with --search: configurations to try at most", **CONFIGURATIONS)
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
+    finalists: int = option(1, "with --write: write so many of the fastest, as NAME.toml, NAME-2.toml, …", **FINALIST_RANGE)
     usable: float = option(USABLE_FRACTION, "part of a GPU's memory that a run may take", **NONZERO_FRACTION)
     output: Literal["text", "json"] = option("text", "output format")
 
     def problems(self) -> Iterator[str]:
         if not self.search and (given := [name for name in ("write", "configurations") if name in self.changed()]):
             yield f"--{given[0]}: only with --search; add it, or leave this out"
+        if self.write is None and "finalists" in self.changed():
+            yield "--finalists: only with --write, which names the files; add it, or leave this out"
 
 
 ESSENTIAL = (
@@ -54,6 +60,7 @@ ESSENTIAL = (
     "plan.price",
     "plan.search",
     "plan.write",
+    "plan.finalists",
     "plan.output",
     "data.sequence_length",
     "model.preset",

@@ -11,9 +11,15 @@ from lmforge.untrusted import cut
 MAX_COMBINATIONS = 1000
 
 
-def sweep_combinations(sweep: tuple[str, ...], options_class: type[Options]) -> list[dict[str, str]]:
-    """Every combination of `section.option=value,value…`. Raises UserError where one has another form, or is no option."""
+def sweep_combinations(
+    sweep: tuple[str, ...], options_class: type[Options], others: tuple[str, ...] = ()
+) -> list[dict[str, str]]:
+    """Every combination of `section.option=value,value…`, in which names of `others` count as options too.
+
+    Raises UserError where one has another form, or is no option.
+    """
     known = {".".join(path) for path, _ in iter_options(options_class)} - {"bench.sweep", "bench.output", "bench.trace"}
+    known.update(others)
     axes = []
     for axis in sweep:
         name, equals, values = axis.partition("=")

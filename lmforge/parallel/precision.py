@@ -13,13 +13,12 @@ from torch import nn
 
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.validate import check_float8
 
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
 # The first compute capability whose tensor cores multiply float8: Ada (8.9), then Hopper (9.0).
 FLOAT8_MIN_CAPABILITY = (8, 9)
-# The float8 kernels take only sizes that are multiples of this.
-FLOAT8_SIZE_MULTIPLE = 16
 
 
 def has_native_bf16(device: torch.device) -> bool:
@@ -68,15 +67,9 @@ def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
-    if not layers:
-        raise UserError(f"train.float8: a {model.config.model_type} model has no linear layers in its blocks; leave it out")
-    for name, layer in layers.items():
-        if layer.in_features % FLOAT8_SIZE_MULTIPLE or layer.out_features % FLOAT8_SIZE_MULTIPLE:
-            raise UserError(
-                f"train.float8: {name.partition('.')[2]} is {layer.in_features} × {layer.out_features}, and float8"
-                f" needs multiples of {FLOAT8_SIZE_MULTIPLE}; choose other sizes, or leave train.float8 out"
-            )
+    layers = [(name, layer) for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)]
+    sizes = {name.partition(".")[2]: (layer.in_features, layer.out_features) for name, layer in layers}
+    check_float8(model.config.model_type, sizes)
     # The number of tokens, which may be any, is the inner dimension of a weight's gradient: it is padded.
     convert_to_float8_training(model.blocks, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
 

@@ -1,10 +1,14 @@
 """Whether a model, its sequences and its micro-batches can be distributed as the options say. No torch: a dry run asks too."""
 
+from collections.abc import Mapping
+
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 
+# The float8 kernels take only sizes that are multiples of this.
+FLOAT8_SIZE_MULTIPLE = 16
 _DEGREES = "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree"
 
 
@@ -55,6 +59,18 @@ def check_lora(options: ParallelOptions, float8: bool) -> None:
         )
     if float8:
         raise UserError("train.float8: not with LoRA adapters; leave one of the two out")
+
+
+def check_float8(model_type: str, layers: Mapping[str, tuple[int, int]]) -> None:
+    """Raise UserError where the linear layers of blocks, (inputs, outputs) by name, cannot be multiplied in float8."""
+    if not layers:
+        raise UserError(f"train.float8: a {model_type} model has no linear layers in its blocks; leave it out")
+    for name, (inputs, outputs) in layers.items():
+        if inputs % FLOAT8_SIZE_MULTIPLE or outputs % FLOAT8_SIZE_MULTIPLE:
+            raise UserError(
+                f"train.float8: {name} is {inputs} × {outputs}, and float8 needs multiples of {FLOAT8_SIZE_MULTIPLE};"
+                " choose other sizes, or leave train.float8 out"
+            )
 
 
 def check_neftune(options: ParallelOptions) -> None:

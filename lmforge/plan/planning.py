@@ -11,14 +11,18 @@ from lmforge.config.tuning import TunedConfig
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_lora, check_parallel, choose_engine
+from lmforge.parallel.validate import check_float8, check_lora, check_parallel, choose_engine
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
+from lmforge.plan.prediction.block import block_products
 from lmforge.plan.prediction.predict import Prediction, peak_memory, predict, resolve_reduction
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.setting import Setting
 from lmforge.untrusted import cut
+
+# Data sheets have the peak at the boost clock, above which a chip may run for a while.
+MOST_OF_PEAK = 1.25
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ def find_machine(config: AnyPlanConfig) -> Machine:
     hardware: Hardware = read_hardware(options.hardware)
     network = hardware.network(options.network)
     per_host = min(options.gpus_per_host, options.gpus)
+    if options.gpus % per_host:
+        near = options.gpus // per_host * per_host
+        raise UserError(
+            f"--gpus {options.gpus} do not fill hosts of {per_host}; use {near} or {near + per_host}, or another --gpus_per_host"
+        )
     gpu, calibration = hardware.gpu(options.gpu_type), None
     if options.calibration is not None:
         calibration = read_calibration(options.calibration)
@@ -86,6 +95,7 @@ def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path:
         way = f"; give --gpu_type {found.name}" if found else "; describe it in a file for --hardware, with `matches`"
         raise UserError(f"--calibration: {path}: of {cut(calibration.device)}, and the plan is for {gpu.name}{way}")
     if not gpu.is_cpu:
+        _check_peaks(gpu, calibration, path)
         return gpu
     if calibration.ranks_per_host != per_host:
         raise UserError(
@@ -95,6 +105,17 @@ def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path:
     products = {dtype: table for dtype in ("fp32", "bf16") if (table := calibration.table("product", dtype)) is not None}
     tflops = gpu.tflops | {dtype: table.largest / 1e12 for dtype, table in products.items()}
     return gpu.model_copy(update={"tflops": tflops, "memory_gb": calibration.memory_bytes / 2**30 / per_host})
+
+
+def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
+    """Raise UserError where products were faster than the data sheet lets them be."""
+    for dtype in ("fp32", "bf16", "fp8"):
+        table, peak = calibration.table("product", dtype), gpu.peak_flops(dtype)
+        if table is not None and peak is not None and table.largest > MOST_OF_PEAK * peak:
+            raise UserError(
+                f"--calibration: {path}: products in {dtype} at {table.largest / 1e12:,.0f} TFLOP/s, and the data sheet of"
+                f" {gpu.name} has {peak / 1e12:,.0f}; run lmforge bench --calibrate again"
+            )
 
 
 def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None = None) -> tuple[str, bool]:
@@ -173,6 +194,10 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
         adapters = adapter_shapes(config, model)
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
+    if config.train.float8:
+        # GPT-2 has no linear layers but products of its own.
+        products = block_products(model, 1) if model.family == "llama" else ()
+        check_float8(model.model_type, {f"layer {at} of a block": (each.inputs, each.outputs) for at, each in enumerate(products)})
     stores_weights = False
     if machine.gpu.is_cpu and compiled and dtype == "bf16":
         import torch  # blocks that are compiled on a CPU are not planned without it

@@ -4,6 +4,7 @@ And beside them what was measured, once there is something to measure. Hardware 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from lmforge.config.planning import USABLE_FRACTION
 from lmforge.config.stage import StageConfig
@@ -35,6 +36,17 @@ class RunPrediction:
         """The prediction in one line."""
         speed = f"{self._speed_words} tokens/s" if self.speed_interval else "no speed"
         return f"memory {self._memory_words} a rank; {speed} ({self.speed_source})"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, with memory in GiB."""
+        low, high = (each / 2**30 for each in self.memory_interval)
+        return {
+            "memory_gib": self.memory_bytes / 2**30,
+            "memory_gib_interval": [low, high],
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_interval": None if self.speed_interval is None else list(self.speed_interval),
+            "source": self.speed_source,
+        }
 
     def compare(self, memory_bytes: float, tokens_per_second: float | None) -> str:
         """What was measured, and the prediction beside it."""

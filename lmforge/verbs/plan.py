@@ -144,25 +144,33 @@ def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[flo
     return {name: (value / above, value / below) for name, value in values.items()}
 
 
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _duration(days: float) -> str:
+    return f"{days:.3g} days" if days >= 1 else format_duration(days * 86400)
+
+
 def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
     intervals = _run_intervals(prediction, cost)
 
-    def interval(name: str) -> str:
-        digits = ".3g" if name == "days" else ",.0f"
-        return " to ".join(f"{each:{digits}}" for each in intervals[name])
+    def described(name: str, unit: str = "") -> str:
+        words = _duration if name == "days" else _amount
+        least, most = map(words, intervals[name])
+        return f"{words(getattr(cost, name))}{unit} ({least} to {most})"
 
-    price = f", {cost.price:,.0f} ({interval('price')}) at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
+    price = f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
     console.print(
-        f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {cost.days:.3g} days ({interval('days')}),"
-        f" {cost.gpu_hours:,.0f} GPU-hours ({interval('gpu_hours')}),"
-        f" {cost.kilowatt_hours:,.0f} kWh ({interval('kilowatt_hours')}){price}",
+        f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {described('days')},"
+        f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
         soft_wrap=True,
     )
+    every = cost.checkpoint_every_steps
     console.print(
         f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
         f" {config.plan.disk_gb_s:.3g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
-        f" ({cost.checkpoint_every_steps:,} steps, Young-Daly); {cost.failures:.2g} failures expected,"
-        f" goodput {cost.goodput:.1%}",
+        f" ({every:,} step{'s' * (every != 1)}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
         soft_wrap=True,
     )
 

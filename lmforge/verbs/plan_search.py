@@ -1,7 +1,9 @@
-"""`lmforge plan --search`: prints the configurations that fit, and why the others lose; writes the fastest as a recipe."""
+"""`lmforge plan --search`: prints the configurations that fit, and why the others lose; writes the fastest as recipes."""
 
 import json
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +16,7 @@ from lmforge.config.planning import AnyPlanConfig
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
-from lmforge.plan.planning import find_machine, make_setting
+from lmforge.plan.planning import Machine, find_machine, make_setting
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import resolve_model
@@ -34,8 +36,9 @@ CHOICES = (
 
 def run_search(config: AnyPlanConfig) -> int:
     """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
-    if config.plan.write is not None and config.plan.write.exists():
-        raise UserError(f"--write: {config.plan.write} exists; name another file")
+    files = _files(config)
+    if taken := next((file for file in files if file.exists()), None):
+        raise UserError(f"--write: {taken} exists; name another file")
     machine = find_machine(config)
     model = resolve_model(config)
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
@@ -64,8 +67,9 @@ def run_search(config: AnyPlanConfig) -> int:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
         raise RunFailed(f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; {mend}")
-    if config.plan.write is not None:
-        _write(result.best[0], config)
+    written = [file for file, candidate in zip(files, result.best, strict=False) if _write(candidate, config, file)]
+    if len(written) > 1:
+        print(_how_to_measure(written, config, machine), file=sys.stderr)
     return 0
 
 
@@ -111,27 +115,48 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
     return sorted(rows, key=lambda row: row[0])
 
 
-def _write(winner: Candidate, config: AnyPlanConfig) -> None:
+def _files(config: AnyPlanConfig) -> list[Path]:
+    """The recipes to write, of the fastest first."""
+    first = config.plan.write
+    if first is None:
+        return []
+    return [first, *(first.with_stem(f"{first.stem}-{number}") for number in range(2, config.plan.finalists + 1))]
+
+
+def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> bool:
     """The recipe with what was found, as `lmforge pretrain` takes it."""
-    assert config.plan.write is not None
     table = config.model_dump(mode="json", exclude={"plan"})
-    options = winner.setting.options.model_dump(mode="json")
+    options = candidate.setting.options.model_dump(mode="json")
     options["reduce_every_micro_batch"] = config.parallel.reduce_every_micro_batch
     table["parallel"] |= options
-    table["train"] |= {"micro_batch_size": winner.setting.micro_batch_size, "float8": winner.setting.float8}
+    table["train"] |= {"micro_batch_size": candidate.setting.micro_batch_size, "float8": candidate.setting.float8}
     table["run"] |= {"name": ""}
-    recipe = validate_options(STAGES[config.of_stage], table, str(config.plan.write))
-    assert winner.prediction is not None
+    recipe = validate_options(STAGES[config.of_stage], table, str(file))
+    assert candidate.prediction is not None
     header = (
-        f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: by estimate"
-        f" {winner.prediction.tokens_per_second:,.0f} tokens/s a GPU and {winner.device_bytes / 2**30:.1f} GiB.\n"
+        f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: {candidate.describe()}.\n"
+        f"# By estimate {candidate.prediction.tokens_per_second:,.0f} tokens/s a GPU and"
+        f" {candidate.device_bytes / 2**30:.1f} GiB.\n"
     )
     try:
-        config.plan.write.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(config.plan.write, header + to_toml(recipe, changed_only=True))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, header + to_toml(recipe, changed_only=True))
     except OSError as problem:
-        raise UserError(f"--write: {describe_os_error(problem, config.plan.write)}; name another file") from None
-    print(f"wrote {config.plan.write}", file=sys.stderr)
+        raise UserError(f"--write: {describe_os_error(problem, file)}; name another file") from None
+    print(f"wrote {file}", file=sys.stderr)
+    return True
+
+
+def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) -> str:
+    """The command that measures recipes on the real machine."""
+    if not isinstance(config, PretrainConfig):
+        return "lmforge bench measures recipes of pretraining only"
+    if config.plan.gpus > machine.gpus_per_host:
+        return f"to measure them: on {config.plan.gpus} GPUs, torchrun … -m lmforge bench FILE for each"
+    calibration = [f"--log.calibration {shlex.quote(str(config.plan.calibration))}"] * (config.plan.calibration is not None)
+    sweep = shlex.quote(f"recipe={','.join(map(str, files))}")
+    words = ["lmforge bench --sweep", sweep, f"--launch.processes {config.plan.gpus}", *calibration]
+    return f"to measure them: {' '.join(words)}"
 
 
 def _as_json(result: SearchResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from lmforge.config.batch_plan import BatchPlan, divisors
+from lmforge.config.planning import FINALISTS
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
@@ -24,8 +25,8 @@ from lmforge.plan.prediction.setting import Setting
 
 CHECKPOINTING = ("none", "selective-ops", "selective-blocks", "full")
 SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
-# Blocks of a pipeline stage in the two estimates, and how many of the fastest estimates are predicted in full.
-FEW_BLOCKS, FINALISTS = (2, 4), 24
+# Blocks of a pipeline stage in the two estimates.
+FEW_BLOCKS = (2, 4)
 MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 
 
