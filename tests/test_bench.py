@@ -1,8 +1,10 @@
-"""`lmforge bench`: what is printed about a recipe's step, and a sweep of which every row is there, refused ones too."""
+"""`lmforge bench`: what is printed about a recipe's step, with its prediction; sweeps of which every row is there, refused ones
+too."""
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +19,8 @@ from lmforge.cli import run
 from lmforge.config.benching import BenchConfig
 from lmforge.config.sweep import sweep_combinations
 from lmforge.errors import RunFailed
-from tests.conftest import Command
+from tests.conftest import Command, Refusal
+from tests.train.test_prediction_check import calibration
 
 SHORT = ["--bench.steps", "3", "--bench.warmup_steps", "1"]
 
@@ -123,3 +126,61 @@ def test_combinations_are_of_all_values_in_order() -> None:
 def test_a_sweep_that_does_not_read_as_one_is_refused(capfd: pytest.CaptureFixture[str], axis: str) -> None:
     assert run(["bench", "--sweep", axis]) == 2
     assert f"--sweep {axis}: expected section.option=value,value" in capfd.readouterr().err
+
+
+def test_finalists_of_a_search_are_measured_each_beside_its_prediction(
+    lmforge: Command, tiny_options: list[str], tmp_path: Path
+) -> None:
+    measured = calibration(tmp_path / "measured.json", ranks=2)
+    machine = ["--gpus", 2, "--gpu_type", "cpu", "--calibration", measured]
+    words = [*tiny_options, "--train.dtype", "fp32", *machine, "--search", "--write", "found.toml", "--finalists", 2]
+    done = lmforge("plan", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = ["found.toml", "found-2.toml"]
+    assert done.stderr.splitlines()[:2] == [f"wrote {file}" for file in files]
+    program, *printed = shlex.split(done.stderr.splitlines()[2].removeprefix("to measure them: "))
+    assert (program, *printed[:3]) == ("lmforge", "bench", "--sweep", "recipe=found.toml,found-2.toml")
+    done = lmforge(*printed, *SHORT, "--bench.output", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["swept"], row["ranks"]) for row in rows] == [({"recipe": file}, 2) for file in files]
+    for file, row in zip(files, rows, strict=True):
+        done = lmforge("plan", file, *machine, "--output", "json", cwd=tmp_path)
+        planned, predicted = json.loads(done.stdout), row["predicted"]
+        assert predicted["tokens_per_second"] == pytest.approx(2 * planned["tokens_per_second_per_gpu"], rel=1e-9)
+        low, high = predicted["tokens_per_second_interval"]
+        assert low < predicted["tokens_per_second"] < high
+        assert predicted["memory_gib_interval"][0] < predicted["memory_gib"] < predicted["memory_gib_interval"][1]
+        assert predicted["source"].startswith("constants measured (a CPU, 2 ranks")
+    first, second = (row["predicted"]["tokens_per_second"] for row in rows)
+    assert first >= second  # in the order of the search
+
+
+def test_a_table_has_a_prediction_and_its_ratio_or_says_why_there_is_none(
+    capsys: pytest.CaptureFixture[str], tiny_options: list[str], tmp_path: Path
+) -> None:
+    file = calibration(tmp_path / "measured.json")
+    for words, speed, source in (
+        (["--log.calibration", str(file), "--train.dtype", "fp32"], r"[\d,]+ \([\d.]+\)", "constants measured (a CPU, 1 rank,"),
+        ([], r"\?", "no measurements of this CPU; lmforge bench --calibrate makes them"),
+    ):
+        capsys.readouterr()
+        assert run(["bench", *map(str, tiny_options), *SHORT, *words]) == 0
+        text = capsys.readouterr().out
+        heads, values = ([cell.strip() for cell in re.split("[┃│]", line)] for line in text.splitlines() if line[0] in "┃│")
+        assert heads[1:3] == ["tokens/s", "predicted"]
+        assert re.fullmatch(speed, values[2])
+        assert re.fullmatch(r"[\d.]+–[\d.]+", values[heads.index("GiB") + 1])
+        assert f"prediction: {source}" in text
+
+
+def test_a_sweep_over_recipes_takes_no_other_recipe_and_a_row_says_which_is_missing(
+    refused: Refusal, capfd: pytest.CaptureFixture[str], tmp_path: Path, tiny_run: Path
+) -> None:
+    recipe = tiny_run / "recipe.toml"
+    there_are_two = f"--sweep recipe=…: with {recipe} before it there are two; leave one out"
+    assert refused("bench", recipe, "--sweep", f"recipe={recipe}") == there_are_two
+    nothing = tmp_path / "nothing.toml"
+    assert run(["bench", "--sweep", f"recipe={nothing}"]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"none of its 1 combinations can be timed; the first: {nothing}: no such recipe")

@@ -13,7 +13,7 @@ from torch import nn
 
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.validate import check_float8
+from lmforge.parallel.validate import check_float8_sizes
 
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
@@ -69,7 +69,7 @@ def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
 
     layers = [(name, layer) for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)]
     sizes = {name.partition(".")[2]: (layer.in_features, layer.out_features) for name, layer in layers}
-    check_float8(model.config.model_type, sizes)
+    check_float8_sizes(model.config.model_type, sizes)
     # The number of tokens, which may be any, is the inner dimension of a weight's gradient: it is padded.
     convert_to_float8_training(model.blocks, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
 

@@ -61,7 +61,7 @@ def check_lora(options: ParallelOptions, float8: bool) -> None:
         raise UserError("train.float8: not with LoRA adapters; leave one of the two out")
 
 
-def check_float8(model_type: str, layers: Mapping[str, tuple[int, int]]) -> None:
+def check_float8_sizes(model_type: str, layers: Mapping[str, tuple[int, int]]) -> None:
     """Raise UserError where the linear layers of blocks, (inputs, outputs) by name, cannot be multiplied in float8."""
     if not layers:
         raise UserError(f"train.float8: a {model_type} model has no linear layers in its blocks; leave it out")

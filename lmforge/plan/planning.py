@@ -11,7 +11,7 @@ from lmforge.config.tuning import TunedConfig
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_float8, check_lora, check_parallel, choose_engine
+from lmforge.parallel.validate import check_float8_sizes, check_lora, check_parallel, choose_engine
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
@@ -78,9 +78,8 @@ def find_machine(config: AnyPlanConfig) -> Machine:
     per_host = min(options.gpus_per_host, options.gpus)
     if options.gpus % per_host:
         near = options.gpus // per_host * per_host
-        raise UserError(
-            f"--gpus {options.gpus} do not fill hosts of {per_host}; use {near} or {near + per_host}, or another --gpus_per_host"
-        )
+        way = f"use {near} or {near + per_host}, or another --gpus_per_host"
+        raise UserError(f"--gpus {options.gpus} do not fill hosts of {per_host}; {way}")
     gpu, calibration = hardware.gpu(options.gpu_type), None
     if options.calibration is not None:
         calibration = read_calibration(options.calibration)
@@ -197,7 +196,9 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
     if config.train.float8:
         # GPT-2 has no linear layers but products of its own.
         products = block_products(model, 1) if model.family == "llama" else ()
-        check_float8(model.model_type, {f"layer {at} of a block": (each.inputs, each.outputs) for at, each in enumerate(products)})
+        check_float8_sizes(
+            model.model_type, {f"layer {at} of a block": (each.inputs, each.outputs) for at, each in enumerate(products)}
+        )
     stores_weights = False
     if machine.gpu.is_cpu and compiled and dtype == "bf16":
         import torch  # blocks that are compiled on a CPU are not planned without it

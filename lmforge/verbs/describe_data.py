@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lmforge.config.batch_plan import batch_plan
-from lmforge.config.stage import PretrainConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.mixture import MixedDataset
 from lmforge.data.shard_format import SHARDS_MANIFEST
 from lmforge.stages.training_data import TokenSources
@@ -34,6 +34,19 @@ def describe_data(config: PretrainConfig, step: int | None = None, batch_offset:
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     title = "data       tokens of each source, padding included, and how often it is read"
     return [title, *table, *dataset.describe_phases()], sources.tokenizer.vocab_size
+
+
+def find_vocab_size(config: StageConfig) -> int | None:
+    """The size of the vocabulary of the recipe's data, where all of it is prepared on this machine; else None.
+
+    Raises UserError where the data is damaged.
+    """
+    if not isinstance(config, PretrainConfig):
+        return None
+    folders = [source.folder for source in config.data.all_sources]
+    if not all("://" not in folder and (Path(folder) / SHARDS_MANIFEST).exists() for folder in folders):
+        return None
+    return TokenSources.open(config).tokenizer.vocab_size
 
 
 def _rows(dataset: MixedDataset, samples: dict[str, int]) -> list[list[str]]:

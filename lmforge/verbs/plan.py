@@ -16,6 +16,7 @@ from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import Machine, find_machine, make_setting, predict_phases, predict_setting, suggest_fit
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
+from lmforge.verbs.describe_data import find_vocab_size
 from lmforge.verbs.dry_run import resolve_model
 
 # Characters of the picture of a step.
@@ -30,7 +31,7 @@ def run_plan(config: AnyPlanConfig) -> int:
         return run_search(config)
     machine = find_machine(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
-    setting = make_setting(config, resolve_model(config), config.plan.gpus, machine)
+    setting = make_setting(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
     prediction = predict_setting(setting, machine, config.plan.usable)
     phases = predict_phases(config, prediction, machine)
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)

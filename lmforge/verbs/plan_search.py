@@ -19,6 +19,7 @@ from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import Machine, find_machine, make_setting
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
 from lmforge.untrusted import describe_os_error
+from lmforge.verbs.describe_data import find_vocab_size
 from lmforge.verbs.dry_run import resolve_model
 
 SHOWN = 10
@@ -40,7 +41,7 @@ def run_search(config: AnyPlanConfig) -> int:
     if taken := next((file for file in files if file.exists()), None):
         raise UserError(f"--write: {taken} exists; name another file")
     machine = find_machine(config)
-    model = resolve_model(config)
+    model = resolve_model(config, find_vocab_size(config))
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})

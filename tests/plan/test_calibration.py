@@ -158,6 +158,20 @@ def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, refused: Refusal, 
     assert str(path) in line
 
 
+def test_products_above_the_peak_of_the_data_sheet_are_refused(tmp_path: Path, refused: Refusal) -> None:
+    table = content(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
+    words = ["plan", "--gpus", 1, "--calibration", write(tmp_path, table)]
+    assert run([str(word) for word in words]) == 0
+    for each in table["measurements"]:
+        if (each["what"], each["dtype"]) == ("product", "bf16"):
+            each["value"] = 1.3e15
+    write(tmp_path, table)
+    assert refused(*words).endswith(
+        "calibration.json: products in bf16 at 1,300 TFLOP/s, and the data sheet of h100-80 has 989; run lmforge bench"
+        " --calibrate again"
+    )
+
+
 def test_a_file_that_is_not_there_is_one_line(refused: Refusal) -> None:
     assert "--calibration: none.json: no such file" in refused("plan", *CPU_PLAN, "--calibration", "none.json")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -208,6 +209,14 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
         (["--gpus", 8, "--gpu_type", "v100"], "train.dtype: no bf16 among the tflops of v100; use train.dtype = fp32"),
         (["--model.source", "nobody/nothing"], "nobody/nothing"),
         (["--write", "a.toml"], "--write: only with --search"),
+        (["--search", "--finalists", 2], "--finalists: only with --write"),
+        (["--search", "--write", "a.toml", "--finalists", 25], "--plan.finalists: expected a number of at most 24, got 25"),
+        (["--gpus", 12, "--gpus_per_host", 5], "--gpus 12 do not fill hosts of 5; use 10 or 15, or another --gpus_per_host"),
+        (["--train.float8", "true", "--model.intermediate_size", 11000], "4096 × 11000, and float8 needs multiples of 16"),
+        (
+            ["--train.float8", "true", "--model.preset", "gpt2-124m", "--data.sequence_length", 512],
+            "train.float8: a gpt2 model has no linear layers",
+        ),
         (["--hardware", "nothing.toml"], "--hardware: nothing.toml: no such file"),
         (["--gpus", 0], "--plan.gpus: expected a"),
         (["--gpus", 8, "--train.epochs", 2], "train.epochs = 2: a plan does not read the data"),
@@ -278,6 +287,33 @@ def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
     capfd.readouterr()
     assert "exists; name another file" in refused(*words, "--write", out)
     assert f"--write: {out}" in refused(*words, "--write", out / "below-a-file.toml")
+
+
+def test_finalists_are_written_all_or_none_and_each_says_what_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
+) -> None:
+    out, second, third = (tmp_path / name for name in ("found.toml", "found-2.toml", "found-3.toml"))
+    words = ["plan", str(RECIPE), "--gpus", "16", "--gpu_type", "h100-80", "--search", "--configurations", "100"]
+    words += ["--write", str(out), "--finalists", "3"]
+    third.touch()
+    assert refused(*words) == f"--write: {third} exists; name another file"
+    assert [*tmp_path.iterdir()] == [third]
+    third.unlink()
+    assert run([*words, "--output", "json"]) == 0
+    printed = capfd.readouterr()
+    best = json.loads(printed.out)["best"]
+    for file, found in zip((out, second, third), best, strict=False):
+        assert file.read_text().startswith(f"# Found by `lmforge plan --search` for 16 x h100-80: {found['configuration']}.\n")
+        planned = plan_json(capfd, file, "--gpus", 16, "--gpu_type", "h100-80")
+        assert planned["tokens_per_second_per_gpu"] == pytest.approx(found["tokens_per_second_per_gpu"], rel=1e-9)
+    last = printed.err.splitlines()[-1]
+    assert last == "to measure them: on 16 GPUs, torchrun … -m lmforge bench FILE for each"
+
+
+def test_a_short_run_is_said_in_seconds_and_small_amounts_are_not_none(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(ROOT / "recipes" / "quickstart.toml"), "--gpus", "1", "--price", "2"]) == 0
+    [cost] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("run ")]
+    assert re.search(r"tokens: \d+s \(\d+s to \d+s\), 0\.\d+ GPU-hours \(0\.\d+ to 0\.\d+\), 0\.\d+ kWh ", cost)
 
 
 def test_a_search_in_which_nothing_fits_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
