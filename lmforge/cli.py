@@ -55,7 +55,7 @@ TRAINING_NOTES = """\
 def main() -> None:
     """Entry of the `lmforge` command: runs a verb and ends the process with its status."""
     limit_spinning()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a profiler's own lines would come between those of a run
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's own lines would come between those of a run
     exit_process(run(sys.argv[1:]))
 
 

@@ -174,6 +174,12 @@ def test_a_table_has_a_prediction_and_its_ratio_or_says_why_there_is_none(
         assert f"prediction: {source}" in text
 
 
+def test_the_profiler_says_nothing_of_its_own(tiny_options: list[str]) -> None:
+    command = [sys.executable, "-m", "lmforge", "bench", *tiny_options, "--bench.steps", "1", "--bench.warmup_steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_sweep_over_recipes_takes_no_other_recipe_and_a_row_says_which_is_missing(
     refused: Refusal, capfd: pytest.CaptureFixture[str], tmp_path: Path, tiny_run: Path
 ) -> None:

@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -216,7 +215,7 @@ def _completion_tables(folder: Path) -> list[dict[str, Any]]:
     for name in [*_thinned(validated, MAX_TABLES // 2), *_thinned(sampled, MAX_TABLES)]:
         rows = []
         with suppress(OSError), open_file(folder / name) as file:
-            for line, _ in zip(iter(partial(file.readline, MAX_LINE_BYTES), b""), range(MAX_TABLE_ROWS), strict=False):
+            for line, _ in zip(read_lines(file, MAX_LINE_BYTES), range(MAX_TABLE_ROWS), strict=False):
                 with suppress(UserError):
                     row = parse_json(line, CompletionRow, name)
                     prompt = row.prompt
