@@ -40,7 +40,7 @@ from lmforge.verbs.table import VERBS
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
 from tests.text import corpus
-from website.cut_down import FENCED, TINY_MODEL, shortened
+from website.cut_down import FENCED, TINY_MODEL, is_command, shortened
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lmforge"
@@ -95,7 +95,7 @@ def pieces() -> list[Piece]:
             first = content[: block.start(2)].count("\n") + 1
             if kind == "sh":
                 lines = enumerate(text.splitlines(), start=first)
-                found += [Piece(page, at, kind, line) for at, line in lines if line.strip() and not line.startswith("#")]
+                found += [Piece(page, at, kind, line) for at, line in lines if is_command(line)]
             elif kind in ("python", "toml"):
                 found.append(Piece(page, first, kind, text))
     return found

@@ -57,12 +57,17 @@ def shortened(line: str) -> str:
     return " ".join([line, *(f"--{name} {value}" for name, value in chosen.items())])
 
 
+def is_command(line: str) -> bool:
+    """Whether a line of a fenced block is one that is typed."""
+    return bool(line.strip()) and not line.startswith("#")
+
+
 def with_cut_downs(markdown: str) -> str:
     """The page with a folded note below each block of shell that tests do not run as it stands."""
 
     def noted(block: re.Match[str]) -> str:
         kind, text = block.groups()
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")] if kind == "sh" else []
+        lines = [line for line in text.splitlines() if is_command(line)] if kind == "sh" else []
         added = [shortened(line).removeprefix(line).strip() for line in lines]
         if not any(added):
             return block[0]
