@@ -4,6 +4,8 @@ A trial is a process: it starts, warms up and compiles, is timed, and ends, so t
 crashes is a marked row and the table goes on. Each row is written at once, into the one file of this GPU: a call that is killed
 keeps what it has, and a call for another size adds to it. One size (`--only 8b`) takes less than eight minutes.
 
+Beside lmforge's rows stands what `lmforge plan` predicts from the GPU's data sheet.
+
 `8b-published` repeats the setting of a published figure, and `8b-best` looks for the fastest that fits; both are lmforge alone.
 
 Without a GPU a tiny shape takes the same way on the CPU, and nothing is recorded unless `--out` says where.
@@ -28,11 +30,16 @@ from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
+from lmforge.config.sections import ParallelOptions
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16
+from lmforge.plan.hardware import find_gpu
 from lmforge.plan.peak_flops import rank_peak_flops
+from lmforge.plan.planning import Machine
+from lmforge.plan.prediction.predict import Prediction, predict
+from lmforge.plan.prediction.setting import Setting
 
 GIB = 2**30
 # Of a GPU's memory, what weights, gradients and optimizer states may take; the rest is for activations and logits.
@@ -205,17 +212,51 @@ def outcome(trial: dict[str, Any]) -> str:
     return f"{trial['speed']:,.0f} tokens/s, warm after {trial['warm_up_seconds']:.0f} s"
 
 
-def figures(trials: list[dict[str, Any]], flops: float, peak: float | None, published: float | None) -> dict[str, Any]:
+def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction | None:
+    """The plan of a row; None for other programs than lmforge, and for a GPU that the hardware file does not have."""
+    gpu = find_gpu(device_name)
+    if gpu is None or gpu.peak_flops(contest.dtype) is None or not name.startswith(LMFORGE):
+        return None
+    setting = Setting(
+        contest.shape,
+        ParallelOptions(engine="single", activation_checkpointing=contest.activation_checkpointing),
+        world_size=1,
+        gpus_per_host=1,
+        micro_batch_size=contest.rows // contest.accumulation,
+        accumulation=contest.accumulation,
+        sequence_length=contest.length,
+        dtype=contest.dtype,
+        master_dtype=contest.master_dtype,
+        compiled=contest.compiled,
+        float8=name == LMFORGE_FLOAT8,
+    )
+    return predict(setting, gpu, Machine(gpu, None, 1).rates(setting.dtype))
+
+
+def figures(
+    trials: list[dict[str, Any]],
+    flops: float,
+    peak: float | None,
+    published: float | None,
+    prediction: Prediction | None = None,
+) -> dict[str, Any]:
     """A row of the record."""
     failed = next((trial["failed"] for trial in trials if "failed" in trial), None)
     if failed is not None:
         return {"failed": failed}
-    speeds = [trial["speed"] for trial in trials]
+    speeds, memory_gib = [trial["speed"] for trial in trials], max(trial["memory_gib"] for trial in trials)
+    planned = prediction and {
+        "tokens_per_second": prediction.tokens_per_second,
+        "live_gib": prediction.live_bytes / GIB,
+        "of_speed": summarize([prediction.tokens_per_second / speed for speed in speeds]),
+        "of_memory": prediction.live_bytes / GIB / memory_gib,
+    }
     return {
         "tokens_per_second": summarize(speeds),
         "mfu": summarize([speed * flops / peak for speed in speeds]) if peak else None,
         "of_the_published": summarize([speed / published for speed in speeds]) if published else None,
-        "memory_gib": max(trial["memory_gib"] for trial in trials),
+        "memory_gib": memory_gib,
+        "predicted": planned,
         "loss_of_first_steps": trials[0]["loss"],
     }
 
@@ -270,13 +311,17 @@ def table(record: dict[str, Any]) -> str:
         if cell["published"]:
             lines.append(f"- published, on one H200: {cell['published']:,.0f} tokens/s")
         titles = [title for title, _ in COLUMNS.values()]
-        lines += ["", f"| contender | {' | '.join(titles)} | GiB | loss, steps 1–10 |", "|---" * (len(titles) + 3) + "|"]
+        last = ("GiB", "predicted tokens/s ÷ it", "predicted GiB ÷ it", "loss, steps 1–10")
+        lines += ["", f"| contender | {' | '.join((*titles, *last))} |", "|---" * (len(titles) + 1 + len(last)) + "|"]
         for name, row in cell["contenders"].items():
             if "failed" in row:
-                lines.append(f"| {name} | {row['failed']} |{' |' * (len(titles) + 1)}")
+                lines.append(f"| {name} | {row['failed']} |{' |' * (len(titles) + len(last) - 1)}")
                 continue
             cells = [_of_rounds(row.get(what), form) for what, (_, form) in COLUMNS.items()]
-            lines.append(f"| {name} | {' | '.join(cells)} | {row['memory_gib']:.1f} | {row['loss_of_first_steps']:.3f} |")
+            planned = row.get("predicted")
+            cells += [f"{row['memory_gib']:.1f}", _of_rounds(planned and planned["of_speed"], "{:.2f}")]
+            cells += [f"{planned['of_memory']:.2f}" if planned else "", f"{row['loss_of_first_steps']:.3f}"]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -368,8 +413,11 @@ def main() -> int:
                 warm_up_steps=WARM_UP_STEPS,
                 seconds=chosen.seconds,
             )
+            settings = trials_of(size, contest)
             for row, trials in hold(label, size, contest, chosen):
-                rows[row] = {**figures(trials, flops, peak, size.published), "git_commit": about["git_commit"]}
+                planned = prediction_of(*settings[row], record.content["device"])
+                found = figures(trials, flops, peak, size.published, planned)
+                rows[row] = {**found, "git_commit": about["git_commit"]}
                 compare(rows)
                 record.write()
     say(f"\n{table(record.content)}\n")

@@ -101,6 +101,25 @@ def test_rows_are_written_one_by_one_and_read_again(gpu: ModuleType, tmp_path: P
     assert kept["1b"]["contenders"]["Trainer"]["lmforge_is_faster_by"]["median"] == 3.0
 
 
+def test_rows_of_lmforge_have_a_plan_beside_them_where_the_gpu_is_known(gpu: ModuleType, tmp_path: Path) -> None:
+    contest = Namespace(threads=1)
+    size = gpu.SIZES["8b-best"]
+    of_8b = gpu.replace(gpu.contest_of(size, size.length, tmp_path, torch.device("cpu"), contest), dtype="bf16", compiled=True)
+    rows = gpu.trials_of(size, of_8b)
+    for name, (contender, setting) in rows.items():
+        planned = gpu.prediction_of(contender, setting, "NVIDIA H200")
+        assert planned.setting.tokens_per_step == size.step_tokens
+        row = gpu.figures([{"speed": 10_000.0, "memory_gib": 80.0, "loss": 2.0}], 1.0, None, None, planned)
+        assert row["predicted"]["of_speed"]["median"] == planned.tokens_per_second / 10_000
+        assert row["predicted"]["of_memory"] == planned.live_bytes / (80 * GIB)
+        about = {"what": "", "machine": gpu.machine(), "published": None, "contenders": {name: row}}
+        cells = gpu.table({"device": "NVIDIA H200", "cells": {"8b-best": about}}).splitlines()[-1].split(" | ")
+        assert cells[-3:-1] == [f"{planned.tokens_per_second / 1e4:.2f}", f"{planned.live_bytes / (80 * GIB):.2f}"]
+    assert gpu.prediction_of("Trainer", of_8b, "NVIDIA H200") is None
+    assert gpu.prediction_of("lmforge", of_8b, "no GPU") is None
+    assert gpu.prediction_of("lmforge, float8", of_8b, "NVIDIA H200").setting.float8
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
