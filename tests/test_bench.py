@@ -122,10 +122,89 @@ def test_combinations_are_of_all_values_in_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("axis", ["a.b", "a.b=", "a.b=1,,2"])
+@pytest.mark.parametrize("axis", ["a.b", "a.b=", "a.b=1,,2", "recipe="])
 def test_a_sweep_that_does_not_read_as_one_is_refused(capfd: pytest.CaptureFixture[str], axis: str) -> None:
     assert run(["bench", "--sweep", axis]) == 2
-    assert f"--sweep {axis}: expected section.option=value,value" in capfd.readouterr().err
+    assert f"--sweep {axis}: expected section.option=value,value… or recipe=value,value…" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "axes", [["recipe=a.toml", "recipe=b.toml"], ["train.global-batch-size=1", "train.global_batch_size=2"]]
+)
+def test_an_axis_that_is_given_twice_is_refused(refused: Refusal, axes: list[str]) -> None:
+    name = axes[1].partition("=")[0]
+    said = refused("bench", "--sweep", *axes)
+    assert said == f"--sweep {name}: given twice; write all of its values after one {name}="
+
+
+def result(recipe: str, **changed: object) -> dict[str, Any]:
+    """A row of a sweep over recipes, as a trial returns it."""
+    row: dict[str, Any] = {
+        "swept": {"recipe": recipe},
+        "ranks": 2,
+        "device": "cpu",
+        "dtype": "float32",
+        "data": "random tokens",
+        "tokens_per_second": 1000.0,
+        "step_seconds": {"median": 0.1, "min": 0.1, "max": 0.2},
+        "tflops_a_rank": 0.5,
+        "mfu": 0.25,
+        "memory_gib": 1.0,
+        "phase_seconds": dict.fromkeys(TIMED_PHASES, 0.02),
+        "communication_seconds": 0.01,
+        "predicted": {
+            "tokens_per_second": 1100.0,
+            "tokens_per_second_interval": [900.0, 1300.0],
+            "memory_gib_interval": [0.5, 1.5],
+            "source": "constants measured",
+        },
+    }
+    return row | changed
+
+
+def printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]], columns: int | None = None
+) -> list[str]:
+    """What a sweep prints about these rows; in a terminal, if it has a number of columns."""
+    capsys.readouterr()
+    if columns is not None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+    step_timing._print_results(rows, "text")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_table_that_is_written_to_a_file_cuts_no_path_of_a_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [f"/{'folder/' * 20}{name} [v2].toml" for name in ("one", "two")]
+    rows = [result(recipes[0]), {"swept": {"recipe": recipes[1]}, "failed": step_timing.OUT_OF_MEMORY}]
+    lines = printed(monkeypatch, capsys, rows)
+    assert [recipe for recipe in recipes for line in lines if line.startswith(f"│ {recipe} │")] == recipes
+
+
+def test_in_a_narrow_terminal_rows_are_lines_of_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [result("a.toml"), {"swept": {"recipe": "b.toml"}, "failed": step_timing.OUT_OF_MEMORY}]
+    wide = printed(monkeypatch, capsys, rows, columns=200)
+    assert any(line.startswith("│ a.toml") for line in wide)
+    lines = printed(monkeypatch, capsys, rows, columns=80)
+    assert not [line for line in lines if line.startswith("│")]
+    assert "recipe a.toml, tokens/s 1,000, predicted 900–1,300 (1.10), ms a step 100" in " ".join(lines)
+    assert "recipe b.toml, tokens/s out of memory" in lines
+
+
+def test_what_differs_between_recipes_is_not_said_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [result("a.toml"), result("b.toml", dtype="bfloat16"), result("c.toml")]
+    lines = printed(monkeypatch, capsys, rows)
+    assert lines[:2] == [
+        "recipe=a.toml; recipe=c.toml: 2 × cpu, float32, data: random tokens",
+        "recipe=b.toml: 2 × cpu, bfloat16, data: random tokens",
+    ]
+    assert lines[-1] == "prediction: constants measured"
 
 
 def test_finalists_of_a_search_are_measured_each_beside_its_prediction(
@@ -161,7 +240,11 @@ def test_a_table_has_a_prediction_and_its_ratio_or_says_why_there_is_none(
 ) -> None:
     file = calibration(tmp_path / "measured.json")
     for words, speed, source in (
-        (["--log.calibration", str(file), "--train.dtype", "fp32"], r"[\d,]+ \([\d.]+\)", "constants measured (a CPU, 1 rank,"),
+        (
+            ["--log.calibration", str(file), "--train.dtype", "fp32"],
+            r"[\d,]+–[\d,]+ \([\d.]+\)",
+            "constants measured (a CPU, 1 rank,",
+        ),
         ([], r"\?", "no measurements of this CPU; lmforge bench --calibrate makes them"),
     ):
         capsys.readouterr()

@@ -7,9 +7,11 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from lmforge.bench.trial import TIMED_PHASES, measure
@@ -22,6 +24,8 @@ from lmforge.errors import RunFailed, UserError
 OUT_OF_MEMORY = "out of memory"
 # What a sweep may go over beside options: the recipe.
 RECIPE = "recipe"
+# Columns where standard output is no terminal: nothing is cut off, as two paths that begin alike would look the same.
+FILE_WIDTH = 10_000
 
 
 def bench(config: BenchConfig, arguments: list[str]) -> int:
@@ -105,8 +109,7 @@ def _summary_line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{_words(row['swept'])}: {row['failed']}"
     step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
-    predicted = row["predicted"].get("tokens_per_second")
-    beside = f" (predicted {predicted:,.0f})" if predicted else ""
+    beside = f" (predicted {_interval(speeds)})" if (speeds := row["predicted"].get("tokens_per_second_interval")) else ""
     rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms a step{mfu}, {row['memory_gib']:.2f} GiB"
     return f"{_words(row['swept'])}: {rates}"
 
@@ -115,44 +118,64 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
     if output == "json":
         print(json.dumps(rows, indent=1))
         return
-    console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    first = next((row for row in rows if "failed" not in row), None)
-    if first is not None:
-        console.print(f"{first['ranks']} × {first['device']}, {first['dtype']}, data: {first['data']}", soft_wrap=True)
-        if len(rows) == 1:
-            console.print(f"{first['engine']}, {first['parameters']:,} parameters, {first['batch']}", soft_wrap=True)
-    swept = list(rows[0].get("swept", {}))
-    table = Table()
-    rates = ("tokens/s", "predicted", "ms a step", "TFLOP/s", "MFU", "GiB", "predicted")
-    short = {name: name.rpartition(".")[2] for name in swept}
-    for name in swept:
-        table.add_column(short[name] if len(set(short.values())) == len(swept) else name)
-    for name in (*rates, *TIMED_PHASES, "comm."):
-        table.add_column(name, justify="right")
-    for row in rows:
-        values = [row["swept"][name] for name in swept]
-        if "failed" in row:
-            table.add_row(*values, row["failed"] if row["failed"] == OUT_OF_MEMORY else "refused", style="yellow")
-        else:
-            table.add_row(*values, *_cells(row))
-    console.print(table)
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, highlight=False, markup=False, soft_wrap=True)
+    timed = [row for row in rows if "failed" not in row]
+    _print_of_each(console, timed, lambda row: f"{row['ranks']} × {row['device']}, {row['dtype']}, data: {row['data']}")
+    if timed and len(rows) == 1:
+        console.print(f"{timed[0]['engine']}, {timed[0]['parameters']:,} parameters, {timed[0]['batch']}")
+    _print_table(console, rows)
     for row in rows:
         if row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY:
-            console.print(f"refused: {_summary_line(row)}", soft_wrap=True)
-    if first is not None:
-        console.print("ms of the phases: of the median step, which they add up to; comm.: collectives in them", soft_wrap=True)
-        console.print("TFLOP/s and MFU: of a rank, counted as docs/tuning.md says", soft_wrap=True)
-        console.print("predicted: tokens/s (divided by the measured), and GiB from least to most, as lmforge plan does")
-        for source in dict.fromkeys(row["predicted"]["source"] for row in rows if "failed" not in row):
-            console.print(f"prediction: {source}", soft_wrap=True, markup=False)
+            console.print(f"refused: {_summary_line(row)}")
+    if timed:
+        console.print("ms of the phases: of the median step, which they add up to; comm.: collectives in them")
+        console.print("TFLOP/s and MFU: of a rank, counted as docs/tuning.md says")
+        console.print("predicted: from least to most, as lmforge plan does; in brackets the estimate divided by the measured")
+        _print_of_each(console, timed, lambda row: f"prediction: {row['predicted']['source']}")
+
+
+def _print_of_each(console: Console, rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> None:
+    """A line that holds for all rows; where it differs, each line with the combinations that it holds for."""
+    rows_of = dict[str, list[dict[str, Any]]]()
+    for row in rows:
+        rows_of.setdefault(describe(row), []).append(row)
+    for line, own in rows_of.items():
+        console.print(line if len(rows_of) == 1 else f"{'; '.join(_words(row['swept']) for row in own)}: {line}")
+
+
+def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
+    """The rows as a table; in a terminal that is too narrow for it, as lines."""
+    swept = list(rows[0].get("swept", {}))
+    short = {name: name.rpartition(".")[2] for name in swept}
+    options = list(short.values()) if len(set(short.values())) == len(swept) else swept
+    rates = ("tokens/s", "predicted", "ms a step", "TFLOP/s", "MFU", "GiB", "predicted")
+    titles, table, lines = [*options, *rates, *TIMED_PHASES, "comm."], Table(), list[str]()
+    for at, name in enumerate(titles):
+        table.add_column(name, justify="left" if at < len(swept) else "right")
+    for row in rows:
+        failed = row.get("failed")
+        cells = _cells(row) if failed is None else [failed if failed == OUT_OF_MEMORY else "refused"]
+        values = [*(row["swept"][name] for name in swept), *cells]
+        table.add_row(*values, style=None if failed is None else "yellow")
+        lines.append(", ".join(f"{title} {value}" for title, value in zip(titles, values, strict=False)))
+    if Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).maximum <= console.width:
+        console.print(table, soft_wrap=False)
+        return
+    for line in lines:
+        console.print(line, soft_wrap=False)
+
+
+def _interval(bounds: list[float]) -> str:
+    return "–".join(f"{each:,.0f}" for each in bounds)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     step, predicted = row["step_seconds"], row["predicted"]
     speed, memory = predicted.get("tokens_per_second"), predicted.get("memory_gib_interval")
+    speeds = predicted.get("tokens_per_second_interval")
     return [
         f"{row['tokens_per_second']:,.0f}",
-        f"{speed:,.0f} ({speed / row['tokens_per_second']:.2f})" if speed else "?",
+        f"{_interval(speeds)} ({speed / row['tokens_per_second']:.2f})" if speed and speeds else "?",
         f"{1e3 * step['median']:.0f} ({1e3 * step['min']:.0f}–{1e3 * step['max']:.0f})",
         f"{row['tflops_a_rank']:.3g}",
         f"{row['mfu']:.0%}" if row["mfu"] else "?",

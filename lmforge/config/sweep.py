@@ -24,10 +24,13 @@ def sweep_combinations(
     for axis in sweep:
         name, equals, values = axis.partition("=")
         if not equals or not all(values.split(",")):
-            raise UserError(f"--sweep {cut(axis)}: expected section.option=value,value…")
+            forms = " or ".join(["section.option=value,value…", *(f"{other}=value,value…" for other in others)])
+            raise UserError(f"--sweep {cut(axis)}: expected {forms}")
         if name.replace("-", "_") not in known:
             close = difflib.get_close_matches(cut(name), known, n=1)
             raise UserError(f"--sweep {cut(name)}: no such option{f'; did you mean {close[0]}?' if close else ''}")
+        if any(name.replace("-", "_") == other[0][0].replace("-", "_") for other in axes):
+            raise UserError(f"--sweep {cut(name)}: given twice; write all of its values after one {cut(name)}=")
         axes.append([(name, value) for value in values.split(",")])
     if (count := math.prod(map(len, axes))) > MAX_COMBINATIONS:
         raise UserError(f"--sweep: {count:,} combinations, each of which takes seconds at least; at most {MAX_COMBINATIONS:,}")

@@ -68,9 +68,13 @@ def run_search(config: AnyPlanConfig) -> int:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
         raise RunFailed(f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; {mend}")
-    written = [file for file, candidate in zip(files, result.best, strict=False) if _write(candidate, config, file)]
+    written = list(zip(files, result.best, strict=False))
+    for file, candidate in written:
+        _write(candidate, config, file)
+    if len(written) < len(files):
+        print(f"--finalists {len(files)}: only {len(written)} are known to fit", file=sys.stderr)
     if len(written) > 1:
-        print(_how_to_measure(written, config, machine), file=sys.stderr)
+        print(_how_to_measure([file for file, _ in written], config, machine), file=sys.stderr)
     return 0
 
 
@@ -121,10 +125,12 @@ def _files(config: AnyPlanConfig) -> list[Path]:
     first = config.plan.write
     if first is None:
         return []
+    if not first.name:
+        raise UserError(f"--write: {first} is a folder; name a file")
     return [first, *(first.with_stem(f"{first.stem}-{number}") for number in range(2, config.plan.finalists + 1))]
 
 
-def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> bool:
+def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> None:
     """The recipe with what was found, as `lmforge pretrain` takes it."""
     table = config.model_dump(mode="json", exclude={"plan"})
     options = candidate.setting.options.model_dump(mode="json")
@@ -145,7 +151,6 @@ def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> bool:
     except OSError as problem:
         raise UserError(f"--write: {describe_os_error(problem, file)}; name another file") from None
     print(f"wrote {file}", file=sys.stderr)
-    return True
 
 
 def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) -> str:
@@ -154,6 +159,8 @@ def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) 
         return "lmforge bench measures recipes of pretraining only"
     if config.plan.gpus > machine.gpus_per_host:
         return f"to measure them: on {config.plan.gpus} GPUs, torchrun … -m lmforge bench FILE for each"
+    if any("," in str(file) for file in files):  # which separates the values of a sweep
+        return f"to measure them: lmforge bench FILE --launch.processes {config.plan.gpus} for each"
     calibration = [f"--log.calibration {shlex.quote(str(config.plan.calibration))}"] * (config.plan.calibration is not None)
     sweep = shlex.quote(f"recipe={','.join(map(str, files))}")
     words = ["lmforge bench --sweep", sweep, f"--launch.processes {config.plan.gpus}", *calibration]

@@ -210,6 +210,7 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
         (["--model.source", "nobody/nothing"], "nobody/nothing"),
         (["--write", "a.toml"], "--write: only with --search"),
         (["--search", "--finalists", 2], "--finalists: only with --write"),
+        (["--search", "--finalists", 2, "--write", "."], "--write: . is a folder; name a file"),
         (["--search", "--write", "a.toml", "--finalists", 25], "--plan.finalists: expected a number of at most 24, got 25"),
         (["--gpus", 12, "--gpus_per_host", 5], "--gpus 12 do not fill hosts of 5; use 10 or 15, or another --gpus_per_host"),
         (["--train.float8", "true", "--model.intermediate_size", 11000], "4096 × 11000, and float8 needs multiples of 16"),
@@ -308,6 +309,17 @@ def test_finalists_are_written_all_or_none_and_each_says_what_it_is(
         assert planned["tokens_per_second_per_gpu"] == pytest.approx(found["tokens_per_second_per_gpu"], rel=1e-9)
     last = printed.err.splitlines()[-1]
     assert last == "to measure them: on 16 GPUs, torchrun … -m lmforge bench FILE for each"
+
+
+def test_fewer_finalists_than_requested_are_said_and_a_comma_in_a_name_is_in_no_sweep(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(RECIPE), "--gpus", "8", "--gpu_type", "h100-80", "--search", "--configurations", "60"]
+    assert run([*words, "--write", str(tmp_path / "a,b.toml"), "--finalists", "24"]) == 0
+    *wrote, fewer, measure = capfd.readouterr().err.splitlines()
+    assert 1 < len(wrote) == len([*tmp_path.iterdir()]) < 24
+    assert fewer == f"--finalists 24: only {len(wrote)} are known to fit"
+    assert measure == "to measure them: lmforge bench FILE --launch.processes 8 for each"
 
 
 def test_a_short_run_is_said_in_seconds_and_small_amounts_are_not_none(capfd: pytest.CaptureFixture[str]) -> None:
