@@ -18,7 +18,6 @@ from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
 from lmforge.config.benching import BenchConfig
 from lmforge.config.sweep import sweep_combinations
-from lmforge.errors import RunFailed
 from tests.conftest import Command, Refusal
 from tests.train.test_prediction_check import calibration
 
@@ -75,29 +74,56 @@ def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmfor
     assert rows[2]["communication_seconds"] > 0
 
 
-@pytest.mark.parametrize("ended", [KeyboardInterrupt(), RunFailed("out of luck")])
-def test_a_sweep_that_ends_early_prints_what_is_done(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_options: list[str], ended: BaseException
+def test_a_sweep_that_is_interrupted_prints_what_is_done(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_options: list[str]
 ) -> None:
     [row] = timed(capfd, *tiny_options)
-    outcomes = iter([row, {"failed": step_timing.OUT_OF_MEMORY}, ended])
+    outcomes = iter([row, {"failed": step_timing.OUT_OF_MEMORY}])
 
     def trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
-        outcome = next(outcomes)
-        if isinstance(outcome, BaseException):
-            raise outcome
+        if (outcome := next(outcomes, None)) is None:
+            raise KeyboardInterrupt
         return outcome
 
     monkeypatch.setattr(step_timing, "_run_trial", trial)
     words = ["bench", *tiny_options, "--sweep", "optimizer.lr=0.1,0.2,0.3,0.4"]
-    interrupted = isinstance(ended, KeyboardInterrupt)
-    assert run([*words, "--bench.output", "json"]) == (130 if interrupted else 1)
+    assert run([*words, "--bench.output", "json"]) == 130
     printed = capfd.readouterr()
     assert [row["swept"]["optimizer.lr"] for row in json.loads(printed.out)] == ["0.1", "0.2"]
     assert "2 of 4  optimizer.lr=0.2: out of memory" in printed.err
-    assert printed.err.splitlines()[-1].removeprefix("lmforge: ") == (
-        "interrupted after 2 of 4 combinations" if interrupted else "out of luck"
-    )
+    assert printed.err.splitlines()[-1] == "lmforge: interrupted after 2 of 4 combinations"
+
+
+BROKEN_OPTIMIZER = """
+import torch
+import lmforge
+
+class Broken(torch.optim.SGD):
+    def get_or_init_state(self, parameter, group):
+        return {}
+
+    def step(self, closure=None):
+        raise RuntimeError("out of luck")
+
+@lmforge.register("optimizer", "broken", states_per_parameter=0)
+def build(groups, optimizer, options):
+    return Broken(groups, lr=optimizer.lr)
+"""
+
+
+def test_a_combination_that_crashes_is_a_row_and_the_others_are_timed(
+    lmforge: Command, tiny_options: list[str], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(BROKEN_OPTIMIZER)
+    words = [*tiny_options, "--bench.steps", 1, "--bench.warmup_steps", 1, "--plugins", plugin]
+    done = lmforge("bench", *words, "--sweep", "optimizer.name=broken,adamw", "--bench.output", "json")
+    broken, sound = json.loads(done.stdout)
+    assert "RuntimeError: out of luck" in broken["failed"]
+    assert sound["tokens_per_second"] > 0
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("lmforge: --sweep: 1 of 2 combinations failed; the first: optimizer.name=broken: unexpected")
+    assert done.returncode == 1
 
 
 @pytest.mark.slow

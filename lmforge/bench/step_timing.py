@@ -32,7 +32,7 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
     """Time the recipe, or every combination of a sweep, and print. `arguments` is the command line without the verb.
 
     Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises UserError where the recipe
-    cannot be trained here, and RunFailed where a trial failed for another reason than memory.
+    cannot be trained here, and RunFailed, after the whole sweep, where a combination failed for another reason than memory.
     """
     if config.bench.calibrate:
         from lmforge.bench.calibrate import calibrate
@@ -53,7 +53,7 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
 def _sweep(config: BenchConfig, arguments: list[str]) -> int:
     """Time every combination and print. Each is reported as soon as it is done; what is done is printed whatever ends it.
 
-    Raises UserError where no combination can be timed.
+    Raises UserError where no combination can be timed, and RunFailed where one crashed: the others are timed all the same.
     """
     combinations, rows = sweep_combinations(config.bench.sweep, type(config), (RECIPE,)), list[dict[str, Any]]()
     if RECIPE in combinations[0] and not arguments[0].startswith("-"):
@@ -69,6 +69,8 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
     finally:
         if rows:
             _print_results(rows, config.bench.output)
+    if crashed := [row for row in rows if row.get("crashed")]:
+        raise RunFailed(f"--sweep: {len(crashed)} of {len(rows)} combinations failed; the first: {_summary_line(crashed[0])}")
     if all(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows):
         raise UserError(f"--sweep: none of its {len(rows)} combinations can be timed; the first: {rows[0]['failed']}")
     return 0
@@ -91,9 +93,7 @@ def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any
     last_line = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no error message")
     if ran_out_of_memory(done.returncode, done.stderr):
         return {"failed": OUT_OF_MEMORY}
-    if done.returncode == 2:
-        return {"failed": last_line.removeprefix("lmforge: ")}
-    raise RunFailed(f"bench {' '.join([*recipe, *options])}: {last_line}")
+    return {"failed": last_line.removeprefix("lmforge: "), "crashed": done.returncode != 2}
 
 
 def ran_out_of_memory(status: int | None, stderr: str) -> bool:
@@ -126,7 +126,7 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
     _print_table(console, rows)
     for row in rows:
         if row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY:
-            console.print(f"refused: {_summary_line(row)}")
+            console.print(f"{_outcome(row)}: {_summary_line(row)}")
     if timed:
         console.print("ms of the phases: of the median step, which they add up to; comm.: collectives in them")
         console.print("TFLOP/s and MFU: of a rank, counted as docs/tuning.md says")
@@ -153,16 +153,22 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     for at, name in enumerate(titles):
         table.add_column(name, justify="left" if at < len(swept) else "right")
     for row in rows:
-        failed = row.get("failed")
-        cells = _cells(row) if failed is None else [failed if failed == OUT_OF_MEMORY else "refused"]
+        cells = [_outcome(row)] if "failed" in row else _cells(row)
         values = [*(row["swept"][name] for name in swept), *cells]
-        table.add_row(*values, style=None if failed is None else "yellow")
+        table.add_row(*values, style="yellow" if "failed" in row else None)
         lines.append(", ".join(f"{title} {value}" for title, value in zip(titles, values, strict=False)))
     if Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).maximum <= console.width:
         console.print(table, soft_wrap=False)
         return
     for line in lines:
         console.print(line, soft_wrap=False)
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    """Of a combination that was not timed, in a word or two."""
+    if row["failed"] == OUT_OF_MEMORY:
+        return OUT_OF_MEMORY
+    return "failed" if row.get("crashed") else "refused"
 
 
 def _interval(bounds: list[float]) -> str:

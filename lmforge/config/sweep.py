@@ -20,7 +20,7 @@ def sweep_combinations(
     """
     known = {".".join(path) for path, _ in iter_options(options_class)} - {"bench.sweep", "bench.output", "bench.trace"}
     known.update(others)
-    axes = []
+    axes = list[list[tuple[str, str]]]()
     for axis in sweep:
         name, equals, values = axis.partition("=")
         if not equals or not all(values.split(",")):

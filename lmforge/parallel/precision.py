@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.validate import check_float8_sizes
+from lmforge.parallel.validate import check_float8_sizes, why_not_compiled
 
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
@@ -85,15 +86,18 @@ def missing_for_compile(device: torch.device) -> str | None:
     return None
 
 
-def choose_compile(requested: str, device: torch.device, steps: int) -> tuple[bool, str]:
+def choose_compile(requested: str, device: torch.device, steps: int, options: ParallelOptions) -> tuple[bool, str]:
     """Whether to compile the blocks, and the reason. Raises UserError where it is requested and impossible."""
-    missing = missing_for_compile(device)
+    missing, reason = missing_for_compile(device), why_not_compiled(options, device.type)
     if requested == "on" and missing:
         raise UserError(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
+    if requested == "on" and reason:
+        way = "use parallel.activation_checkpointing = selective-ops, or train.compile = off"
+        raise UserError(f"train.compile = on: {reason}; {way}")
     if requested != "auto":
         return requested == "on", "as requested"
-    if missing:
-        return False, missing
+    if missing or reason:
+        return False, missing or reason or ""
     if device.type == "cpu" and steps < MIN_STEPS_TO_COMPILE:
         return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay the compilation"
     return True, "one graph a block"

@@ -73,6 +73,18 @@ def check_float8_sizes(model_type: str, layers: Mapping[str, tuple[int, int]]) -
             )
 
 
+def why_not_compiled(options: ParallelOptions, device_type: str) -> str | None:
+    """Why torch cannot compile blocks that are distributed so; None where it can.
+
+    On a CPU, compiled attention that is computed again is taken for an operation that draws random numbers, and what the
+    forward pass keeps of those is confused with the device mesh of tensor parallelism (torch 2.13). GPUs keep none.
+    """
+    recomputes = options.activation_checkpointing in ("full", "selective-blocks")
+    if device_type == "cpu" and recomputes and options.tensor_parallel_degree > 1:
+        return "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
+    return None
+
+
 def check_neftune(options: ParallelOptions) -> None:
     """Raise UserError where a rank does not see how long a document is."""
     if options.context_parallel_degree > 1:

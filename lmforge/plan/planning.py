@@ -11,11 +11,11 @@ from lmforge.config.tuning import TunedConfig
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_float8_sizes, check_lora, check_parallel, choose_engine
+from lmforge.parallel.validate import check_float8_sizes, check_lora, check_parallel, choose_engine, why_not_compiled
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
-from lmforge.plan.prediction.block import block_products
+from lmforge.plan.prediction.block import LINEAR_LAYERS, block_products
 from lmforge.plan.prediction.predict import Prediction, peak_memory, predict, resolve_reduction
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.setting import Setting
@@ -195,10 +195,10 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
     if config.train.float8:
         # GPT-2 has no linear layers but products of its own.
-        products = block_products(model, 1) if model.family == "llama" else ()
-        check_float8_sizes(
-            model.model_type, {f"layer {at} of a block": (each.inputs, each.outputs) for at, each in enumerate(products)}
-        )
+        products = zip(LINEAR_LAYERS, block_products(model, 1), strict=True) if model.family == "llama" else ()
+        check_float8_sizes(model.model_type, {name: (each.inputs, each.outputs) for name, each in products})
+    if compiled and (reason := why_not_compiled(config.parallel, "cpu" if machine.gpu.is_cpu else "cuda")):
+        raise UserError(f"train.compile = on: {reason}; leave it out")
     stores_weights = False
     if machine.gpu.is_cpu and compiled and dtype == "bf16":
         import torch  # blocks that are compiled on a CPU are not planned without it

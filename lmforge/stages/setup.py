@@ -37,7 +37,9 @@ def build_trainer(
     ctx.watch.set_phase("building", point.step)
     dtype, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
-        compiled, compile_reason = choose_compile(config.train.compile, dist_ctx.device, config.train.steps - point.step)
+        compiled, compile_reason = choose_compile(
+            config.train.compile, dist_ctx.device, config.train.steps - point.step, config.parallel
+        )
     begins = point.manifest is None
     fill = partial(fill_weights, config, dist_ctx, inputs.load_weights) if begins else None
     parallel_model, optimizer = build_model_and_optimizer(

@@ -16,6 +16,7 @@ from lmforge.model.init_weights import init_weights
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
+from lmforge.parallel.validate import why_not_compiled
 
 CPU = torch.device("cpu")
 CPUINFO = Path("/proc/cpuinfo")
@@ -48,27 +49,47 @@ def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
     assert ("far slower" in reason) == (not has_native_bf16(CPU))
 
 
+ONE = ParallelOptions()
+
+
 @pytest.mark.needs("a C++ compiler")
 def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
-    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE)[0]
-    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1) == (
+    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE, ONE)[0]
+    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1, ONE) == (
         False,
         "fewer than 200 steps would not repay the compilation",
     )
-    assert choose_compile("on", CPU, 1) == (True, "as requested")
-    assert choose_compile("off", CPU, 10**6) == (False, "as requested")
+    assert choose_compile("on", CPU, 1, ONE) == (True, "as requested")
+    assert choose_compile("off", CPU, 10**6, ONE) == (False, "as requested")
+
+
+@pytest.mark.needs("a C++ compiler")
+def test_tensor_parallelism_on_a_cpu_is_not_compiled_where_whole_blocks_are_recomputed() -> None:
+    for mode in ("full", "selective-blocks"):
+        options = ParallelOptions(engine="fsdp2", tensor_parallel_degree=2, activation_checkpointing=mode)
+        reason = "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
+        assert choose_compile("auto", CPU, 10**6, options) == (False, reason)
+        assert choose_compile("off", CPU, 10**6, options) == (False, "as requested")
+        with pytest.raises(UserError, match=f"train.compile = on: {reason}; use parallel.activation_"):
+            choose_compile("on", CPU, 10**6, options)
+        assert why_not_compiled(options, "cuda") is None
+    for options in (
+        ParallelOptions(engine="fsdp2", tensor_parallel_degree=2, activation_checkpointing="selective-ops"),
+        ParallelOptions(engine="fsdp2", context_parallel_degree=2, activation_checkpointing="full"),
+    ):
+        assert choose_compile("on", CPU, 1, options) == (True, "as requested")
 
 
 @pytest.mark.usefixtures("bare_machine")
 def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
     assert missing_for_compile(CPU) == "no C++ compiler (g++)"
-    assert choose_compile("auto", CPU, 10**6) == (False, "no C++ compiler (g++)")
-    assert choose_compile("off", CPU, 10**6) == (False, "as requested")
+    assert choose_compile("auto", CPU, 10**6, ONE) == (False, "no C++ compiler (g++)")
+    assert choose_compile("off", CPU, 10**6, ONE) == (False, "as requested")
     with pytest.raises(
         UserError,
         match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
     ):
-        choose_compile("on", CPU, 10**6)
+        choose_compile("on", CPU, 10**6, ONE)
 
 
 def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_given_to_bf16() -> None:
@@ -93,4 +114,4 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
 def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
     device = torch.device("cuda", 0)
     assert has_native_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
-    assert choose_compile("auto", device, 1) == (True, "one graph a block")
+    assert choose_compile("auto", device, 1, ONE) == (True, "one graph a block")

@@ -13,6 +13,8 @@ from lmforge.plan.prediction.setting import Setting
 
 # Kernels that a block launches in its forward pass.
 EAGER_KERNELS, COMPILED_KERNELS = 60, 20
+# Names of the linear layers of a Llama block, in the order of block_products.
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
