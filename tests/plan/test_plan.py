@@ -213,7 +213,10 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
         (["--search", "--finalists", 2, "--write", "."], "--write: . is a folder; name a file"),
         (["--search", "--write", "a.toml", "--finalists", 25], "--plan.finalists: expected a number of at most 24, got 25"),
         (["--gpus", 12, "--gpus_per_host", 5], "--gpus 12 do not fill hosts of 5; use 10 or 15, or another --gpus_per_host"),
-        (["--train.float8", "true", "--model.intermediate_size", 11000], "gate_proj is 4096 × 11000, and float8 needs multiples"),
+        (
+            ["--train.float8", "true", "--model.intermediate_size", 11000],
+            "gate_proj is 4096 × 11000, and float8 needs multiples",
+        ),
         (
             ["--train.float8", "true", "--model.preset", "gpt2-124m", "--data.sequence_length", 512],
             "train.float8: a gpt2 model has no linear layers",
