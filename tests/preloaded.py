@@ -14,7 +14,6 @@ import logging
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,8 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from lmforge.cluster.rendezvous import free_port
 
 # For the processes of one request.
 TIMEOUT_SECONDS = float(os.environ.get("LMFORGE_TEST_SECONDS", "300"))
@@ -121,10 +122,7 @@ class Preloaded:
 
 def rank_variables(ranks: int) -> list[dict[str, str]]:
     """The environment variables of each of so many ranks on this machine, as torchrun sets them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
-        common |= {"MASTER_PORT": free.getsockname()[1]}
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     return [{name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()} for rank in range(ranks)]
 
 

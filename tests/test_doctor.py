@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from lmforge.bench.network_checks import judge_network, rounds_of_pairs
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.cluster.rendezvous import free_port
 from lmforge.config.load import load_config
 from lmforge.config.options import to_toml
 from lmforge.parallel.fsdp2 import FSDP2Model
@@ -194,10 +194,7 @@ def test_data_that_is_damaged_and_a_model_that_is_not_there_fail(
 
 
 def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     words = ["doctor", "--device", "cpu", "--timeout_seconds", 3, "--output", "json"]
     done = preloaded_rank(words, recipe.parent, RANK="0", LOCAL_RANK="0", **variables)
     assert done.returncode == 1, done.stderr
@@ -206,7 +203,7 @@ def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) ->
     words[words.index("--timeout_seconds") + 1] = 1
     done = preloaded_rank(words, recipe.parent, RANK="1", LOCAL_RANK="1", **variables)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"lmforge: rank 1 cannot reach localhost:{port} (")
+    assert done.stderr.startswith(f"lmforge: rank 1 cannot reach localhost:{variables['MASTER_PORT']} (")
     assert done.stdout == ""
 
 

@@ -7,12 +7,14 @@ over, so two jobs on one host do not meet. Both variables are used as they are w
 
 import hashlib
 import os
+import random
 import re
 import shutil
 import socket
 import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lmforge.cluster.environment import LAUNCHERS, MPICH, RankInfo
@@ -137,6 +139,17 @@ def listen(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", port), backlog=4096)
+
+
+def free_port() -> int:
+    """A port on which nobody listens, for a process that will begin to listen later.
+
+    It is not one of those that systems give to outgoing connections: one of them could take it until then. Raises RunFailed.
+    """
+    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), 100):
+        with suppress(OSError), listen(port):
+            return port
+    raise RunFailed(f"none of a hundred ports between {FIRST_PORT:,} and {LAST_PORT:,} is free on this host")
 
 
 class PortAnswer:

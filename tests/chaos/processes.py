@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge import cli
+from lmforge.cluster.rendezvous import free_port
 
 COMMAND = [sys.executable, "-m", "lmforge"]
 
@@ -70,9 +70,7 @@ class Attempt:
 
 def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None = None) -> Attempt:
     """A command line of lmforge on so many ranks, with what they say in FOLDER/said-R.txt."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     sys.stdout.flush()
     pids, outputs = {}, {rank: folder / f"said-{rank}.txt" for rank in range(ranks)}
     for rank, path in outputs.items():

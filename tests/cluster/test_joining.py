@@ -1,6 +1,5 @@
 """A rank that does not join is named by those that wait for it."""
 
-import socket
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lmforge.cluster.joining import OUTSIDE, interface_towards
+from lmforge.cluster.rendezvous import free_port
 from tests.conftest import Command
 from tests.preloaded import preloaded
 
@@ -51,12 +51,6 @@ else:
     store.wait(["through"])
     print("registered", store.add("lmforge/joining--test/count", 0))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.parametrize("agent", ["False", "True"], ids=["one task a rank", "torchrun's store"])

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from lmforge.cluster import waiting
+from lmforge.cluster.rendezvous import FIRST_PORT, LAST_PORT, free_port, listen
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
 
 
@@ -45,3 +46,10 @@ def test_a_port_where_nobody_listens_is_waited_for_no_longer_than_asked() -> Non
             await_listener("127.0.0.1", port, 0.02)
         free.listen()
         await_listener("127.0.0.1", port, 60)
+
+
+def test_a_free_port_is_not_one_that_an_outgoing_connection_could_take() -> None:
+    with listen(free_port()) as taken:
+        port = taken.getsockname()[1]
+        assert FIRST_PORT <= port < LAST_PORT
+        assert len({free_port() for _ in range(20)} - {port}) > 10  # two programs that begin together have two

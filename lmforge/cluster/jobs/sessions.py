@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,21 +24,26 @@ from lmforge.cluster.jobs.hosts import (
 )
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, Job, JobPlan, JobState, Session
 from lmforge.cluster.jobs.scripts import IMPORT_CHECK
+from lmforge.cluster.rendezvous import FIRST_PORT, LAST_PORT, free_port
 from lmforge.errors import UserError
 from lmforge.untrusted import parse_json
 
 # Runs on each host before anything is started: what a run would need there. Prints a line of JSON.
 HOST_CHECK = """
-import json, os, socket, sys
+import json, os, random, socket, sys
 import lmforge
-port = int(sys.argv[1])
-with socket.socket() as probe:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind(("", port))
-        port = probe.getsockname()[1]
-    except OSError:
-        port = -1
+given, first, last = map(int, sys.argv[1:])
+port = -1
+# Not one of those that systems give to outgoing connections, which could take it before the ranks begin.
+for candidate in [given] if given else random.sample(range(first, last), 100):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", candidate))
+            port = candidate
+            break
+        except OSError:
+            pass
 connection = os.environ.get("SSH_CONNECTION", "").split()
 facts = {"lmforge": lmforge.__version__, "name": socket.gethostname(), "address": (connection + [""] * 4)[2], "port": port}
 print("lmforge-host", json.dumps(facts))
@@ -64,7 +68,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
     """Ask every host whether it can run the job. Raises UserError naming those that cannot; nothing has been changed then."""
     options = plan.options
     if options.on != "ssh":
-        return Hosts((None,), ((options.address or "localhost", options.port or _free_port()),))
+        return Hosts((None,), ((options.address or "localhost", options.port or free_port()),))
     if options.hosts is None:
         raise UserError("launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt")
     names = read_hosts(options.hosts)
@@ -101,7 +105,7 @@ def _check_script(plan: JobPlan, environment: str, port: int) -> str:
     echo {shlex.quote(python)} "does not run lmforge there (${{reason##*$'\\n'}}); see launch.python and launch.setup" >&2
     exit 3
 }}
-{python} -c {shlex.quote(HOST_CHECK)} {port}
+{python} -c {shlex.quote(HOST_CHECK)} {port} {FIRST_PORT} {LAST_PORT}
 """
 
 
@@ -257,9 +261,3 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
         command = [found, "-n", str(ranks), "--ppn", str(per_node)]
         command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     return [*command, *extra]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
