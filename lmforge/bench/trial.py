@@ -69,7 +69,7 @@ class _Trial:
             estimator.check(dist_ctx)
         self._prediction = estimator.predict_run(config, self._device)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
-        self._compiled, _ = choose_compile(config.train.compile, self._device, config.train.steps, config.parallel)
+        self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
         load_weights = pretrained.load_weights if pretrained and loads_pretrained_weights(config) else None
         fill = partial(fill_weights, config, dist_ctx, load_weights)

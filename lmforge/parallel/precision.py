@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.validate import check_float8_sizes, why_not_compiled
@@ -86,9 +86,10 @@ def missing_for_compile(device: torch.device) -> str | None:
     return None
 
 
-def choose_compile(requested: str, device: torch.device, steps: int, options: ParallelOptions) -> tuple[bool, str]:
-    """Whether to compile the blocks, and the reason. Raises UserError where it is requested and impossible."""
-    missing, reason = missing_for_compile(device), why_not_compiled(options, device.type)
+def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tuple[bool, str]:
+    """Whether to compile the blocks for so many steps, and why. Raises UserError where it is requested and impossible."""
+    requested = config.train.compile
+    missing, reason = missing_for_compile(device), why_not_compiled(config.parallel, device.type)
     if requested == "on" and missing:
         raise UserError(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
     if requested == "on" and reason:

@@ -80,7 +80,7 @@ class MemoryEstimator:
         if on_gpu:
             gpu_bytes = min(dist_ctx.all_gather(torch.cuda.get_device_properties(dist_ctx.device).total_memory))
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
-        compiled, _ = choose_compile(config.train.compile, dist_ctx.device, config.train.steps, config.parallel)
+        compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps)
         stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)
         recipe = build_setting(
             config,

@@ -37,9 +37,7 @@ def build_trainer(
     ctx.watch.set_phase("building", point.step)
     dtype, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
-        compiled, compile_reason = choose_compile(
-            config.train.compile, dist_ctx.device, config.train.steps - point.step, config.parallel
-        )
+        compiled, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
     begins = point.manifest is None
     fill = partial(fill_weights, config, dist_ctx, inputs.load_weights) if begins else None
     parallel_model, optimizer = build_model_and_optimizer(
@@ -55,8 +53,8 @@ def build_trainer(
     )
     if compiled:
         ctx.watch.follow_compilation()
-    faults = config.faults
-    detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
+    sigmas, window = config.faults.spike_sigmas, config.faults.spike_window_steps
+    detector = BadStepDetector(dist_ctx, spike_sigmas=sigmas, window_steps=window)
     if not begins:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(ctx, point, parallel_model, optimizer)

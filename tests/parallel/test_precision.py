@@ -1,6 +1,7 @@
 """What `auto` means on this hardware, and what is said where it cannot be done."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.load import load_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
@@ -49,47 +51,47 @@ def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
     assert ("far slower" in reason) == (not has_native_bf16(CPU))
 
 
-ONE = ParallelOptions()
+def compiled(requested: str, device: torch.device, steps: int, **parallel: Any) -> tuple[bool, str]:
+    """What is chosen for a recipe with these options of [parallel]."""
+    words = [word for name, value in parallel.items() for word in (f"--parallel.{name}", str(value))]
+    return choose_compile(load_config(["--train.compile", requested, *words]), device, steps)
 
 
 @pytest.mark.needs("a C++ compiler")
 def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
-    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE, ONE)[0]
-    assert choose_compile("auto", CPU, MIN_STEPS_TO_COMPILE - 1, ONE) == (
+    assert compiled("auto", CPU, MIN_STEPS_TO_COMPILE)[0]
+    assert compiled("auto", CPU, MIN_STEPS_TO_COMPILE - 1) == (
         False,
         "fewer than 200 steps would not repay the compilation",
     )
-    assert choose_compile("on", CPU, 1, ONE) == (True, "as requested")
-    assert choose_compile("off", CPU, 10**6, ONE) == (False, "as requested")
+    assert compiled("on", CPU, 1) == (True, "as requested")
+    assert compiled("off", CPU, 10**6) == (False, "as requested")
 
 
 @pytest.mark.needs("a C++ compiler")
 def test_tensor_parallelism_on_a_cpu_is_not_compiled_where_whole_blocks_are_recomputed() -> None:
+    split = {"tensor_parallel_degree": 2}
+    reason = "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
     for mode in ("full", "selective-blocks"):
-        options = ParallelOptions(engine="fsdp2", tensor_parallel_degree=2, activation_checkpointing=mode)
-        reason = "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
-        assert choose_compile("auto", CPU, 10**6, options) == (False, reason)
-        assert choose_compile("off", CPU, 10**6, options) == (False, "as requested")
+        assert compiled("auto", CPU, 10**6, activation_checkpointing=mode, **split) == (False, reason)
+        assert compiled("off", CPU, 10**6, activation_checkpointing=mode, **split) == (False, "as requested")
         with pytest.raises(UserError, match=f"train.compile = on: {reason}; use parallel.activation_"):
-            choose_compile("on", CPU, 10**6, options)
-        assert why_not_compiled(options, "cuda") is None
-    for options in (
-        ParallelOptions(engine="fsdp2", tensor_parallel_degree=2, activation_checkpointing="selective-ops"),
-        ParallelOptions(engine="fsdp2", context_parallel_degree=2, activation_checkpointing="full"),
-    ):
-        assert choose_compile("on", CPU, 1, options) == (True, "as requested")
+            compiled("on", CPU, 10**6, activation_checkpointing=mode, **split)
+        assert why_not_compiled(ParallelOptions(activation_checkpointing=mode, **split), "cuda") is None
+    assert compiled("on", CPU, 1, activation_checkpointing="selective-ops", **split) == (True, "as requested")
+    assert compiled("on", CPU, 1, activation_checkpointing="full", context_parallel_degree=2) == (True, "as requested")
 
 
 @pytest.mark.usefixtures("bare_machine")
 def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
     assert missing_for_compile(CPU) == "no C++ compiler (g++)"
-    assert choose_compile("auto", CPU, 10**6, ONE) == (False, "no C++ compiler (g++)")
-    assert choose_compile("off", CPU, 10**6, ONE) == (False, "as requested")
+    assert compiled("auto", CPU, 10**6) == (False, "no C++ compiler (g++)")
+    assert compiled("off", CPU, 10**6) == (False, "as requested")
     with pytest.raises(
         UserError,
         match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
     ):
-        choose_compile("on", CPU, 10**6, ONE)
+        compiled("on", CPU, 10**6)
 
 
 def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_given_to_bf16() -> None:
@@ -114,4 +116,4 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
 def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
     device = torch.device("cuda", 0)
     assert has_native_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
-    assert choose_compile("auto", device, 1, ONE) == (True, "one graph a block")
+    assert compiled("auto", device, 1) == (True, "one graph a block")
