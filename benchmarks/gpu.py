@@ -30,6 +30,7 @@ from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
+from lmforge.config.planning import USABLE_FRACTION
 from lmforge.config.sections import ParallelOptions
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
@@ -37,8 +38,8 @@ from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_cou
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.plan.hardware import find_gpu
 from lmforge.plan.peak_flops import rank_peak_flops
-from lmforge.plan.planning import Machine
-from lmforge.plan.prediction.predict import Prediction, predict
+from lmforge.plan.planning import Machine, predict_setting
+from lmforge.plan.prediction.predict import Prediction
 from lmforge.plan.prediction.setting import Setting
 
 GIB = 2**30
@@ -230,7 +231,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
         compiled=contest.compiled,
         float8=name == LMFORGE_FLOAT8,
     )
-    return predict(setting, gpu, Machine(gpu, None, 1).rates(setting.dtype))
+    return predict_setting(setting, Machine(gpu, None, 1), USABLE_FRACTION)
 
 
 def figures(
@@ -244,19 +245,16 @@ def figures(
     failed = next((trial["failed"] for trial in trials if "failed" in trial), None)
     if failed is not None:
         return {"failed": failed}
-    speeds, memory_gib = [trial["speed"] for trial in trials], max(trial["memory_gib"] for trial in trials)
-    planned = prediction and {
-        "tokens_per_second": prediction.tokens_per_second,
-        "live_gib": prediction.live_bytes / GIB,
-        "of_speed": summarize([prediction.tokens_per_second / speed for speed in speeds]),
-        "of_memory": prediction.live_bytes / GIB / memory_gib,
-    }
+    speeds, memory_gib = [trial["speed"] for trial in trials], [trial["memory_gib"] for trial in trials]
+    planned, live_gib = (prediction.tokens_per_second, prediction.live_bytes / GIB) if prediction else (None, None)
     return {
         "tokens_per_second": summarize(speeds),
         "mfu": summarize([speed * flops / peak for speed in speeds]) if peak else None,
         "of_the_published": summarize([speed / published for speed in speeds]) if published else None,
-        "memory_gib": memory_gib,
-        "predicted": planned,
+        "memory_gib": max(memory_gib),
+        "predicted": {"tokens_per_second": planned, "live_gib": live_gib} if prediction else None,
+        "predicted_of_speed": summarize([planned / speed for speed in speeds]) if planned else None,
+        "predicted_of_memory": summarize([live_gib / gib for gib in memory_gib]) if live_gib else None,
         "loss_of_first_steps": trials[0]["loss"],
     }
 
@@ -298,6 +296,8 @@ COLUMNS = {
     "mfu": ("MFU", "{:.1%}"),
     "lmforge_is_faster_by": ("lmforge in bf16 ÷ it", "{:.2f}"),
     "of_the_published": ("÷ published", "{:.2f}"),
+    "predicted_of_speed": ("predicted tokens/s ÷ it", "{:.2f}"),
+    "predicted_of_memory": ("predicted GiB ÷ it", "{:.2f}"),
 }
 
 
@@ -311,16 +311,13 @@ def table(record: dict[str, Any]) -> str:
         if cell["published"]:
             lines.append(f"- published, on one H200: {cell['published']:,.0f} tokens/s")
         titles = [title for title, _ in COLUMNS.values()]
-        last = ("GiB", "predicted tokens/s ÷ it", "predicted GiB ÷ it", "loss, steps 1–10")
-        lines += ["", f"| contender | {' | '.join((*titles, *last))} |", "|---" * (len(titles) + 1 + len(last)) + "|"]
+        lines += ["", f"| contender | {' | '.join((*titles, 'GiB', 'loss, steps 1–10'))} |", "|---" * (len(titles) + 3) + "|"]
         for name, row in cell["contenders"].items():
             if "failed" in row:
-                lines.append(f"| {name} | {row['failed']} |{' |' * (len(titles) + len(last) - 1)}")
+                lines.append(f"| {name} | {row['failed']} |{' |' * (len(titles) + 1)}")
                 continue
             cells = [_of_rounds(row.get(what), form) for what, (_, form) in COLUMNS.items()]
-            planned = row.get("predicted")
-            cells += [f"{row['memory_gib']:.1f}", _of_rounds(planned and planned["of_speed"], "{:.2f}")]
-            cells += [f"{planned['of_memory']:.2f}" if planned else "", f"{row['loss_of_first_steps']:.3f}"]
+            cells += [f"{row['memory_gib']:.1f}", f"{row['loss_of_first_steps']:.3f}"]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

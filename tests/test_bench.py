@@ -18,8 +18,8 @@ from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
 from lmforge.config.benching import BenchConfig
 from lmforge.config.sweep import sweep_combinations
+from tests.calibrations import calibration, write_calibration
 from tests.conftest import Command, Refusal
-from tests.train.test_prediction_check import calibration
 
 SHORT = ["--bench.steps", "3", "--bench.warmup_steps", "1"]
 
@@ -236,7 +236,7 @@ def test_what_differs_between_recipes_is_not_said_of_all(
 def test_finalists_of_a_search_are_measured_each_beside_its_prediction(
     lmforge: Command, tiny_options: list[str], tmp_path: Path
 ) -> None:
-    measured = calibration(tmp_path / "measured.json", ranks=2)
+    measured = write_calibration(tmp_path, calibration(ranks=2))
     machine = ["--gpus", 2, "--gpu_type", "cpu", "--calibration", measured]
     words = [*tiny_options, "--train.dtype", "fp32", *machine, "--search", "--write", "found.toml", "--finalists", 2]
     done = lmforge("plan", *words, cwd=tmp_path)
@@ -256,7 +256,7 @@ def test_finalists_of_a_search_are_measured_each_beside_its_prediction(
         low, high = predicted["tokens_per_second_interval"]
         assert low < predicted["tokens_per_second"] < high
         assert predicted["memory_gib_interval"][0] < predicted["memory_gib"] < predicted["memory_gib_interval"][1]
-        assert predicted["source"].startswith("constants measured (a CPU, 2 ranks")
+        assert predicted["source"].startswith("constants measured (A CPU, 2 ranks")
     first, second = (row["predicted"]["tokens_per_second"] for row in rows)
     assert first >= second  # in the order of the search
 
@@ -264,12 +264,12 @@ def test_finalists_of_a_search_are_measured_each_beside_its_prediction(
 def test_a_table_has_a_prediction_and_its_ratio_or_says_why_there_is_none(
     capsys: pytest.CaptureFixture[str], tiny_options: list[str], tmp_path: Path
 ) -> None:
-    file = calibration(tmp_path / "measured.json")
+    file = write_calibration(tmp_path, calibration())
     for words, speed, source in (
         (
             ["--log.calibration", str(file), "--train.dtype", "fp32"],
             r"[\d,]+–[\d,]+ \([\d.]+\)",
-            "constants measured (a CPU, 1 rank,",
+            "constants measured (A CPU, 1 rank,",
         ),
         ([], r"\?", "no measurements of this CPU; lmforge bench --calibrate makes them"),
     ):

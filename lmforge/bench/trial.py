@@ -21,7 +21,6 @@ from lmforge.bench.random_batches import RandomBatches
 from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.benching import BenchConfig
 from lmforge.data.loader import BatchLoader
-from lmforge.data.shard_format import SHARDS_MANIFEST
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
@@ -32,7 +31,7 @@ from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
 from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
-from lmforge.stages.training_data import TokenSources
+from lmforge.stages.training_data import TokenSources, find_missing_folders
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
@@ -58,10 +57,8 @@ class _Trial:
         self._plan = plan_batches(config, dist_ctx.world_size)
         # Steps that are compared have one length.
         config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
-        source, folders = config.model.source, [source.folder for source in config.data.all_sources]
-        is_prepared = all("://" in folder or (Path(folder) / SHARDS_MANIFEST).exists() for folder in folders)
-        tokens = TokenSources.open(config) if is_prepared else None
-        pretrained = find_pretrained(source) if source else None
+        tokens = None if find_missing_folders(config) else TokenSources.open(config)
+        pretrained = find_pretrained(config.model.source) if config.model.source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
         with dist_ctx.raise_on_all():

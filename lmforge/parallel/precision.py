@@ -14,7 +14,7 @@ from torch import nn
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.validate import check_float8_sizes, why_not_compiled
+from lmforge.parallel.validate import check_compiled, check_float8_sizes, why_not_compiled
 
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
@@ -89,16 +89,15 @@ def missing_for_compile(device: torch.device) -> str | None:
 def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tuple[bool, str]:
     """Whether to compile the blocks for so many steps, and why. Raises UserError where it is requested and impossible."""
     requested = config.train.compile
-    missing, reason = missing_for_compile(device), why_not_compiled(config.parallel, device.type)
-    if requested == "on" and missing:
-        raise UserError(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
-    if requested == "on" and reason:
-        way = "use parallel.activation_checkpointing = selective-ops, or train.compile = off"
-        raise UserError(f"train.compile = on: {reason}; {way}")
+    missing = missing_for_compile(device)
+    if requested == "on":
+        if missing:
+            raise UserError(f"train.compile = on: {missing} on this machine; install it, or use --train.compile off")
+        check_compiled(config.parallel, device.type)
     if requested != "auto":
         return requested == "on", "as requested"
-    if missing or reason:
-        return False, missing or reason or ""
+    if reason := missing or why_not_compiled(config.parallel, device.type):
+        return False, reason
     if device.type == "cpu" and steps < MIN_STEPS_TO_COMPILE:
         return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay the compilation"
     return True, "one graph a block"

@@ -85,6 +85,13 @@ def why_not_compiled(options: ParallelOptions, device_type: str) -> str | None:
     return None
 
 
+def check_compiled(options: ParallelOptions, device_type: str) -> None:
+    """Raise UserError, which says the way out, where torch cannot compile blocks that are distributed so."""
+    if reason := why_not_compiled(options, device_type):
+        way = "use parallel.activation_checkpointing = selective-ops, or train.compile = off"
+        raise UserError(f"train.compile = on: {reason}; {way}")
+
+
 def check_neftune(options: ParallelOptions) -> None:
     """Raise UserError where a rank does not see how long a document is."""
     if options.context_parallel_degree > 1:

@@ -11,7 +11,7 @@ from lmforge.config.tuning import TunedConfig
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_float8_sizes, check_lora, check_parallel, choose_engine, why_not_compiled
+from lmforge.parallel.validate import check_compiled, check_float8_sizes, check_lora, check_parallel, choose_engine
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
@@ -197,8 +197,8 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
         # GPT-2 has no linear layers but products of its own.
         products = zip(LINEAR_LAYERS, block_products(model, 1), strict=True) if model.family == "llama" else ()
         check_float8_sizes(model.model_type, {name: (each.inputs, each.outputs) for name, each in products})
-    if compiled and (reason := why_not_compiled(config.parallel, "cpu" if machine.gpu.is_cpu else "cuda")):
-        raise UserError(f"train.compile = on: {reason}; leave it out")
+    if compiled:
+        check_compiled(config.parallel, "cpu" if machine.gpu.is_cpu else "cuda")
     stores_weights = False
     if machine.gpu.is_cpu and compiled and dtype == "bf16":
         import torch  # blocks that are compiled on a CPU are not planned without it

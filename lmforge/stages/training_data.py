@@ -10,6 +10,7 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, proportions_of
 from lmforge.data.order import Lanes
+from lmforge.data.shard_format import SHARDS_MANIFEST
 from lmforge.data.shards import TokenFolder
 from lmforge.data.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
@@ -136,6 +137,12 @@ class TokenSources:
             for name, folder in folders.items()
         }
         return join_datasets(splits) if len(named) > 1 else splits[self.names[0]]
+
+
+def find_missing_folders(config: PretrainConfig) -> list[str]:
+    """The recipe's folders on this machine that are not prepared yet. What lies in an object store is not looked at."""
+    folders = [source.folder for source in config.data.all_sources if "://" not in source.folder]
+    return [folder for folder in folders if not (Path(folder) / SHARDS_MANIFEST).exists()]
 
 
 def _staged(stage_to: Path | None, folder: str) -> str | Path:

@@ -1,12 +1,9 @@
 """What a pretraining recipe is trained on, in lines: its folder, or each source of a mixture and how often it is read."""
 
-from pathlib import Path
-
 from lmforge.config.batch_plan import batch_plan
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.mixture import MixedDataset
-from lmforge.data.shard_format import SHARDS_MANIFEST
-from lmforge.stages.training_data import TokenSources
+from lmforge.stages.training_data import TokenSources, find_missing_folders
 
 
 def describe_data(config: PretrainConfig, step: int | None = None, batch_offset: int = 0) -> tuple[list[str], int | None]:
@@ -15,9 +12,7 @@ def describe_data(config: PretrainConfig, step: int | None = None, batch_offset:
     With `step`, also what has been read after so many steps. `batch_offset` is the number of batches that rollbacks have left
     out so far: they count as read. Raises UserError where the data is damaged.
     """
-    folders = [source.folder for source in config.data.all_sources if "://" not in source.folder]
-    missing = [folder for folder in folders if not (Path(folder) / SHARDS_MANIFEST).exists()]
-    if missing:
+    if missing := find_missing_folders(config):
         return [f"data       {missing[0]}: not there yet; `lmforge prepare SOURCE {missing[0]}` makes it"], None
     sources = TokenSources.open(config)
     size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
@@ -41,10 +36,9 @@ def find_vocab_size(config: StageConfig) -> int | None:
 
     Raises UserError where the data is damaged.
     """
-    if not isinstance(config, PretrainConfig):
+    if not isinstance(config, PretrainConfig) or find_missing_folders(config):
         return None
-    folders = [source.folder for source in config.data.all_sources]
-    if not all("://" not in folder and (Path(folder) / SHARDS_MANIFEST).exists() for folder in folders):
+    if any("://" in source.folder for source in config.data.all_sources):
         return None
     return TokenSources.open(config).tokenizer.vocab_size
 

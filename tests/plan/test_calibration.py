@@ -1,51 +1,20 @@
 """`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan takes, what it refuses."""
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmforge.cli import run
-from lmforge.plan.calibration import COLLECTIVES, REQUIRED, SIZES, UNITS, Calibration, RateTable, read_calibration
+from lmforge.plan.calibration import COLLECTIVES, REQUIRED, Calibration, RateTable, read_calibration
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.prediction.rates import Group, Rates
+from tests.calibrations import calibration, write_calibration
 from tests.conftest import Command, Refusal
 
-GRID = {"rows": (128, 1024), "inner": (128, 512), "columns": (128, 512), "head_dim": (32, 64), "length": (128, 512)}
-GRID |= {"bytes": (2**16, 2**24)}
 CPU_PLAN = ["--gpu_type", "cpu", "--train.global_batch_size", "8"]
-
-
-def measurement(what: str, sizes: Sequence[int], value: float, dtype: str | None) -> dict[str, Any]:
-    return {
-        "what": what,
-        "dtype": dtype,
-        "sizes": dict(zip(SIZES[what], sizes, strict=True)),
-        "value": value,
-        "unit": UNITS[what],
-    }
-
-
-def content(*, kind: str = "cpu", device: str = "A CPU", ranks: int = 1, dtypes: Sequence[str] = ("fp32",)) -> dict[str, Any]:
-    """A file's content: products at 1e11 FLOP/s, attention at half of it, arrays and memory at 1e10 bytes/s."""
-    values = {"FLOP/s": 1e11, "bytes/s": 1e10, "s": 1e-3}
-    measurements = []
-    for what in (*REQUIRED, *(COLLECTIVES if ranks > 1 else ()), "disk write"):
-        value = values[UNITS[what]] * (0.5 if what.startswith("attention") else 1)
-        for dtype in dtypes if what in REQUIRED and what != "memory" else (None,):
-            corners = product(*(GRID[name] for name in SIZES[what]))
-            measurements += [measurement(what, sizes, value, dtype) for sizes in corners]
-    head = {"version": 1, "kind": kind, "device": device, "ranks": ranks, "hosts": 1, "threads": 2, "memory_bytes": 2**34}
-    return {**head, "packages": {"torch": "2.13.0"}, "time": "2026-11-23T00:00:00", "measurements": measurements}
-
-
-def write(folder: Path, table: dict[str, Any]) -> Path:
-    path = folder / "calibration.json"
-    path.write_text(json.dumps(table))
-    return path
 
 
 def planned(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -111,13 +80,13 @@ def test_values_between_measured_sizes_are_between_theirs_and_beyond_the_grid_th
 
 
 def damage(change: Callable[[dict[str, Any]], object]) -> str:
-    table = content()
+    table = calibration()
     change(table)
     return json.dumps(table)
 
 
 def without_attention_in_bf16() -> dict[str, Any]:
-    table = content(dtypes=("fp32", "bf16"))
+    table = calibration(dtypes=("fp32", "bf16"))
     kept = [each for each in table["measurements"] if (each["what"], each["dtype"]) != ("attention", "bf16")]
     return table | {"measurements": kept}
 
@@ -125,7 +94,7 @@ def without_attention_in_bf16() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps(content())[:-9], "not valid JSON"),
+        (json.dumps(calibration())[:-9], "not valid JSON"),
         (damage(lambda table: table.update(version=2)), "of version 2, and this lmforge reads version 1"),
         ("{}", "without a version"),
         ("[]", "expected an object"),
@@ -142,7 +111,7 @@ def without_attention_in_bf16() -> dict[str, Any]:
         (damage(lambda table: table["measurements"][0].update(what="luck")), "measurements[0]: an unknown measurement"),
         (damage(lambda table: table["measurements"][0].update(value=1e-300)), "expected a number of at least 1e-09"),
         (damage(lambda table: table.update(device="H100\x1b[31m")), "device: "),
-        (json.dumps(content(ranks=2) | {"ranks": 1}), "all-reduce: measured with one rank"),
+        (json.dumps(calibration(ranks=2) | {"ranks": 1}), "all-reduce: measured with one rank"),
         (damage(lambda table: table.update(hosts=2)), "2 hosts with 1 ranks"),
         (json.dumps(without_attention_in_bf16()), "attention: not measured in bf16"),
         (damage(lambda table: table.update(ranks=2)), "ranks on a CPU share its cores: 2 measured, 1 planned a host"),
@@ -159,13 +128,13 @@ def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, refused: Refusal, 
 
 
 def test_products_above_the_peak_of_the_data_sheet_are_refused(tmp_path: Path, refused: Refusal) -> None:
-    table = content(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
-    words = ["plan", "--gpus", 1, "--calibration", write(tmp_path, table)]
+    table = calibration(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
+    words = ["plan", "--gpus", 1, "--calibration", write_calibration(tmp_path, table)]
     assert run([str(word) for word in words]) == 0
     for each in table["measurements"]:
         if (each["what"], each["dtype"]) == ("product", "bf16"):
             each["value"] = 1.3e15
-    write(tmp_path, table)
+    write_calibration(tmp_path, table)
     assert refused(*words).endswith(
         "calibration.json: products in bf16 at 1,300 TFLOP/s, and the data sheet of h100-80 has 989; run lmforge bench"
         " --calibrate again"
@@ -181,21 +150,21 @@ def test_a_file_that_is_not_there_is_one_line(refused: Refusal) -> None:
 
 def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [*CPU_PLAN, "--train.dtype", "fp32", "--calibration"]
-    before = planned(capfd, *words, write(tmp_path, content()))["seconds"]
+    before = planned(capfd, *words, write_calibration(tmp_path, calibration()))["seconds"]
     of_kind = {"product": "matrix products", "attention": "attention", "element-wise": "element-wise", "memory": "optimizer"}
     for name, kind in of_kind.items():
-        table = content()
+        table = calibration()
         for each in table["measurements"]:
             if each["what"] in (name, f"{name} backward"):
                 each["value"] /= 2
-        after = planned(capfd, *words, write(tmp_path, table))["seconds"]
+        after = planned(capfd, *words, write_calibration(tmp_path, table))["seconds"]
         assert after[kind] == pytest.approx(2 * before[kind], rel=1e-6)
         others = set(of_kind.values()) - {kind} - ({"matrix products"} if name == "memory" else set())
         assert all(after[other] == before[other] for other in others)
 
 
 def test_the_disk_and_the_memory_are_those_that_were_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [*CPU_PLAN, "--calibration", write(tmp_path, content())]
+    words = [*CPU_PLAN, "--calibration", write_calibration(tmp_path, calibration())]
     found = planned(capfd, *words)
     assert found["capacity_bytes"] == 2**34
     assert found["run"]["checkpoint_seconds"] == pytest.approx(found["run"]["checkpoint_bytes"] / 1e10)
@@ -205,22 +174,22 @@ def test_the_disk_and_the_memory_are_those_that_were_measured(tmp_path: Path, ca
 
 
 def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    gpu = content(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
-    words = ["--gpus", 16, "--train.global_batch_size", 16, "--calibration", write(tmp_path, gpu)]
+    gpu = calibration(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
+    words = ["--gpus", 16, "--train.global_batch_size", 16, "--calibration", write_calibration(tmp_path, gpu)]
     assert run(["plan", *map(str, words)]) == 0
     first = capfd.readouterr().out.splitlines()[0]
     assert "constants measured (NVIDIA H100 80GB HBM3, 1 rank, 2026-11-23): matrix products, attention, memory, disk" in first
     assert "from data sheets (NVIDIA H100 data sheet (SXM)): collectives, host copies, network" in first
     assert run(["plan", *map(str, words), "--search", "--configurations", "3"]) == 0
     assert "constants measured (NVIDIA H100 80GB HBM3" in capfd.readouterr().out
-    only_fp32 = write(tmp_path, content(kind="cuda", device="NVIDIA H100 80GB HBM3"))
+    only_fp32 = write_calibration(tmp_path, calibration(kind="cuda", device="NVIDIA H100 80GB HBM3"))
     found = planned(capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32)
     assert found["constants"]["measured"] == ["memory", "disk"]
 
 
 def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
     """Two ranks of one host: other groups on one host by what each link carries, and groups on several hosts not at all."""
-    table = content(ranks=2)
+    table = calibration(ranks=2)
     for each in table["measurements"]:
         if each["what"] in COLLECTIVES:
             each["value"] = each["sizes"]["bytes"] / 1e9

@@ -1,6 +1,5 @@
 """A run says what it is predicted to need, and after its first steps what it needed; no prediction can end or delay it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,12 @@ import pytest
 from lmforge.cli import run
 from lmforge.config.load import load_config
 from lmforge.plan import out_of_memory
-from lmforge.plan.calibration import COLLECTIVES, SIZES, UNITS
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 from lmforge.report.run_data import read_run
 from lmforge.runs import Run
 from lmforge.train.metrics import PREDICTED_STEPS, PredictionCheck
+from tests.calibrations import calibration, write_calibration
 from tests.plan.test_plan import setting_of
 
 GIB = 2**30
@@ -43,33 +42,15 @@ def trained(tokens: Path, folder: Path, capfd: pytest.CaptureFixture[str], **cha
     return Run(folder / "a"), [line.removeprefix("predicted  ") for line in printed if line.startswith("predicted  ")]
 
 
-def calibration(path: Path, ranks: int = 1) -> Path:
-    """A file as `lmforge bench --calibrate` writes it, of a CPU that computes 1 GFLOP/s whatever it does."""
-    values = {"FLOP/s": 1e9, "bytes/s": 1e9, "s": 1e-3}
-    measurements = [
-        {
-            "what": what,
-            "dtype": "fp32" if what.startswith(("product", "attention", "element")) else None,
-            "sizes": dict.fromkeys(names, 64),
-        }
-        | {"value": values[UNITS[what]], "unit": UNITS[what]}
-        for what, names in SIZES.items()
-        if not what.startswith(("host", "device")) and (ranks > 1 or what not in COLLECTIVES)
-    ]
-    about = {"version": 1, "kind": "cpu", "device": "a CPU", "ranks": ranks, "hosts": 1, "threads": 1, "memory_bytes": GIB}
-    path.write_text(json.dumps({**about, "packages": {}, "time": "2026-11-23", "measurements": measurements}))
-    return path
-
-
 def test_a_run_logs_its_prediction_and_then_what_it_needed_beside_it(
     tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The constants are those of another CPU: their prediction is wrong, and that is to be seen."""
-    file = calibration(tmp_path / "calibration.json")
+    file = write_calibration(tmp_path, calibration())
     done, lines = trained(tiny_tokens, tmp_path, capfd, **{"log.calibration": file})
     before, after = lines
     assert before.startswith("memory ")
-    assert "tokens/s (constants measured (a CPU, 1 rank, 2026-11-23): " in before
+    assert "tokens/s (constants measured (A CPU, 1 rank, 2026-11-23): " in before
     assert "; from data sheets" in before or "matrix products" in before
     records = done.read_metrics()
     (compared,) = [record for record in records if "predicted/memory_gib" in record]
@@ -129,7 +110,7 @@ def prediction(setting: Setting, *words: object, device: str | None = "NVIDIA H1
 
 
 def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
-    setting = setting_of(gpus=8)
+    setting, measured = setting_of(gpus=8), write_calibration(tmp_path, calibration())
     known = prediction(setting)
     assert known.speed_interval[0] < known.tokens_per_second < known.speed_interval[1]
     assert known.speed_source == "constants from data sheets: NVIDIA H100 data sheet (SXM)"
@@ -138,9 +119,9 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
         (prediction(setting, device="NVIDIA GeForce 8800"), "NVIDIA GeForce 8800 is not in the hardware file"),
         (prediction(setting_of(gpus=16)), "no measurements of the network between hosts"),
         (prediction(setting, "--log.calibration", tmp_path / "none.json"), "none.json"),
-        (prediction(setting, "--log.calibration", calibration(tmp_path / "a.json")), "a CPU, and the plan is for h100-80"),
+        (prediction(setting, "--log.calibration", measured), "A CPU, and the plan is for h100-80"),
         (
-            prediction(setting_of(on_gpu=False), "--log.calibration", calibration(tmp_path / "b.json"), device=None),
+            prediction(setting_of(on_gpu=False), "--log.calibration", measured, device=None),
             "1 measured",
         ),
     ):

@@ -17,7 +17,7 @@ from lmforge.config.planning import FINALISTS
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.validate import check_lora, check_parallel, why_not_compiled
+from lmforge.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.plan.hardware import GPU
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict, resolve_reduction, surely_fits
 from lmforge.plan.prediction.rates import Rates
@@ -147,8 +147,8 @@ def check_setting(setting: Setting) -> None:
     check_parallel(setting.options, setting.model, plan)
     if not setting.trains_all:
         check_lora(setting.options, setting.float8)
-    if setting.compiled and (reason := why_not_compiled(setting.options, "cuda" if setting.on_gpu else "cpu")):
-        raise UserError(reason)
+    if setting.compiled:
+        check_compiled(setting.options, "cuda" if setting.on_gpu else "cpu")
     _ = setting.dims
 
 
