@@ -31,7 +31,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.runs import Run
-from lmforge.train.optimizer import build_optimizer, named_optimizer_state
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 
 PIECE = 1 << 24
 METADATA = {"global_batch_size": 1, "plan_hash": "", "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}

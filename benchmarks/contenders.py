@@ -32,7 +32,7 @@ from lmforge.config.sections import (
 )
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -29,7 +29,8 @@ from lmforge.data.best_fit_index import BestFitIndex
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.ranks import OneRank
-from lmforge.data.shard_format import (
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import (
     FORMAT_VERSION,
     SHARD_SUFFIXES,
     SHARDS_MANIFEST,
@@ -37,7 +38,6 @@ from lmforge.data.shard_format import (
     TokenFolderManifest,
     write_shard,
 )
-from lmforge.data.shards import TokenFolder
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 
 SHARDS, SHARD_TOKENS, DOCUMENT_TOKENS = 30_000, 500_000_000, 1000

@@ -53,7 +53,7 @@ def raw_sequences(folder: Path) -> np.ndarray:
 def open_lmforge(folder: Path) -> Opened:
     from lmforge.data.dataset import TokenDataset
     from lmforge.data.loader import BatchLoader
-    from lmforge.data.shards import TokenFolder
+    from lmforge.data.shards.folder import TokenFolder
 
     dataset = TokenDataset(TokenFolder.open(folder / "shards"), sequence_length=SEQUENCE_LENGTH, seed=SEED)
     loader = BatchLoader(dataset, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)

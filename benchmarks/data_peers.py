@@ -17,7 +17,8 @@ from data_contenders import BATCH_SIZE, EOS, FLOOR, SEED, WRITE
 from setting import make_environment, summarize
 
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shard_format import (
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import (
     FORMAT_VERSION,
     SHARDS_MANIFEST,
     ShardEntry,
@@ -25,7 +26,6 @@ from lmforge.data.shard_format import (
     hash_tokenizer_files,
     write_shard,
 )
-from lmforge.data.shards import TokenFolder
 
 CONTENDERS = Path(__file__).with_name("data_contenders.py")
 SHARD_TOKENS = 10_000_000

@@ -30,8 +30,8 @@ from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
-from lmforge.config.planning import USABLE_FRACTION
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count

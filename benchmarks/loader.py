@@ -17,7 +17,7 @@ from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 
 BATCHES = ((8, 256), (64, 2048))
 STEP_SECONDS = 0.1

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.runs import describe_environment
 
 RESULTS = Path(__file__).parent / "results"

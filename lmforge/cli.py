@@ -23,13 +23,13 @@ from lmforge import __version__
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE
 from lmforge.cluster.node_group import NodeGroup, read_node_group
 from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, count_restarts, read_rank_info
-from lmforge.config.benching import BenchConfig
 from lmforge.config.help_text import format_help
-from lmforge.config.launch import LaunchVerbOptions, parse_launch
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
 from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs import DoctorOptions
+from lmforge.config.verbs.bench import BenchConfig
+from lmforge.config.verbs.examine import DoctorOptions
+from lmforge.config.verbs.launch import LaunchVerbOptions, parse_launch
 from lmforge.errors import RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import cut, describe_os_error

@@ -26,8 +26,8 @@ from lmforge import checkpoint
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text
 from lmforge.cli import run
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.shard_format import BLOCK_BYTES
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import BLOCK_BYTES
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import EXIT_PEER_LOST
 from lmforge.interop.config_json import to_config_json
@@ -770,7 +770,7 @@ BROKEN_MODULE = """
 import importlib.abc, sys
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "lmforge.verbs.show":
+        if name == "lmforge.verbs.show.show":
             raise ZeroDivisionError("two\\nlines")
 sys.meta_path.insert(0, Finder())
 """

@@ -26,10 +26,10 @@ import zstandard
 
 from lmforge.cli import parse_command
 from lmforge.config.align import AlignConfig
-from lmforge.config.benching import BenchConfig
 from lmforge.config.options import iter_options
-from lmforge.config.planning import PLAN_OPTIONS, PlanConfig
 from lmforge.config.tuning import SftConfig
+from lmforge.config.verbs.bench import BenchConfig
+from lmforge.config.verbs.plan import PLAN_OPTIONS, PlanConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import how_to_install
 from lmforge.interop.export import export_folder

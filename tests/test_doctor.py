@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.bench import machine_checks
-from lmforge.bench.device_checks import judge_devices, read_gpu_health
-from lmforge.bench.host_checks import compare_clocks, compare_hosts, describe_host, name_ranks
-from lmforge.bench.network_checks import judge_network, rounds_of_pairs
+from lmforge.bench.doctor import machine_checks
+from lmforge.bench.doctor.device_checks import judge_devices, read_gpu_health
+from lmforge.bench.doctor.host_checks import compare_clocks, compare_hosts, describe_host, name_ranks
+from lmforge.bench.doctor.network_checks import judge_network, rounds_of_pairs
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
 from lmforge.cluster.rank_info import RankInfo
@@ -226,7 +226,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_and_the_rest_is_examined(tmp_p
 # Rank 1 says nothing any more once it has measured its device.
 STOPS = """
 import os, time
-from lmforge.bench import examine_ranks, rank_reports
+from lmforge.bench.doctor import examine_ranks, rank_reports
 from lmforge.cli import exit_process, run
 
 examine_ranks.ANSWER_SECONDS = 0.5

@@ -19,7 +19,7 @@ from lmforge.config.builtin_names import BUILT_IN_NAMES
 from lmforge.config.extend import extended
 from lmforge.config.load import load_config
 from lmforge.config.stage import PretrainConfig
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.sources.text_sources import KNOWN_SUFFIXES
 from lmforge.errors import UserError
 from lmforge.rewards.functions import load_reward_functions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import get_preset
@@ -19,7 +19,7 @@ from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
-from lmforge.verbs.show import show
+from lmforge.verbs.show.show import show
 from tests.conftest import Command, Refusal, only_line
 
 
@@ -49,7 +49,7 @@ def test_a_preset_is_shown_with_config_cost_and_memory() -> None:
 
 
 def test_showing_a_preset_needs_no_torch() -> None:
-    code = "import sys; from lmforge.verbs.show import show; show('llama3-8b'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lmforge.verbs.show.show import show; show('llama3-8b'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

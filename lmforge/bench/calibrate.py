@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from lmforge.atomic_files import atomic_write_json
-from lmforge.bench.network_checks import time_collectives
-from lmforge.bench.storage_checks import checkpoint_folder, existing_folder, time_disk
+from lmforge.bench.doctor.network_checks import time_collectives
+from lmforge.bench.doctor.storage_checks import checkpoint_folder, existing_folder, time_disk
 from lmforge.cluster.distributed import DistributedContext, init_distributed
-from lmforge.config.benching import BenchConfig
+from lmforge.config.verbs.bench import BenchConfig
 from lmforge.errors import UserError, format_duration
 from lmforge.model.attention import attend, create_attention_mask
 from lmforge.parallel.precision import FLOAT8_MIN_CAPABILITY, has_native_bf16

@@ -29,7 +29,7 @@ from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_te
 from lmforge.parallel.parallelize import parallelize
 from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
-from lmforge.train.optimizer import build_optimizer, named_optimizer_state
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 
 SMALL_MODEL = ModelConfig(
     vocab_size=509,

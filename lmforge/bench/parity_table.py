@@ -12,7 +12,7 @@ from rich.table import Table
 from lmforge.bench import parity
 from lmforge.bench.parity import ParityCase, ParityData, ParityResult
 from lmforge.cluster.distributed import DistributedContext, init_distributed
-from lmforge.config.verbs import DoctorOptions
+from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import UserError, format_count
 from lmforge.parallel.precision import missing_for_compile
 

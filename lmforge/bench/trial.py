@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from lmforge.bench.live_memory import held_bytes, peak_bytes
 from lmforge.bench.random_batches import RandomBatches
 from lmforge.cluster.distributed import DistributedContext, init_distributed
-from lmforge.config.benching import BenchConfig
+from lmforge.config.verbs.bench import BenchConfig
 from lmforge.data.loader import BatchLoader
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.objectives.language import NextTokenObjective

@@ -1,7 +1,7 @@
 """Every option of every command: its type, default, bounds and meaning. To read this package is to read the manual.
 
 Begin with `sections.py` (the sections that all training stages share), then `stage.py` (the stages, pretraining), `tuning.py`
-(fine-tuning), `align.py` (alignment), and `verbs.py` (the other commands). `options.py` declares, parses and
+(fine-tuning), `align.py` (alignment), and `verbs/` (the other commands). `options.py` declares, parses and
 validates options, `help_text.py` explains them; neither knows any of them. For other packages: the option classes, `load.py`
 (recipe and command line → the config of a stage) and `batch_plan.py`, the one place where batch sizes are derived.
 

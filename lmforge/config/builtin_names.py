@@ -36,15 +36,15 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "grpo": "lmforge.stages.objectives:build_policy_objective",
     },
     "optimizer": {
-        "adamw": "lmforge.train.optimizer:build_adamw",
-        "muon": "lmforge.train.optimizer:build_muon",
-        "sgd": "lmforge.train.optimizer:build_sgd",
+        "adamw": "lmforge.train.optimizers.optimizer:build_adamw",
+        "muon": "lmforge.train.optimizers.optimizer:build_muon",
+        "sgd": "lmforge.train.optimizers.optimizer:build_sgd",
     },
     "schedule": {
-        "cosine": "lmforge.train.schedules:cosine",
-        "linear": "lmforge.train.schedules:linear",
-        "warmup-stable-decay": "lmforge.train.schedules:warmup_stable_decay",
-        "constant": "lmforge.train.schedules:constant",
+        "cosine": "lmforge.train.optimizers.schedules:cosine",
+        "linear": "lmforge.train.optimizers.schedules:linear",
+        "warmup-stable-decay": "lmforge.train.optimizers.schedules:warmup_stable_decay",
+        "constant": "lmforge.train.optimizers.schedules:constant",
     },
     "model_family": {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "lmforge.model.llama:Llama"),

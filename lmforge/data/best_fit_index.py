@@ -32,10 +32,10 @@ from pydantic import Field
 from lmforge.atomic_files import atomic_write
 from lmforge.checksums import block_checksums, parse_checksums
 from lmforge.data.packing import best_fit
-from lmforge.data.shard_files import ShardFile, SizeCheck, StoredChecksums
-from lmforge.data.shard_format import BLOCK_BYTES, TRAIN_SPLIT, Count, hash_text
-from lmforge.data.shard_storage import read_with_retries
-from lmforge.data.shards import MAX_PARSED_SHARDS, TokenFolder
+from lmforge.data.shards.files import ShardFile, SizeCheck, StoredChecksums
+from lmforge.data.shards.folder import MAX_PARSED_SHARDS, TokenFolder
+from lmforge.data.shards.format import BLOCK_BYTES, TRAIN_SPLIT, Count, hash_text
+from lmforge.data.shards.storage import read_with_retries
 from lmforge.errors import UserError
 from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json
 

@@ -19,8 +19,8 @@ from typing_extensions import TypedDict
 from lmforge.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
 from lmforge.data.order import Lanes, Permutation, derive_key, permutation, windowed_permutation
 from lmforge.data.packing import BestFitPacking, ConcatPacking, MapRows, PackedSequence, PackedSequences, Packing
-from lmforge.data.shard_format import TRAIN_SPLIT
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import TRAIN_SPLIT
 from lmforge.errors import UserError
 
 # Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.

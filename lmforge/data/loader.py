@@ -16,7 +16,7 @@ from lmforge.cluster.distributed import use_device_in_thread
 from lmforge.data.batch import Batch
 from lmforge.data.mixture import TrainingDataset
 from lmforge.data.order import token_rng_keys
-from lmforge.data.shard_storage import slow_read
+from lmforge.data.shards.storage import slow_read
 
 log = logging.getLogger(__name__)
 

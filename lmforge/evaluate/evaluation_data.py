@@ -10,8 +10,8 @@ from lmforge.data.chat.conversations import detect_format, read_conversations
 from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.packing import ConcatPacking
-from lmforge.data.shard_format import SHARDS_MANIFEST
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_records
 from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.model.init_weights import InitialValue
-from lmforge.model.weight_rng import standard_normal, standard_uniform
+from lmforge.model.rng.weight_rng import standard_normal, standard_uniform
 
 # torch's default arguments, which it leaves out.
 _VALUES: dict[Any, Callable[..., InitialValue]] = {

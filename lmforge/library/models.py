@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lmforge.cluster.distributed import init_distributed
 from lmforge.config.options import validate_options
-from lmforge.config.verbs import ExportOptions
+from lmforge.config.verbs.models import ExportOptions
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.measure_loss import measure_loss

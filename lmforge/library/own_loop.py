@@ -12,7 +12,7 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.loader import BatchLoader
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.objective import Objective
@@ -20,7 +20,7 @@ from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize as parallelize_module
 from lmforge.parallel.precision import choose_dtype
-from lmforge.train.optimizer import build_optimizer as build_torch_optimizer
+from lmforge.train.optimizers.optimizer import build_optimizer as build_torch_optimizer
 
 
 def open_data(

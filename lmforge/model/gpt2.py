@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, linear
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel, LMHead, add_residual, apply_linear
-from lmforge.model.token_rng import TokenRng
+from lmforge.model.rng.token_rng import TokenRng
 
 
 class Conv1D(nn.Module):

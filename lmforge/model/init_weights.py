@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lmforge.data.order import derive_key
 from lmforge.model.config import ModelConfig
-from lmforge.model.weight_rng import Distribution, fill_random, standard_normal, standard_uniform
+from lmforge.model.rng.weight_rng import Distribution, fill_random, standard_normal, standard_uniform
 
 # The projections that write into the residual stream, in both families.
 _RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")

@@ -14,8 +14,8 @@ from lmforge.model.attention import ContextParallel, LayerKVCache, create_attent
 from lmforge.model.config import ModelConfig
 from lmforge.model.incremental import IncrementalDecoder
 from lmforge.model.init_weights import FlatShard, InitialValue, initial_value
+from lmforge.model.rng.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 from lmforge.model.rope import rotary_embedding
-from lmforge.model.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:

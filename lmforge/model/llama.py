@@ -10,8 +10,8 @@ from torch.nn.functional import silu
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel, LMHead, RMSNorm, add_residual, apply_linear
+from lmforge.model.rng.token_rng import TokenRng
 from lmforge.model.rope import RotaryEmbedding
-from lmforge.model.token_rng import TokenRng
 
 
 class LlamaAttention(nn.Module):

@@ -19,7 +19,7 @@ from lmforge.errors import UserError
 from lmforge.model.gpt2 import Conv1D
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
-from lmforge.model.token_rng import ADAPTER_SITE, TokenRng, dropout
+from lmforge.model.rng.token_rng import ADAPTER_SITE, TokenRng, dropout
 
 ALL_LINEAR = "all-linear"
 

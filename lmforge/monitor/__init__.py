@@ -1,8 +1,8 @@
 """What is reported of a run while it runs: heartbeats, stalls, stragglers, drift of the step time, the disk; the loss curve.
 
 Nothing here changes a run, apart from ending a process that cannot continue (`watch.timeout_seconds`). Metrics and the log
-are in train/metrics.py. Begin with watchdog.py, which the other files serve.
+are in train/metrics.py. Begin with watchdog.py, which the other files serve. What hosts and GPUs do is in `usage/`.
 
-For other packages: `watchdog.Watchdog`, `disk.DiskMonitor`, `loss_curve.draw_loss_curve` and `LossCurveThread`,
-`other_trainings.other_trainings`.
+For other packages: `watchdog.Watchdog`, `usage.disk.DiskMonitor`, `loss_curve.draw_loss_curve` and `LossCurveThread`,
+`usage.other_trainings`.
 """

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from lmforge.errors import UserError
 from lmforge.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS
-from lmforge.monitor.host_usage import HostUsage, read_published
 from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer
+from lmforge.monitor.usage.host import HostUsage, read_published
 from lmforge.runs import MetricsRecord, Run
 from lmforge.terminal.cells import format_age
 from lmforge.untrusted import parse_json

@@ -17,12 +17,12 @@ from pathlib import Path
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import EXIT_PEER_LOST, UserError
 from lmforge.monitor import stall
-from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.heartbeat import SILENT_AFTER_SECONDS, Heartbeat
-from lmforge.monitor.host_usage import HostPublisher
 from lmforge.monitor.rank_log import stamp_lines, write_to_terminal
 from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import StragglerMonitor
+from lmforge.monitor.usage.disk import DiskMonitor
+from lmforge.monitor.usage.host import HostPublisher
 
 # Between two heartbeats; less where a stall must be reported sooner.
 MAX_HEARTBEAT_SECONDS = 2.0

@@ -26,8 +26,8 @@ from lmforge.cluster.memory import (
     write_memory_snapshot,
 )
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.planning import USABLE_FRACTION
 from lmforge.config.stage import StageConfig
+from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.attention_backend import stores_attention_weights
 from lmforge.model.config import ModelConfig

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.mixture import tokens_by_length
-from lmforge.config.planning import AnyPlanConfig, PlanOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
+from lmforge.config.verbs.plan import AnyPlanConfig, PlanOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches

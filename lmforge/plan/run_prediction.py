@@ -6,8 +6,8 @@ And beside them what was measured, once there is something to measure. Hardware 
 from dataclasses import dataclass
 from typing import Any
 
-from lmforge.config.planning import USABLE_FRACTION
 from lmforge.config.stage import StageConfig
+from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.calibration import read_calibration
 from lmforge.plan.hardware import data_sheets, find_gpu

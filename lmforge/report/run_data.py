@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 from lmforge.config.load import flat_options
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.data.shards import TokenFolder
-from lmforge.data.source_report import read_source
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.source_report import read_source
 from lmforge.errors import UserError, format_count, format_duration
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.monitor.run_status import read_run_status

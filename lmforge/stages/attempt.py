@@ -11,8 +11,8 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
 from lmforge.errors import PeerLost, RunFailed, UserError
-from lmforge.monitor.disk import DiskMonitor
 from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
+from lmforge.monitor.usage.disk import DiskMonitor
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report
 from lmforge.runs import Run, is_local, storage_errors

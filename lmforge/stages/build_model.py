@@ -19,7 +19,7 @@ from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.parameter_counts import get_lora_config
-from lmforge.train.optimizer import build_optimizer
+from lmforge.train.optimizers.optimizer import build_optimizer
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -8,7 +8,7 @@ from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
-from lmforge.train.optimizer import assign_groups
+from lmforge.train.optimizers.optimizer import assign_groups
 from lmforge.train.validation import check_samples
 
 

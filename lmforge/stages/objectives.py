@@ -20,7 +20,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
 from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.objectives.preference import PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
-from lmforge.stages.rollouts import RolloutObjective, completion_metric_names
+from lmforge.stages.alignment.rollouts import RolloutObjective, completion_metric_names
 
 ALIGNMENT_METHODS = ("dpo", "kto", "orpo", "simpo", "reward", "grpo")
 

@@ -19,7 +19,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ModelOptions
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
-from lmforge.data.staged_copy import find_staged
+from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import cache_folder, is_hub_name, resolve_model_folder

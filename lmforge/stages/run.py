@@ -11,7 +11,8 @@ from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
-from lmforge.stages.align import build_preference_batches, build_rollouts
+from lmforge.stages.alignment.align import build_preference_batches, build_rollouts
+from lmforge.stages.alignment.prompt_inputs import open_prompt_inputs, prepare_prompts
 from lmforge.stages.check_model import check_model
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.stages.examples import open_example_inputs, prepare_examples
@@ -23,7 +24,6 @@ from lmforge.stages.pretrained import (
     prefer_staged,
     resolve_model_config,
 )
-from lmforge.stages.prompt_inputs import open_prompt_inputs, prepare_prompts
 from lmforge.stages.run_stage import StageSpec, run_stage
 from lmforge.stages.training_data import TokenSources
 from lmforge.train.inputs import RunInputs

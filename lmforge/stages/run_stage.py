@@ -19,7 +19,7 @@ from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.runs import Run
-from lmforge.stages.align import has_frozen_reference
+from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
 from lmforge.stages.enter_run import enter_run
 from lmforge.stages.own_code import NO_OWN_CODE, OpenedCode, OwnCode

@@ -8,7 +8,7 @@ from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.errors import format_count
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.attention_backend import describe_attention_backend
-from lmforge.monitor.other_trainings import other_trainings
+from lmforge.monitor.usage.other_trainings import other_trainings
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import choose_compile, choose_dtype
@@ -21,7 +21,7 @@ from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.metrics import MetricsFile, PredictionCheck
-from lmforge.train.optimizer import named_optimizer_state
+from lmforge.train.optimizers.optimizer import named_optimizer_state
 from lmforge.train.resume import load_resume_point
 from lmforge.train.trainer import Trainer
 

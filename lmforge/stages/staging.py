@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.data.staged_copy import stage_folder
+from lmforge.data.shards.staged_copy import stage_folder
 from lmforge.runs import is_local, parse_location
 from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights
 

@@ -10,9 +10,9 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, proportions_of
 from lmforge.data.order import Lanes
-from lmforge.data.shard_format import SHARDS_MANIFEST
-from lmforge.data.shards import TokenFolder
-from lmforge.data.staged_copy import find_staged
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import SHARDS_MANIFEST
+from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.runs import is_local, parse_location

@@ -4,5 +4,5 @@ What differs between the stages is not here: stages/ opens the data and builds t
 top to bottom, then trainer.py, which says what the loop is given.
 
 For other packages: `loop.train` and `train_step`; `trainer.Trainer` and `BatchSource`; `inputs.RunContext`, `RunInputs` and
-`ResumePoint`; `optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
+`ResumePoint`; `optimizers.optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
 """

@@ -17,7 +17,7 @@ from lmforge.parallel.precision import compiled_graph_count, has_compiled_blocks
 from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
 from lmforge.train.inputs import RunContext
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
-from lmforge.train.optimizer import set_learning_rate, step_unless
+from lmforge.train.optimizers.optimizer import set_learning_rate, step_unless
 from lmforge.train.profiling import StepProfiler
 from lmforge.train.resume import roll_back
 from lmforge.train.trainer import Trainer

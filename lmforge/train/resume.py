@@ -22,7 +22,7 @@ from lmforge.plugins import describe_changes, describe_plugins
 from lmforge.runs import Run, remove_checkpoint
 from lmforge.train.bad_steps import BadStep
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
-from lmforge.train.optimizer import named_optimizer_state
+from lmforge.train.optimizers.optimizer import named_optimizer_state
 from lmforge.train.trainer import Trainer
 from lmforge.untrusted import read_json
 

@@ -23,7 +23,7 @@ from lmforge.train.bad_steps import BadStep, BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.metrics import MetricsFile, PredictionCheck
-from lmforge.train.optimizer import learning_rate, named_optimizer_state
+from lmforge.train.optimizers.optimizer import learning_rate, named_optimizer_state
 
 # After the last step there is no later one to save again at.
 FINAL_SAVE_ATTEMPTS = 3

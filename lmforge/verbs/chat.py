@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from lmforge.atomic_files import create_file
-from lmforge.config.verbs import ChatOptions
+from lmforge.config.verbs.models import ChatOptions
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest

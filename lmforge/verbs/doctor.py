@@ -17,16 +17,16 @@ from types import FrameType
 from typing import NoReturn
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.bench.doctor import doctor
+from lmforge.bench.doctor.doctor import doctor
 from lmforge.cluster.jobs.job import JOB_SCRIPT, Job, JobPlan, JobState
 from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_scripts, stop_job, submit
 from lmforge.cluster.jobs.scripts import PRINTED_PREFIX, STATUS_PREFIX
 from lmforge.config.load import read_config
 from lmforge.config.operation import JobOptions, LaunchOptions
-from lmforge.config.verbs import DoctorOptions
+from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import RunFailed, UserError
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.launch import with_nodes
+from lmforge.verbs.runs.launch import with_nodes
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
 # What a scheduler takes to say that a job has ended whose script has left its status.

@@ -11,9 +11,11 @@ from lmforge import hub
 from lmforge.config.load import STAGES, parse_config, read_config
 from lmforge.config.options import Options, parse_options, read_recipe, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.verbs import DownloadOptions, PipelineOptions, PrepareOptions
+from lmforge.config.verbs.models import DownloadOptions
+from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.interop.peft_folder import base_model_of, is_peft_folder
-from lmforge.verbs.pipeline import plan_stages
+from lmforge.verbs.runs.pipeline import plan_stages
 from lmforge.verbs.table import VERBS
 
 # Options of verbs that do not train which name a model, and what of it they read.

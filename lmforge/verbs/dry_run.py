@@ -17,7 +17,7 @@ from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
-from lmforge.verbs.describe_data import describe_data
+from lmforge.verbs.show.describe_data import describe_data
 
 
 def dry_run(config: StageConfig, everything: bool = False) -> str:

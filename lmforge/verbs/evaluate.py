@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lmforge.atomic_files import create_file
 from lmforge.cluster.distributed import DistributedContext, init_distributed
-from lmforge.config.verbs import EvaluateOptions
+from lmforge.config.verbs.models import EvaluateOptions
 from lmforge.evaluate.measure_loss import measure_loss
 from lmforge.evaluate.tasks import TaskSettings, load_task, run_task
 from lmforge.generate.model_loading import LoadedModel, load_model

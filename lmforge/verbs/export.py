@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
-from lmforge.config.verbs import ExportOptions, ImportOptions
+from lmforge.config.verbs.models import ExportOptions, ImportOptions
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError

@@ -6,7 +6,7 @@ import secrets
 import sys
 from functools import partial
 
-from lmforge.config.verbs import GenerateOptions, ServeOptions
+from lmforge.config.verbs.models import GenerateOptions, ServeOptions
 from lmforge.errors import UserError, how_to_install
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import load_model, resolve_device_and_dtype

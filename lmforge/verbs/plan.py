@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lmforge.config.planning import AnyPlanConfig
+from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import format_bytes, format_duration
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import Machine, find_machine, make_setting, predict_phases, predict_setting, suggest_fit
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
-from lmforge.verbs.describe_data import find_vocab_size
 from lmforge.verbs.dry_run import resolve_model
+from lmforge.verbs.show.describe_data import find_vocab_size
 
 # Characters of the picture of a step.
 PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8

@@ -12,15 +12,15 @@ from rich.table import Table
 from lmforge.atomic_files import atomic_write_text
 from lmforge.config.load import STAGES
 from lmforge.config.options import to_toml, validate_options
-from lmforge.config.planning import AnyPlanConfig
 from lmforge.config.stage import PretrainConfig
+from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import Machine, find_machine, make_setting
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.describe_data import find_vocab_size
 from lmforge.verbs.dry_run import resolve_model
+from lmforge.verbs.show.describe_data import find_vocab_size
 
 SHOWN = 10
 # The options that a search chooses, and their values, for which the best configuration of each is shown.

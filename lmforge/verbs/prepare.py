@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from lmforge import registry
 from lmforge.cluster.rank_info import read_rank_info
-from lmforge.config.verbs import PrepareOptions
+from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.data.chat.library_functions import write_function_conversations
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.prepare import PreparationSummary, prepare

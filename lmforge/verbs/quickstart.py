@@ -20,7 +20,9 @@ from rich.table import Table
 from lmforge.atomic_files import atomic_folder
 from lmforge.cluster.launch import launch_local
 from lmforge.config.load import load_config
-from lmforge.config.verbs import EvaluateOptions, GenerateOptions, PrepareOptions, QuickstartOptions
+from lmforge.config.verbs.models import EvaluateOptions, GenerateOptions
+from lmforge.config.verbs.pipeline import QuickstartOptions
+from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed, typed_command
 from lmforge.parallel.precision import choose_dtype

@@ -9,15 +9,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lmforge.config import verbs as options
 from lmforge.config.align import AlignConfig
-from lmforge.config.benching import BenchConfig
-from lmforge.config.launch import JobsOptions, LaunchVerbOptions, StopOptions
 from lmforge.config.options import Options
-from lmforge.config.planning import PlanConfig
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
-from lmforge.config.watching import LogsOptions, ReportOptions, RunsOptions, TopOptions
+from lmforge.config.verbs.bench import BenchConfig
+from lmforge.config.verbs.examine import DoctorOptions, ShowOptions
+from lmforge.config.verbs.launch import JobsOptions, LaunchVerbOptions, StopOptions
+from lmforge.config.verbs.models import (
+    ChatOptions,
+    DownloadOptions,
+    EvaluateOptions,
+    ExportOptions,
+    GenerateOptions,
+    ImportOptions,
+    ServeOptions,
+)
+from lmforge.config.verbs.pipeline import QuickstartOptions, RunPipelineOptions
+from lmforge.config.verbs.plan import PlanConfig
+from lmforge.config.verbs.prepare import PrepareOptions
+from lmforge.config.verbs.watch import LogsOptions, ReportOptions, RunsOptions, TopOptions
 
 
 @contextmanager
@@ -65,28 +76,28 @@ class Verb:
 
 
 VERBS = {
-    "quickstart": Verb(options.QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
-    "prepare": Verb(options.PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
+    "quickstart": Verb(QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
+    "prepare": Verb(PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
     "pretrain": Verb(PretrainConfig, "lmforge.stages.run:pretrain", distributed=True),
     "sft": Verb(SftConfig, "lmforge.stages.run:sft", distributed=True),
     "align": Verb(AlignConfig, "lmforge.stages.run:align", distributed=True),
-    "run": Verb(options.RunPipelineOptions, "lmforge.verbs.pipeline:run_pipeline"),
-    "launch": Verb(LaunchVerbOptions, "lmforge.verbs.launch:run_launch"),
-    "jobs": Verb(JobsOptions, "lmforge.verbs.jobs:run_jobs"),
-    "stop": Verb(StopOptions, "lmforge.verbs.jobs:run_stop"),
-    "evaluate": Verb(options.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
-    "generate": Verb(options.GenerateOptions, "lmforge.verbs.generate:run_generate"),
-    "chat": Verb(options.ChatOptions, "lmforge.verbs.chat:run_chat"),
-    "serve": Verb(options.ServeOptions, "lmforge.verbs.generate:run_serve"),
-    "export": Verb(options.ExportOptions, "lmforge.verbs.export:run_export"),
-    "import": Verb(options.ImportOptions, "lmforge.verbs.export:run_import"),
-    "download": Verb(options.DownloadOptions, "lmforge.verbs.download:run_download"),
+    "run": Verb(RunPipelineOptions, "lmforge.verbs.runs.pipeline:run_pipeline"),
+    "launch": Verb(LaunchVerbOptions, "lmforge.verbs.runs.launch:run_launch"),
+    "jobs": Verb(JobsOptions, "lmforge.verbs.runs.jobs:run_jobs"),
+    "stop": Verb(StopOptions, "lmforge.verbs.runs.jobs:run_stop"),
+    "evaluate": Verb(EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
+    "generate": Verb(GenerateOptions, "lmforge.verbs.generate:run_generate"),
+    "chat": Verb(ChatOptions, "lmforge.verbs.chat:run_chat"),
+    "serve": Verb(ServeOptions, "lmforge.verbs.generate:run_serve"),
+    "export": Verb(ExportOptions, "lmforge.verbs.export:run_export"),
+    "import": Verb(ImportOptions, "lmforge.verbs.export:run_import"),
+    "download": Verb(DownloadOptions, "lmforge.verbs.download:run_download"),
     "bench": Verb(BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
     "plan": Verb(PlanConfig, "lmforge.verbs.plan:run_plan"),
-    "doctor": Verb(options.DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
-    "logs": Verb(LogsOptions, "lmforge.verbs.logs:run_logs"),
-    "top": Verb(TopOptions, "lmforge.verbs.top:run_top"),
-    "runs": Verb(RunsOptions, "lmforge.verbs.list_runs:list_runs"),
-    "report": Verb(ReportOptions, "lmforge.verbs.report:run_report"),
-    "show": Verb(options.ShowOptions, "lmforge.verbs.show:run_show"),
+    "doctor": Verb(DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
+    "logs": Verb(LogsOptions, "lmforge.verbs.runs.logs:run_logs"),
+    "top": Verb(TopOptions, "lmforge.verbs.runs.top:run_top"),
+    "runs": Verb(RunsOptions, "lmforge.verbs.runs.list_runs:list_runs"),
+    "report": Verb(ReportOptions, "lmforge.verbs.runs.report:run_report"),
+    "show": Verb(ShowOptions, "lmforge.verbs.show.show:run_show"),
 }

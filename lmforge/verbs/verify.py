@@ -3,8 +3,8 @@
 import json
 import time
 
-from lmforge.data.shards import TokenFolder
-from lmforge.data.verify_shards import verify_best_fit, verify_shards
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.verify import verify_best_fit, verify_shards
 
 PRINT_EVERY_SECONDS = 5.0
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmforge.data.shard_format import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolderManifest, write_shard
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolderManifest, write_shard
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 
 # By shard, the length of each document in it, separator included.
@@ -46,4 +46,4 @@ def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries as many as always, without the waiting."""
-    monkeypatch.setattr("lmforge.data.shard_storage.RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05))
+    monkeypatch.setattr("lmforge.data.shards.storage.RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05))

@@ -30,8 +30,8 @@ from lmforge.data.order import Lanes
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.prepare import prepare
 from lmforge.data.prepare.ranks import OneRank
-from lmforge.data.shard_storage import LocalStorage
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.storage import LocalStorage
 from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources

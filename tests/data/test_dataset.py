@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.packing import PackedSequence
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from tests.data.test_shards import flip_bit
 from tests.seeds import fresh_seed

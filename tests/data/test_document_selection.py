@@ -10,7 +10,7 @@ import pytest
 from lmforge.cli import run
 from lmforge.data.prepare.deduplicate import exact_duplicates, near_duplicate_keys, near_duplicates
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.sources import text_sources
 from lmforge.errors import UserError
 from tests.conftest import Refusal

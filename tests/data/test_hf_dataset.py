@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.sources.hf_dataset import find_cached_dataset
 from lmforge.hub import DOWNLOAD_RECORD
 from tests.conftest import Refusal

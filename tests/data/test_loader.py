@@ -15,7 +15,7 @@ from lmforge.data.dataset import TokenDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.loader import READ_AHEAD_STEPS, BatchLoader
 from lmforge.data.packing import PADDING_DOCUMENT_ID, PackedSequences
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from tests.seeds import fresh_seed
 

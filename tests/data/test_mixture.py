@@ -23,7 +23,7 @@ from lmforge.data.loader import BatchLoader
 from lmforge.data.mixture import BlockOrder, MixedDataset, Phase, describe_plan_change, proportions_of
 from lmforge.data.order import permutation
 from lmforge.data.packing import PackedSequence, Packing
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.stages.training_data import TokenSources
 from tests.seeds import fresh_random

@@ -10,7 +10,7 @@ import pytest
 
 from lmforge.data.prepare.prepare import prepare
 from lmforge.data.prepare.ranks import divide_units
-from lmforge.data.shard_format import UNFINISHED
+from lmforge.data.shards.format import UNFINISHED
 from tests.conftest import only_line
 from tests.data.test_prepare import content, some_texts, write_lines
 from tests.preloaded import preloaded

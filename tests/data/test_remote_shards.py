@@ -17,7 +17,7 @@ from lmforge.data.loader import BatchLoader
 from lmforge.data.packing import PackedSequence
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.ranks import OneRank
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.runs import parse_location
 from lmforge.stages.training_data import TokenSources
@@ -34,12 +34,12 @@ SLOW = pytest.mark.slow
 
 READ_ALL = """
 import sys
-import lmforge.data.remote_storage as storage
+import lmforge.data.shards.remote_storage as storage
 from pathlib import Path
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.ranks import OneRank
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 storage.PIECE_BYTES = int(sys.argv[3])
 folder = TokenFolder.open(sys.argv[1], cache_folder=Path(sys.argv[2]))
 dataset = TokenDataset(folder, sequence_length=500)
@@ -49,8 +49,8 @@ print(sum(int(sequence.tokens.sum()) for sequence in dataset.sequences(0, datase
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.data.remote_storage.REMOTE_RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05, 0.1))
-    monkeypatch.setattr("lmforge.data.remote_storage.PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("lmforge.data.shards.remote_storage.REMOTE_RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05, 0.1))
+    monkeypatch.setattr("lmforge.data.shards.remote_storage.PIECE_BYTES", PIECE_BYTES)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_an_address_that_is_no_token_folder_or_cannot_be_reached_is_refused(
 def test_the_cache_never_exceeds_its_bound_and_keeps_what_was_used_last(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.data.piece_cache.TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr("lmforge.data.shards.piece_cache.TOUCH_SECONDS", 0.0)
     bound, cache = 4 * PIECE_BYTES, tmp_path / "cache"
     dataset, expected = opened(server, cache, cache_bytes=bound), local(path)
     for n in range(150):
@@ -262,7 +262,7 @@ def test_a_stall_is_reported_with_the_shard_and_the_request_is_repeated(
     path: Path, tmp_path: Path, server: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.3)
-    monkeypatch.setattr("lmforge.data.remote_storage.REQUEST_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("lmforge.data.shards.remote_storage.REQUEST_TIMEOUT_SECONDS", 1.0)
     dataset, expected = opened(server, tmp_path / "cache"), local(path)
     server.faults, server.stall_seconds = ["stall"], 4.0
     with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:

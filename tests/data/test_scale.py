@@ -13,8 +13,8 @@ import pytest
 import xxhash
 
 from lmforge.data.best_fit_index import BEST_FIT_VERSION, BestFitManifest, IndexEntry, manifest_name
-from lmforge.data.shard_format import FORMAT_VERSION, SHARDS_MANIFEST, ShardEntry, TokenFolderManifest
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import FORMAT_VERSION, SHARDS_MANIFEST, ShardEntry, TokenFolderManifest
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -24,7 +24,7 @@ OPEN_AND_COUNT = """
 import json, os, sys, threading
 from pathlib import Path
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 
 counting, opened, looked_at, stat = True, [], [], os.stat
@@ -98,7 +98,7 @@ def test_of_many_shards_each_rank_looks_at_its_part_before_it_needs_them(
     os.truncate(file, 98)
     with pytest.raises(UserError, match=r"train-00005\.tokens: truncated: 98 bytes of 100"):
         TokenFolder.open(path)
-    monkeypatch.setattr("lmforge.data.shard_files.MAX_CHECKED_ON_OPENING", 5)
+    monkeypatch.setattr("lmforge.data.shards.files.MAX_CHECKED_ON_OPENING", 5)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for rank in (0, 1):

@@ -15,7 +15,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from lmforge.cli import run as command
 from lmforge.data.sentencepiece_model import convert_sentencepiece
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from tests.conftest import Refusal

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.sources import token_files
 from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.token_files import find_token_files, open_token_source

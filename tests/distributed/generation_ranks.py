@@ -18,7 +18,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.train.loop import train_step
-from lmforge.train.optimizer import build_optimizer
+from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.decoding import decode
 from tests.distributed.strategies import CollectiveCounter
 

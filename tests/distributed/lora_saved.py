@@ -25,7 +25,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.train.loop import train_step
-from lmforge.train.optimizer import build_optimizer, named_optimizer_state
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 
 ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes over from it
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as lmforge_here
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.generate.model_loading import load_model
 from lmforge.interop.export import export_folder
 from lmforge.runs import Run

@@ -40,10 +40,10 @@ from lmforge.parallel.precision import compiled_graph_count
 from lmforge.plan.activations import activation_bytes
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
 from lmforge.runs import Run
-from lmforge.stages.reference import ReferenceModel, reference_logprobs
+from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.loop import train_step
-from lmforge.train.optimizer import build_optimizer
+from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.conftest import Command
 from tests.distributed.conftest import losses
 from tests.objectives.oracle import whole_logits

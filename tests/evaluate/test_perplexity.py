@@ -11,7 +11,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset, join_datasets
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.evaluate.perplexity import evaluate_loss
 from lmforge.model.layers import LanguageModel

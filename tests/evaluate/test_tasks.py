@@ -15,7 +15,7 @@ from lmforge.cli import run as command
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import parse_options
-from lmforge.config.verbs import EvaluateOptions
+from lmforge.config.verbs.models import EvaluateOptions
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import TaskSettings, check_task, load_task, run_task
 from lmforge.generate.engine import generate

@@ -13,8 +13,8 @@ from lmforge.data.order import splitmix64, token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
-from lmforge.model.splitmix import COUNTER_STEP
-from lmforge.model.token_rng import _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.model.rng.splitmix import COUNTER_STEP
+from lmforge.model.rng.token_rng import _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
 

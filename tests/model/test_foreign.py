@@ -246,7 +246,7 @@ class Absent(MetaPathFinder):
         if name == "transformers":
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-import lmforge.stages.run, lmforge.verbs.evaluate, lmforge.verbs.show
+import lmforge.stages.run, lmforge.verbs.evaluate, lmforge.verbs.show.show
 from lmforge.cli import run
 sys.exit(run(["show", {str(tmp_path)!r}]))
 """

@@ -28,7 +28,7 @@ from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.validate import check_lora
-from lmforge.train.optimizer import build_optimizer, named_optimizer_state
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 from tests.distributed.shapes import SHAPES
 from tests.model.conftest import drawn_config
 

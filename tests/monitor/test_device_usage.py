@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lmforge.monitor.device_usage import DeviceUsage, read_amd, read_nvidia
+from lmforge.monitor.usage.devices import DeviceUsage, read_amd, read_nvidia
 
 
 class NVMLError(Exception):

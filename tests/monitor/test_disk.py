@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lmforge.monitor.disk import DiskMonitor
+from lmforge.monitor.usage.disk import DiskMonitor
 
 
 def test_a_disk_without_room_for_the_next_checkpoint_is_told_of_once_and_again_when_there_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model import build_model

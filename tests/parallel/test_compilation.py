@@ -18,7 +18,7 @@ from lmforge.model.init_weights import init_weights
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import LossFn, ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.stages.reference import ReferenceModel, reference_logprobs
+from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.validation import unsharded_for_decoding
 
 MODES = ("none", "full", "selective-blocks", "selective-ops")

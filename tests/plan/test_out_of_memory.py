@@ -17,9 +17,9 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import is_out_of_memory
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.load import load_config
-from lmforge.config.planning import USABLE_FRACTION
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import StageConfig
+from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
@@ -54,7 +54,7 @@ SIZES = {
 PRINT_STATUS = """
 import sys
 from lmforge.config.load import load_config
-from lmforge.config.planning import USABLE_FRACTION
+from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.stages import setup, run as stages
 def print_status(*arguments, **options):
     print(open("/proc/self/status").read())

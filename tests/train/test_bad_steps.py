@@ -20,7 +20,7 @@ from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.options import validate_options
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
@@ -31,7 +31,7 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.loop import train_step
-from lmforge.train.optimizer import build_optimizer, named_optimizer_state, step_unless
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state, step_unless
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
 from tests.seeds import fresh_random

@@ -20,7 +20,7 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset, TokenDataset
 from lmforge.data.loader import BatchLoader
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
@@ -35,7 +35,7 @@ from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import ConsoleLogger
-from lmforge.train.optimizer import build_optimizer
+from lmforge.train.optimizers.optimizer import build_optimizer
 from lmforge.train.run_events import RunEvents
 from lmforge.train.trainer import Trainer
 from tests.conftest import Command, Refusal

@@ -26,7 +26,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.activations import activation_bytes, block_activation_bytes
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
-from lmforge.train.optimizer import build_optimizer
+from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 
 RANKS = DistributedContext(RankInfo(), torch.device("cpu"), None)

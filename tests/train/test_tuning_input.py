@@ -22,9 +22,9 @@ from lmforge.config.tuning import SftConfig
 from lmforge.data.chat.examples import ExampleFolder
 from lmforge.errors import UserError
 from lmforge.runs import Run
+from lmforge.stages.alignment.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
 from lmforge.stages.examples import example_folder_paths, open_example_inputs, prepare_examples
 from lmforge.stages.pretrained import find_required_pretrained
-from lmforge.stages.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
 from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.resume import check_resumable
 from tests.conftest import Command, Refusal

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.config.verbs import ChatOptions
+from lmforge.config.verbs.models import ChatOptions
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.verbs.chat import ChatSession

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
 from lmforge.data.batch import Batch
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.model_loading import load_model
 from lmforge.model.layers import LanguageModel

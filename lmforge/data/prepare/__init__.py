@@ -1,4 +1,4 @@
-"""Text → tokenizer → shards, once. Reading shards is `data/shards.py`; reading text is `data/sources/`.
+"""Text → tokenizer → shards, once. Reading shards is `data/shards/folder.py`; reading text is `data/sources/`.
 
 Begin with `prepare.py` and `steps.py`; `shard_jobs.py` is what its processes do, `worker_pool.py` the processes.
 

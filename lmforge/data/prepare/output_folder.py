@@ -1,4 +1,4 @@
-"""The folder that a preparation writes: locked by one at a time, and for one plan. What is in it is `data/shards.py`."""
+"""The folder that a preparation writes: locked by one at a time, and for one plan. What is in it is `data/shards/folder.py`."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
-from lmforge.data.shard_format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST, UNFINISHED
-from lmforge.data.shard_storage import LocalStorage
-from lmforge.data.shards import TokenFolder, read_token_folder_manifest
+from lmforge.data.shards.folder import TokenFolder, read_token_folder_manifest
+from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST, UNFINISHED
+from lmforge.data.shards.storage import LocalStorage
 from lmforge.errors import UserError
 from lmforge.locks import try_lock
 from lmforge.untrusted import read_json

@@ -22,8 +22,8 @@ from lmforge.data.prepare.output_folder import lock_folder
 from lmforge.data.prepare.ranks import Ranks
 from lmforge.data.prepare.steps import ProgressCallback
 from lmforge.data.prepare.worker_pool import WorkerPool
-from lmforge.data.shard_format import SHARDS_MANIFEST, TRAIN_SPLIT, ShardEntry
-from lmforge.data.shards import ShardReader, TokenFolder
+from lmforge.data.shards.folder import ShardReader, TokenFolder
+from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, ShardEntry
 from lmforge.errors import UserError
 from lmforge.runs import is_local, parse_location
 

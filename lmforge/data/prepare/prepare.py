@@ -26,8 +26,8 @@ from lmforge.data.prepare.output_folder import lock_output_folder
 from lmforge.data.prepare.pack import add_best_fit_index
 from lmforge.data.prepare.ranks import OneRank, Ranks
 from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback
-from lmforge.data.shard_format import SHARDS_MANIFEST, UNFINISHED
-from lmforge.data.shards import TokenFolder
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
 from lmforge.data.sources.open_source import Source, open_source
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
 from lmforge.data.tokenizer import Tokenizer, byte_tokenizer

@@ -22,7 +22,7 @@ from lmforge.data.prepare.deduplicate import BANDS, exact_duplicates, near_dupli
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import EVALUATION_NGRAMS
 from lmforge.data.prepare.worker_pool import Report
-from lmforge.data.shard_format import RESTORE_HINT, UNFINISHED, ShardEntry, finished_shard_entry, write_shard
+from lmforge.data.shards.format import RESTORE_HINT, UNFINISHED, ShardEntry, finished_shard_entry, write_shard
 from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.token_files import TokenUnit
 from lmforge.data.sources.units import SourceUnit, check_lines

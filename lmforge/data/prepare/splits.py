@@ -3,7 +3,7 @@
 import numpy as np
 
 from lmforge.data.prepare.shard_jobs import validation_threshold
-from lmforge.data.shard_format import TRAIN_SPLIT, VALIDATION_SPLIT
+from lmforge.data.shards.format import TRAIN_SPLIT, VALIDATION_SPLIT
 from lmforge.errors import UserError
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmforge.config.planning import PlanOptions
+from lmforge.config.verbs.plan import PlanOptions
 from lmforge.plan.hardware import GB, GPU
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.prediction.predict import Prediction

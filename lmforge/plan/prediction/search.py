@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any
 
 from lmforge.config.batch_plan import BatchPlan, divisors
-from lmforge.config.planning import FINALISTS
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.verbs.plan import FINALISTS
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.validate import check_compiled, check_lora, check_parallel

@@ -1,0 +1,5 @@
+"""What `lmforge doctor` examines: this machine, then all ranks of a launcher.
+
+Begin with `doctor.py`, then `machine_checks.py` (this machine alone) and `examine_ranks.py` (phase after phase, with
+`host_checks.py`, `storage_checks.py`, `device_checks.py` and `network_checks.py`). A check returns lines, `finding.Finding`.
+"""

@@ -1,0 +1,263 @@
+"""What `lmforge doctor` asks all ranks, phase after phase: hosts, storage, devices, network. Rank 0 judges the answers.
+
+A phase that a rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from lmforge.bench.doctor.device_checks import judge_devices, measure_device
+from lmforge.bench.doctor.finding import Finding
+from lmforge.bench.doctor.host_checks import check_limits, compare_clocks, compare_hosts, describe_host, name_ranks
+from lmforge.bench.doctor.network_checks import judge_network, measure_network
+from lmforge.bench.doctor.rank_reports import RankReports, run_bounded
+from lmforge.bench.doctor.storage_checks import check_storage, checkpoint_folder, compare_contents
+from lmforge.cluster.distributed import choose_device
+from lmforge.cluster.folder_marker import FolderMarker
+from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface
+from lmforge.cluster.node_group import NODES_VARIABLE
+from lmforge.cluster.rank_info import RankInfo, threads_per_rank
+from lmforge.config.stage import StageConfig
+from lmforge.errors import UserError, format_count
+from lmforge.runs import is_local
+
+# Beyond the time that a rank takes for a phase: for its answer to arrive.
+ANSWER_SECONDS = 2.0
+MAX_NAMED = 8
+
+Reports = dict[int, dict[str, Any]]
+
+
+@dataclass
+class Examination:
+    """What this rank is asked about. `machine` are the findings of its host, on the first rank of each."""
+
+    info: RankInfo
+    config: StageConfig | None
+    device_name: str
+    timeout_seconds: float
+    machine: Sequence[Finding]
+
+    def examine(self, print_findings: Callable[[list[Finding]], None]) -> int:
+        """Carry out all phases; rank 0 prints the findings. Returns the exit status. Every rank calls it."""
+        began = time.monotonic()
+        self.reports = RankReports(self.info, self.timeout_seconds + ANSWER_SECONDS)
+        torch.set_num_threads(threads_per_rank(self.info.local_world_size))
+        self._marker = FolderMarker(checkpoint_folder(self.config)) if self._marks_folder else None
+        try:
+            if not self.info.is_rank0:
+                return self._answer()
+            findings = list(self._ask(began))
+            status = int(any(finding.status == "fail" for finding in findings))
+            print_findings(findings)  # mpiexec ends this rank as soon as another one has ended with status 1
+            self.reports.publish(f"step-{self._steps}", {"phase": "end", "status": status})
+            self.reports.await_departures()
+            return status
+        finally:
+            if self._marker is not None:
+                self._marker.remove()
+
+    @property
+    def _marks_folder(self) -> bool:
+        several = self.info.local_world_size < self.info.world_size
+        return several and self.info.local_rank == 0 and is_local(checkpoint_folder(self.config))
+
+    @cached_property
+    def _phases(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+        """What a rank does in each phase, given what rank 0 says about it."""
+        return {"host": self._host, "storage": self._storage, "device": self._device, "network": self._network}
+
+    def _answer(self) -> int:
+        """On the other ranks: carry out phases until rank 0 ends them. Returns its status."""
+        self._steps = 0
+        while (step := self.reports.receive(f"step-{self._steps}"))["phase"] != "end":
+            step["time"] = time.time()
+            value = run_bounded(partial(self._phases[step["phase"]], step), self.timeout_seconds)
+            self.reports.post(f"{step['phase']}-{self._steps}", value)
+            self._steps += 1
+        self.reports.leave()
+        return int(step["status"])
+
+    def _carry_out(self, phase: str, **about: Any) -> Reports:
+        """On rank 0: a phase on all ranks. Returns what they report."""
+        name, number = f"{phase}-{self._steps}", self._steps
+        about |= {"phase": phase, "time": time.time()}
+        self.reports.publish(f"step-{number}", about)
+        self.reports.post(name, run_bounded(partial(self._phases[phase], about), self.timeout_seconds))
+        self._steps += 1
+        return self.reports.collect(name)
+
+    # --- what each rank does ------------------------------------------------------------------------------------------
+
+    def _host(self, step: dict[str, Any]) -> dict[str, Any]:
+        try:
+            device: torch.device | None = choose_device(self.device_name, self.info.local_rank)
+        except UserError as problem:
+            device, self.machine = None, [*self.machine, Finding("device", "fail", str(problem))]
+        limits = check_limits(self.info, device is not None and device.type == "cuda")
+        identity = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
+        return {
+            "facts": describe_host(self.info),
+            "findings": [asdict(finding) for finding in (*self.machine, *limits)] if self.info.local_rank == 0 else [],
+            "local_rank": self.info.local_rank,
+            "device": device.type if device else "",
+            "gpu": identity,
+            "time": step["time"],
+            "marker": self._marker.shared_name if self._marker else None,
+        }
+
+    def _storage(self, step: dict[str, Any]) -> dict[str, Any]:
+        seen = [rank for rank, name in step["markers"].items() if self._marker and name and self._marker.sees(name)]
+        if self.info.local_rank:
+            return {}
+        ranks = self.info.world_size if self.info.launched or self.config is None else self.config.launch.processes
+        return {**check_storage(self.config, ranks), "sees": [int(rank) for rank in seen]}
+
+    def _device(self, step: dict[str, Any]) -> dict[str, Any]:
+        return measure_device(choose_device(self.device_name, self.info.local_rank), asks_driver=self.info.local_rank == 0)
+
+    def _network(self, step: dict[str, Any]) -> dict[str, Any]:
+        assert self.reports.store is not None
+        allow_open_connections(self.info.world_size)
+        choose_gloo_interface(several_hosts=self.info.local_world_size < self.info.world_size)
+        device = choose_device(self.device_name, self.info.local_rank)
+        info, seconds = self.info, self.timeout_seconds
+        return measure_network(self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds)
+
+    # --- what rank 0 makes of it --------------------------------------------------------------------------------------
+
+    def _ask(self, began: float) -> Iterator[Finding]:
+        self._steps, info = 0, self.info
+        reports = self._carry_out("host")
+        usable = {rank: report for rank, report in reports.items() if "facts" in report}
+        hosts = {rank: usable[rank]["facts"]["host"] if rank in usable else f"rank {rank}" for rank in reports}
+        names = name_ranks({rank: hosts[rank] for rank in usable}, range(info.world_size))
+        several_hosts = info.local_world_size < info.world_size
+        yield from self._judge_joining(hosts, began)
+        yield from merge_findings(reports, hosts)
+        yield from self._failures("host", reports, names)
+        if usable:
+            yield from compare_hosts({rank: report["facts"] for rank, report in usable.items()}, several_hosts)
+        if several_hosts and usable.get(0):
+            yield compare_clocks({rank: report["time"] for rank, report in usable.items()}, names)
+        leaders = [rank for rank, report in usable.items() if report["local_rank"] == 0]
+        reports = self._carry_out("storage", markers={rank: usable[rank]["marker"] for rank in leaders})
+        yield from self._failures("storage", reports, names)
+        yield from merge_findings(reports, hosts)
+        yield from compare_contents(
+            {hosts[rank]: report["contents"] for rank, report in reports.items() if "contents" in report}
+        )
+        if several_hosts:
+            yield from self._judge_sharing(reports, leaders, hosts)
+        kinds = {report["device"] for report in usable.values()}
+        if "" in kinds:
+            return
+        yield from _check_devices_differ(usable, names, kinds)
+        reports = self._carry_out("device")
+        yield from self._failures("device", reports, names)
+        yield from judge_devices(reports, names, "cuda" if kinds == {"cuda"} else "cpu")
+        if info.world_size == 1 or len(kinds) > 1:
+            return
+        if len(usable) < info.world_size or self.reports.missing:
+            yield Finding("network", "warn", "not measured: not all ranks answer")
+            return
+        reports = self._carry_out("network", leaders=leaders)
+        failures = list(self._failures("network", reports, names))
+        yield from failures
+        if not failures:
+            yield from judge_network(reports, hosts)
+
+    def _judge_joining(self, hosts: dict[int, str], began: float) -> Iterator[Finding]:
+        info = self.info
+        if info.world_size == 1:
+            return
+        where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if missing := self.reports.missing:
+            names = os.environ.get(NODES_VARIABLE, "").split(",")  # of the hosts of a job, where its script says so
+            each = info.local_world_size
+            known = len(names) * each == info.world_size
+            shown = ", ".join(f"{rank} ({names[rank // each]})" if known else str(rank) for rank in missing[:16])
+            shown += f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+            what = "rank" if len(missing) == 1 else "ranks"
+            text = f"{what} {shown} of {info.world_size} did not answer {where} within {self.timeout_seconds:g} s"
+            todo = "not started, still importing, cut off by a firewall, or stopped: see its host"
+            yield Finding("ranks", "fail", text, todo, tuple(f"rank {rank}" for rank in missing[:MAX_NAMED]))
+        else:
+            count = len(set(hosts.values()))
+            text = f"{info.world_size} on {format_count(count, 'host')} met {where} in {time.monotonic() - began:.1f} s"
+            yield Finding("ranks", "pass", text)
+
+    def _failures(self, phase: str, reports: Reports, names: dict[int, str]) -> Iterator[Finding]:
+        """A finding for each error of a phase, and for the ranks that did not answer in it."""
+        by_error: dict[str, list[int]] = {}
+        for rank, report in reports.items():
+            if "error" in report:
+                by_error.setdefault(report["error"][:300], []).append(rank)
+        for error, ranks in by_error.items():
+            where = tuple(names[rank] for rank in ranks[:MAX_NAMED])
+            yield Finding(phase, "fail", error, "see the logs of these ranks" if phase == "network" else "", where)
+        late = [rank for rank in self.reports.missing if rank in names and rank not in reports]
+        if phase != "host" and (new := [rank for rank in late if rank not in self._named]):
+            self._named.update(new)
+            where = tuple(names[rank] for rank in new[:MAX_NAMED])
+            yield Finding(phase, "fail", f"no answer within {self.timeout_seconds:g} s", "it stopped or was cut off", where)
+        self._named.update(late)
+
+    @cached_property
+    def _named(self) -> set[int]:
+        """The ranks that are known not to answer."""
+        return set()
+
+    def _judge_sharing(self, reports: Reports, leaders: Sequence[int], hosts: dict[int, str]) -> Iterator[Finding]:
+        """Whether all hosts see the same folder where the run is kept."""
+        folder = checkpoint_folder(self.config)
+        if not is_local(folder):
+            return
+        apart = tuple(hosts[rank] for rank in leaders if rank and rank not in reports[0].get("sees", ()))
+        if apart:
+            todo = "a run is in one folder that all hosts share: give --run.folder on a shared file system"
+            yield Finding("shared folder", "fail", f"{folder} is another folder than on {platform.node()}", todo, apart)
+        else:
+            yield Finding("shared folder", "pass", f"{folder} is the same for {format_count(len(leaders), 'host')}")
+
+
+def _check_devices_differ(usable: Reports, names: dict[int, str], kinds: set[str]) -> Iterator[Finding]:
+    """Whether all ranks have a device of one kind, and no GPU is that of two."""
+    if len(kinds) > 1:
+        where = tuple(names[rank] for rank, report in usable.items() if report["device"] == "cpu")
+        yield Finding("devices", "fail", "a CPU, and GPUs on other ranks", "see nvidia-smi there, or give --device cpu", where)
+    owners: dict[tuple[str, str], int] = {}
+    for rank, report in usable.items():
+        gpu = report["facts"]["host"], report["gpu"]
+        if report["gpu"] and (first := owners.setdefault(gpu, rank)) != rank:
+            yield Finding("devices", "fail", f"the same GPU as rank {first}", "start one rank for each GPU", (names[rank],))
+
+
+def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]:
+    """The findings of each host as one for all, where they agree; others with their hosts."""
+    groups: dict[str, dict[tuple[str, str, str], list[tuple[str, Finding]]]] = {}
+    for rank, report in reports.items():
+        for each in report.get("findings", ()):
+            finding = Finding(**{**each, "where": tuple(each["where"])})
+            text = "" if finding.status == "pass" else finding.description
+            groups.setdefault(finding.name, {}).setdefault((finding.status, finding.todo, text), []).append(
+                (hosts.get(rank, f"rank {rank}"), finding)
+            )
+    num_hosts = len(set(hosts.values()))
+    for alike in (alike for group in groups.values() for alike in group.values()):
+        host, first = alike[0]
+        of_hosts = tuple(dict.fromkeys(host for host, _ in alike))
+        where = of_hosts if 0 < len(of_hosts) < num_hosts else ()
+        values = {host: finding.values for host, finding in alike if finding.values}
+        texts = list(dict.fromkeys(finding.description for each, finding in alike if each == host))
+        differ = len({finding.description for _, finding in alike}) > len(texts)
+        for text in texts:
+            note = f" (on {host}; figures of the other hosts differ)" if differ and not where else ""
+            yield Finding(first.name, first.status, text + note, first.todo, where, values)

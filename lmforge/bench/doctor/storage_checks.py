@@ -1,0 +1,222 @@
+"""Whether a host reads the data and models of a recipe as the others do, and can write its checkpoints: space and speed."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import xxhash
+
+from lmforge import checkpoint
+from lmforge.bench.doctor.finding import Finding
+from lmforge.bench.doctor.machine_checks import disk_kind
+from lmforge.config.align import AlignConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.data.chat.examples import hash_files
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.format import SHARDS_MANIFEST
+from lmforge.errors import UserError, format_bytes
+from lmforge.hub import find_cached, is_hub_name, parse_model_name
+from lmforge.plan.memory import checkpoint_bytes
+from lmforge.plan.parameter_counts import count_parameters
+from lmforge.runs import Run, is_local
+from lmforge.stages.pretrained import find_required_pretrained
+from lmforge.stages.run import open_pretrain_inputs
+
+BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
+SLOW_BYTES_PER_SECOND = 50e6
+# Of each split of a token folder, evenly spread, and verified against their checksums.
+READS, READ_TOKENS = 8, 32_768
+
+
+def check_storage(config: StageConfig | None, world_size: int) -> dict[str, Any]:
+    """{"findings": of this host, "contents": digests by what they are of, which must be the same on all hosts}."""
+    findings: list[Finding] = []
+    contents: dict[str, str] = {}
+    if config is not None:
+        with _problems_as_findings("data", findings):
+            contents |= _read_data(config, findings)
+        with _problems_as_findings("model", findings):
+            contents |= _read_models(config, findings)
+    needed = 0
+    if config is not None and not any(finding.status == "fail" for finding in findings):
+        with _problems_as_findings("recipe", findings):
+            needed = _checkpoint_bytes(config, world_size)
+            findings.append(Finding("recipe", "pass", f"fits {world_size} ranks; a checkpoint takes {format_bytes(needed)}"))
+    findings += _check_checkpoint_folder(config, needed)
+    return {"findings": [asdict(finding) for finding in findings], "contents": contents}
+
+
+@contextmanager
+def _problems_as_findings(name: str, findings: list[Finding]) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, OSError) as problem:
+        findings.append(Finding(name, "fail", str(problem)))
+
+
+def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
+    """Digests of what the recipe is trained on, as this host reads it."""
+    contents = {}
+    if isinstance(config, PretrainConfig):
+        for source in config.data.all_sources:
+            folder = TokenFolder.open(
+                source.folder,
+                quarantine=source.quarantine,
+                cache_folder=config.data.cache_folder,
+                cache_bytes=int(config.data.cache_gib * 2**30),
+            )
+            contents[source.folder], text = _read_tokens(folder)
+            findings.append(Finding("data", "pass", text))
+    elif isinstance(config, TunedConfig):
+        config.require_inputs()
+        for each in config.data.file_sources:
+            for path in (*each.files, *each.validation_files):
+                contents[str(path)] = hash_files([path])
+                findings.append(Finding("data", "pass", f"{path}: can be read"))
+    return contents
+
+
+def _read_tokens(folder: TokenFolder) -> tuple[str, str]:
+    """A digest of a folder's manifest and some of its tokens, and a line about them. Raises UserError for damaged ones."""
+    digest = xxhash.xxh3_64(folder.storage.read_file(SHARDS_MANIFEST))
+    began, read = time.perf_counter(), 0
+    for name in (name for name, shards in folder.manifest.splits.items() if any(shard.tokens for shard in shards)):
+        split = folder.split(name)
+        size = min(READ_TOKENS, split.num_tokens)
+        spare = split.num_tokens - size
+        for start in sorted({spare * number // max(1, READS - 1) for number in range(READS)}):
+            if not split.quarantined.overlap(start, start + size):
+                tokens = split.read(start, start + size)
+                digest.update(tokens.tobytes())
+                read += tokens.nbytes
+    seconds = time.perf_counter() - began
+    return digest.hexdigest(), f"{folder.path}: {format_bytes(read)} read and verified in {seconds:.2f} s"
+
+
+def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
+    """Digests of the models that the recipe names: the names and sizes of their files. Nothing is downloaded."""
+    sources = [config.model.source] if config.model.source is not None else []
+    if isinstance(config, AlignConfig):
+        sources += [Path(spec) for spec in config.rollout.reward_functions if Path(spec).is_dir()]
+    contents = {}
+    for source in sources:
+        folder = source
+        if is_hub_name(source):
+            cached = find_cached(*parse_model_name(str(source)), "weights" if config.model.load_weights else "config.json")
+            if cached is None:
+                raise UserError(f"{source}: not in the cache of this host; lmforge download {source}, where there is a network")
+            folder = cached
+        elif not source.exists():
+            raise UserError(f"{source}: no such folder on this host")
+        files = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())
+        described = [each for each in files if not Path(each[0]).name.startswith(".")]
+        contents[str(source)] = xxhash.xxh3_64_hexdigest(repr(described).encode())
+        size = sum(size for _, size in files)
+        findings.append(Finding("model", "pass", f"{source}: {format_bytes(size)} at {folder}, {_kind(folder)}"))
+    return contents
+
+
+def _kind(folder: Path) -> str:
+    return disk_kind(folder) or "a disk of unknown kind"
+
+
+def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
+    """The size of a checkpoint of the recipe. Raises UserError where the recipe does not fit so many ranks."""
+    if isinstance(config, PretrainConfig):
+        model_config = open_pretrain_inputs(config, world_size).model_config
+    else:
+        assert isinstance(config, TunedConfig)
+        model_config = find_required_pretrained(config).resolve_model_config(config.model)
+    return checkpoint_bytes(config.optimizer, config.train.master_dtype, count_parameters(config, model_config))
+
+
+def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterator[Finding]:
+    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and speed."""
+    folder = checkpoint_folder(config)
+    if not is_local(folder):
+        assert config is not None
+        try:
+            checkpoint.check_writable(Run.from_config(config))
+            yield Finding("checkpoints", "pass", f"{folder}: an object store that can be written")
+        except UserError as problem:
+            yield Finding("checkpoints", "fail", str(problem))
+        return
+    place = folder
+    try:
+        place = existing_folder(folder)
+        free = shutil.disk_usage(place).free
+        written, read = time_disk(place)
+    except OSError as problem:
+        yield Finding(
+            "checkpoints", "fail", f"{place}: checkpoints cannot be written ({problem.strerror})", "give another --run.folder"
+        )
+        return
+    kept = (config.checkpoint.keep_last + 1 if config else 1) * needed
+    text = f"{folder}: {format_bytes(free)} free, {_kind(place)}, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
+    values = {"free_bytes": free, "write_bytes_per_second": round(written), "read_bytes_per_second": round(read)}
+    if free < kept:
+        text += f"; checkpoints take {format_bytes(kept)}"
+        yield Finding("checkpoints", "fail", text, "make room, lower checkpoint.keep_last, or give --run.folder", values=values)
+    elif written < SLOW_BYTES_PER_SECOND:
+        todo = "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
+        yield Finding("checkpoints", "warn", text, todo, values=values)
+    else:
+        yield Finding("checkpoints", "pass", text, values=values)
+
+
+def checkpoint_folder(config: StageConfig | None) -> Path:
+    """Where checkpoints of a recipe go; without one, of runs in this folder."""
+    return Path("runs") if config is None else Run.from_config(config).checkpoints_folder
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+
+
+def time_disk(folder: Path) -> tuple[float, float]:
+    """Bytes per second written, with fsync, and read again; at most a quarter of what is free. Raises OSError."""
+    most_bytes = int(min(WRITE_BYTES, shutil.disk_usage(folder).free / 4))
+    path = folder / f".lmforge-doctor-{uuid4().hex}"
+    block = os.urandom(BLOCK_BYTES)
+    began = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            size = 0
+            while not size or (size < most_bytes and time.perf_counter() - began < WRITE_SECONDS):
+                size += file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        written = size / (time.perf_counter() - began)
+        with path.open("rb") as file:
+            with suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            while file.read(BLOCK_BYTES):
+                pass
+        return written, size / (time.perf_counter() - began)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def compare_contents(contents: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """Findings about data and models that hosts read differently. `contents` by host."""
+    names = list(dict.fromkeys(name for each in contents.values() for name in each))
+    differ = False
+    for name in names:
+        digests = {host: each.get(name) for host, each in contents.items() if name in each}
+        usual = max(set(digests.values()), key=list(digests.values()).count)
+        others = tuple(host for host, digest in digests.items() if digest != usual)
+        if others:
+            differ = True
+            text = f"{name}: not the same files as on {next(host for host in digests if host not in others)}"
+            yield Finding("equal data", "fail", text, "copy it anew to the hosts that differ, or share one folder", others)
+    if len(contents) > 1 and names and not differ:
+        yield Finding("equal data", "pass", f"the same on {len(contents)} hosts: {', '.join(names)}")

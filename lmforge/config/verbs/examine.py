@@ -1,0 +1,84 @@
+"""The options of the verbs that say what a thing is, and whether a machine has what a run needs: `show` and `doctor`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from lmforge.config.operation import JobOptions
+from lmforge.config.options import Options, argument, option
+from lmforge.config.ranges import (
+    DURATION,
+    SEED,
+)
+from lmforge.config.sections import Device, ExampleFormat
+from lmforge.untrusted import cut
+
+
+class ShowOptions(Options):
+    """lmforge show THING [OF]: what a recipe, model, shard folder, run or checkpoint is; `show data OF`: its data."""
+
+    thing: str = argument(
+        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
+    )
+    of: Path | None = argument(
+        None, "with `data`: a run, recipe or shard folder, the file of a bad step, or of conversations, pairs or prompts"
+    )
+    tokenizer: Path | None = option(None, "with `data` and a file of examples: model whose tokenizer and template to use")
+    mask: Literal["assistant", "last", "all"] = option("assistant", "with such a file: tokens in the loss, as data.mask")
+    format: ExampleFormat = option("auto", "with such a file: format of the records, as data.format; or prompts")
+    fields: tuple[str, ...] = option((), "with such a file: fields that have other names there, OURS=THEIRS, as data.fields")
+    apply_chat_template: bool = option(False, "with such a file: strings become turns, as data.apply_chat_template")
+    samples: str | None = option(
+        None, "with `data`: numbers of samples or records, FIRST:AFTER_LAST (default: the first 3, or those of a bad step)"
+    )
+    sample: int | None = option(
+        None, "with `data` and a run, recipe or shard folder: print so many samples, evenly spaced over it", gt=0, le=10_000
+    )
+    picture: Path | None = option(
+        None, "with `data` and a recipe or shard folder: draw the report of its sources and documents too, as FILE.png"
+    )
+
+    def problems(self) -> Iterator[str]:
+        chosen = [name for name in ("tokenizer", "samples", "sample", "picture") if name in self.changed()]
+        if len(chosen) > 1 and chosen != ["tokenizer", "samples"]:
+            yield f"--{chosen[1]}: does not go with --{chosen[0]}; leave one of them out"
+        if self.picture is not None and self.picture.suffix != ".png":
+            yield f"--picture: {cut(str(self.picture))}: expected a name that ends with .png"
+
+
+class DoctorOptions(JobOptions):
+    """lmforge doctor [RECIPE.toml] [--on slurm]: check machine, data and network before a run; --parity compares strategies."""
+
+    recipe: Path | None = argument(None, "recipe whose data, model and checkpoint folder are checked too, on every host")
+    parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
+    on: Literal["local", "ssh", "slurm", "pbs", "mpi"] | None = option(  # type: ignore[assignment]
+        None, "check the hosts of a job that this starts, as lmforge launch does; what follows is then as with launch"
+    )
+    timeout_seconds: float = option(60.0, "seconds after which a rank that has not answered is named", **DURATION)
+    steps: int = option(10, "with --parity: steps with each strategy", gt=1, le=10_000)
+    compile: bool = option(False, "with --parity: compiled blocks too")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of the strategies and of the one process")
+    seed: int = option(0, "with --parity: seed of weights and data", **SEED)
+    device: Device = option("auto", "auto is cuda where there is one")
+    output: Literal["text", "json"] = option("text", "output format")
+
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (
+        *("recipe", "on", "nodes", "processes", "hosts", "parity", "timeout_seconds", "device", "output"),
+    )
+
+    def problems(self) -> Iterator[str]:
+        ignored = [name for name in ("steps", "compile", "dtype", "seed") if name in self.changed()]
+        if ignored and not self.parity:
+            yield f"--{ignored[0]}: applies to --parity only; add --parity, or leave it out"
+        of_checks = [name for name in ("recipe", "timeout_seconds") if name in self.changed()]
+        if of_checks and self.parity:
+            yield f"--{of_checks[0]}: not with --parity, which checks nothing but the strategies; leave one of them out"
+        of_jobs = [name for name in JobOptions.model_fields if name not in ("on", "processes", "environment")]
+        if not self.is_elsewhere and (given := [name for name in of_jobs if name in self.changed()]):
+            yield f"--{given[0]}: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"
+        yield from super().problems()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other hosts are to be checked than this one."""
+        return self.on not in (None, "local")

@@ -1,0 +1,98 @@
+"""The options of `lmforge launch`, `jobs` and `stop`, and what a command line of `launch` asks for."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmforge.config.load import SHORT_OPTIONS, STAGES, config_class, parse_config
+from lmforge.config.operation import LaunchOptions
+from lmforge.config.options import Options, argument, option, parse_options, read_recipe
+from lmforge.config.stage import StageConfig
+from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.errors import UserError
+
+PIPELINE_VERB = "run"
+
+
+class LaunchCommandOptions(Options):
+    """What `lmforge launch` does with the recipe."""
+
+    dry_run: bool = option(False, "print the script that would be submitted, and stop")
+    sweep: tuple[str, ...] = option(
+        (),
+        "section.option=value,value…: a run for each combination: a job array of slurm or pbs, elsewhere one after another",
+    )
+
+
+class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
+    """lmforge launch [VERB] RECIPE.toml [--on slurm]: start a recipe on this machine, hosts or a cluster, and return."""
+
+    recipe: Path = argument(..., "recipe or pipeline; the verb before it, such as sft, where the recipe has no run.stage")
+
+
+class JobsOptions(Options):
+    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step and log of each run."""
+
+    name: str | None = argument(None, "one run only")
+    folder: Path = option(Path("runs"), "folder that holds the runs")
+
+
+class StopOptions(Options):
+    """lmforge stop NAME: end a run that `lmforge launch` has started; it saves a checkpoint first."""
+
+    name: str = argument(..., "name of the run")
+    folder: Path = option(Path("runs"), "folder that holds the runs")
+    kill: bool = option(False, "end it at once, without saving")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A command line of `lmforge launch`.
+
+    verb       what trains the recipe; `run` for a pipeline
+    arguments  the recipe and its options, as typed after the verb
+    """
+
+    verb: str
+    recipe: Path
+    arguments: tuple[str, ...]
+    command: LaunchCommandOptions
+    config: StageConfig | PipelineOptions
+
+
+def parse_launch(arguments: list[str]) -> LaunchRequest:
+    """Options without a section are those of `[launch]`; the others are the recipe's. Raises UserError."""
+    first_option = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    given, words = arguments[:first_option], arguments[first_option:]
+    verb = given.pop(0) if given and given[0] in (*STAGES, PIPELINE_VERB) else None
+    if len(given) != 1:
+        expected = "give one recipe, such as lmforge launch recipe.toml --on slurm"
+        raise UserError(f"launch: {expected}" if not given else f"unexpected argument {given[1]!r}; {expected}")
+    recipe = Path(given[0])
+    table = read_recipe(recipe)
+    verb = verb or (PIPELINE_VERB if "stages" in table else config_class(table, str(recipe)).of_stage)
+    own, rest = _split_options(words)
+    command = parse_options(LaunchCommandOptions, own)
+    config: StageConfig | PipelineOptions
+    if verb == PIPELINE_VERB:
+        config = parse_options(PipelineOptions, rest, table, str(recipe))
+    else:
+        config = parse_config(STAGES[verb], [str(recipe), *rest])
+    return LaunchRequest(verb, recipe, (str(recipe), *rest), command, config)
+
+
+def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """(options of the command itself, options of the recipe, with those of `[launch]` spelt out)."""
+    own: list[str] = []
+    rest: list[str] = []
+    target = rest
+    for word in words:
+        if option_name := re.match(r"--([A-Za-z][\w-]*)(?==|$)", word):
+            name = option_name[1].replace("-", "_")
+            target = own if name in LaunchCommandOptions.model_fields else rest
+            if name in LaunchOptions.model_fields and name not in SHORT_OPTIONS:
+                word = f"--launch.{name}{word[option_name.end() :]}"
+        elif re.match(r"--[A-Za-z]", word):
+            target = rest
+        target.append(word)
+    return own, rest

@@ -1,0 +1,184 @@
+"""The options of the verbs that take a model, or get one: evaluation, generation, export and download."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from lmforge.config.operation import WHO_STARTED_RANKS, EnvironmentName
+from lmforge.config.options import PLUGINS_MEANING, Options, argument, option
+from lmforge.config.ranges import (
+    BYTES,
+    COUNT,
+    COUNT_OR_0,
+    LENGTH,
+    MODEL_RANGES,
+    NONZERO_FRACTION,
+    RANKS,
+    SCALE_OR_0,
+    SEED,
+    SEQUENCES,
+)
+from lmforge.config.sections import Device, DType
+
+ExportDType = Literal["fp32", "bf16", "fp16"]
+MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
+
+
+class EvaluateOptions(Options):
+    """lmforge evaluate MODEL: loss and bits per byte on validation documents, or scores of tasks."""
+
+    model: Path = argument(..., MODEL)
+    data: Path | None = option(
+        None, "token shards, or files: text, jsonl, parquet, conversations (default: what the run was trained on)"
+    )
+    split: Literal["validation", "train"] = option("validation", "split of prepared data; of files all is used")
+    sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", **COUNT)
+    sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", **LENGTH)
+    batch_size: int = option(16, "sequences in one forward pass", **SEQUENCES)
+    tasks: tuple[str, ...] = option((), "files of questions, one JSON object a line: print their scores instead of the loss")
+    lm_eval: tuple[str, ...] = option((), "tasks of lm-evaluation-harness by name: print their scores instead of the loss")
+    lm_eval_include_path: Path | None = option(None, "folder with more tasks for the harness, as YAML files")
+    num_fewshot: int | None = option(
+        None, "examples before each question (default: none, or the harness task's own)", **COUNT_OR_0
+    )
+    fewshot_file: Path | None = option(None, "file of questions to take the examples from (default: the task's own)")
+    limit: int | None = option(None, "use the first so many questions of each task (default: all)", **COUNT)
+    max_tokens: int = option(64, "longest generated answer, in tokens", **LENGTH)
+    stop: tuple[str, ...] = option(("\n",), "strings that end a generated answer")
+    answers: Path | None = option(None, "new file for the answer to each question of the tasks, as JSON lines")
+    device: Device = option("auto", "auto is cuda where there is one")
+    dtype: DType = option("fp32", "compute dtype")
+    processes: int = option(1, "ranks to start on this machine, which share the work; leave it out under torchrun", **RANKS)
+    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
+    output: Literal["text", "json"] = option("text", "output format")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+
+    def problems(self) -> Iterator[str]:
+        scores = bool(self.tasks or self.lm_eval)
+        conditions = {
+            "data split sequences sequence_length": (
+                not scores,
+                "of the loss on documents only, which --tasks and --lm_eval replace",
+            ),
+            "num_fewshot limit": (scores, "only with --tasks or --lm_eval"),
+            "fewshot_file max_tokens stop": (bool(self.tasks), "only with --tasks"),
+            "answers": (bool(self.tasks) and not self.lm_eval, "only with --tasks, and not with --lm_eval"),
+            "lm_eval_include_path": (bool(self.lm_eval), "only with --lm_eval"),
+        }
+        changed = self.changed()
+        for names, (is_read, reason) in conditions.items():
+            for name in names.split():
+                if name in changed and not is_read:
+                    yield f"--{name}: {reason}; leave it out"
+
+
+class SamplingOptions(Options):
+    """How tokens are chosen."""
+
+    temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
+    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", **COUNT_OR_0)
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", **NONZERO_FRACTION)
+    seed: int | None = option(None, "seed of the sampling (default: random)", **SEED)
+    device: Device = option("auto", "auto is cuda where there is one")
+    dtype: DType = option("auto", "compute dtype")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+
+
+class GenerateOptions(SamplingOptions):
+    """lmforge generate MODEL [PROMPT …]: text from a run, a checkpoint or a Hugging Face folder."""
+
+    model: Path = argument(..., MODEL)
+    prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
+    max_tokens: int = option(128, "tokens to generate after each prompt", **LENGTH)
+    stop: tuple[str, ...] = option((), "strings that end a completion")
+
+
+class ChatOptions(SamplingOptions):
+    """lmforge chat MODEL: a conversation with a model, in the terminal or over pipes, a line a turn."""
+
+    model: Path = argument(..., MODEL)
+    system: str | None = option(None, "system message")
+    max_tokens: int | None = option(None, "longest answer, in tokens (default: what there is room for)", **LENGTH)
+    max_length: int | None = option(
+        None, "longest conversation, in tokens (default: what the model was made for, up to 4096)", **LENGTH
+    )
+
+
+class ServeOptions(Options):
+    """lmforge serve MODEL [MODEL …]: an OpenAI-compatible API, and a page to chat on."""
+
+    models: tuple[Path, ...] = argument(..., "runs (with all their checkpoints), checkpoints, Hugging Face folders or names")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 and :: are all of this machine's")
+    port: int = option(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    api_key: str | None = option(None, "key that requests must have (default: the environment's LMFORGE_API_KEY, if set)")
+    without_key: bool = option(False, "accept requests without a key on an address that other machines reach")
+    max_batch_size: int = option(16, "requests that a model decodes at once", **SEQUENCES)
+    max_queue: int = option(64, "further requests that wait for a model; beyond, requests are refused with 429", **COUNT_OR_0)
+    max_length: int | None = option(
+        None, "longest prompt with its answer, in tokens (default: what the model was made for, up to 4096)", **LENGTH
+    )
+    max_body_bytes: int = option(4 * 2**20, "largest request, in bytes", **BYTES)
+    max_models: int = option(2, "models in memory at once; beyond, the least recently used one is closed", **COUNT)
+    device: Device = option("auto", "auto is cuda where there is one")
+    dtype: DType = option("auto", "compute dtype")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+
+    def problems(self) -> Iterator[str]:
+        if not self.models:
+            yield "--models: expected at least one"
+
+
+class ExportOptions(Options):
+    """lmforge export MODEL OUT: a checkpoint as a Hugging Face folder, in bounded memory."""
+
+    model: Path = argument(..., "a run or a checkpoint")
+    out: Path = argument(..., "folder to write")
+    adapters: bool = option(False, "write the adapters alone, in PEFT's layout, instead of the model with them merged")
+    dtype: ExportDType = option("fp32", "dtype of the weights; bf16 and fp16 halve them, and round")
+    overwrite: bool = option(False, "replace OUT if it is a folder of a model or of adapters")
+    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+
+
+class ImportOptions(Options):
+    """lmforge import SOURCE OUT: another trainer's checkpoint as a Hugging Face folder."""
+
+    source: Path = argument(..., "nanoGPT's ckpt.pt, a DCP folder of torchtitan, a DCP folder or a .pth of fms-fsdp")
+    out: Path = argument(..., "folder to write")
+    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "whose parameter names it has; auto goes by them")
+    config_from: str | None = option(
+        None, "a preset, a Hugging Face folder or a name on the hub, for values of the next five that are not given"
+    )
+    num_attention_heads: int | None = option(
+        None, "query heads (a nanogpt checkpoint has them)", **MODEL_RANGES["num_attention_heads"]
+    )
+    rope_theta: float | None = option(
+        None, "base of the rotary position embedding's frequencies (torchtitan and fms)", **MODEL_RANGES["rope_theta"]
+    )
+    rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", **MODEL_RANGES["rms_norm_eps"])
+    max_position_embeddings: int | None = option(
+        None, "longest sequence it was trained for (default: 4096)", **MODEL_RANGES["max_position_embeddings"]
+    )
+    activation: Literal["gelu", "gelu_new"] | None = option(
+        None, "nanogpt: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
+    )
+    tokenizer: Path | None = option(None, "its tokenizer.json, a folder with one, or a name on the hub (default: none)")
+    dtype: ExportDType | None = option(None, "dtype of the weights (default: as they are stored)")
+    overwrite: bool = option(False, "replace OUT if it is a folder of a model")
+
+
+class DownloadOptions(Options):
+    """lmforge download NAME [FOLDER]: a model or data set of the Hugging Face hub, or all that a recipe names, for later."""
+
+    name: str = argument(
+        ..., "a model or data set on the hub: organisation/name, or organisation/name@revision; or a recipe or pipeline, .toml"
+    )
+    folder: Path | None = argument(None, "folder to download to (default: the hub's cache, where its name finds it)")
+    revision: str | None = option(None, "branch, tag or commit (default: main)")
+    dataset: bool = option(False, "NAME is a data set, for lmforge prepare")
+    weights: bool = option(True, "of a model the weights too; false: its configuration and tokenizer alone")
+
+    def problems(self) -> Iterator[str]:
+        if self.dataset and not self.weights:
+            yield "--weights: of a model, and --dataset says that NAME is a data set; leave one of them out"
+        if Path(self.name).suffix == ".toml" and (given := [name for name in self.changed() if name != "name"]):
+            yield f"--{given[0]}: not with a recipe, which says what to download to the hub's cache; leave it out"

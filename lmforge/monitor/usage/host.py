@@ -1,0 +1,149 @@
+"""What a host does: CPUs, memory, network, its busiest processes and its GPUs.
+
+The first rank of each host publishes it beside the heartbeats, from a thread of its own, as a driver that hangs must not stop
+heartbeats. So `lmforge top RUN` needs nothing but the run's directory. `lmforge top HOST` samples where it runs.
+"""
+
+import json
+import os
+import platform
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from lmforge.errors import UserError
+from lmforge.monitor.usage.devices import DeviceReader, DeviceUsage
+from lmforge.untrusted import read_json
+
+PUBLISH_SECONDS = 5.0
+# What is older than this is marked in `top`: the host has missed two samples.
+STALE_SECONDS = 3 * PUBLISH_SECONDS
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """A process; `cpu_percent` is of one core."""
+
+    pid: int
+    name: str
+    cpu_percent: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class HostUsage:
+    """A host at `time`, seconds since the epoch. Rates are since the sample before; the first ones are None.
+
+    processes   the busiest ones, where they were asked for         notes   what could not be found out, and why
+    """
+
+    host: str
+    time: float
+    cores: int
+    cpu_percent: float | None
+    load_1m: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    received_bytes_per_second: float | None
+    sent_bytes_per_second: float | None
+    devices: list[DeviceUsage]
+    processes: list[ProcessUsage]
+    notes: list[str]
+
+
+class HostSampler:
+    """Samples of this host, with its `num_processes` busiest processes. Rates are between two calls of `sample`."""
+
+    def __init__(self, num_processes: int = 0) -> None:
+        self._num_processes = num_processes
+        self._read_devices = DeviceReader()
+        self._network: tuple[float, int, int] | None = None
+        self._has_begun = False
+
+    def sample(self) -> HostUsage:
+        """The host now. It takes a few milliseconds, and tens of them with processes."""
+        cpu, memory = psutil.cpu_percent(), psutil.virtual_memory()
+        received, sent = self._network_rates()
+        usage = HostUsage(
+            host=platform.node(),
+            time=time.time(),
+            cores=os.cpu_count() or 1,
+            cpu_percent=cpu if self._has_begun else None,
+            load_1m=os.getloadavg()[0],
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            received_bytes_per_second=received,
+            sent_bytes_per_second=sent,
+            devices=self._read_devices(),
+            processes=self._busiest() if self._num_processes else [],
+            notes=list(self._read_devices.notes),
+        )
+        self._has_begun = True
+        return usage
+
+    def _network_rates(self) -> tuple[float | None, float | None]:
+        """Bytes a second that all interfaces but the loopback have received and sent."""
+        now = time.monotonic()
+        counters = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        received, sent = sum(each.bytes_recv for each in counters), sum(each.bytes_sent for each in counters)
+        before, self._network = self._network, (now, received, sent)
+        if before is None or now <= before[0]:
+            return None, None
+        seconds = now - before[0]
+        return max(0, received - before[1]) / seconds, max(0, sent - before[2]) / seconds
+
+    def _busiest(self) -> list[ProcessUsage]:
+        """psutil keeps its Process objects, and in each the times of the last call of `cpu_percent`."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                found.append((process.cpu_percent(), process))
+        usages = []
+        busy = [(percent, process) for percent, process in found if percent > 0]
+        for percent, process in sorted(busy, key=lambda each: -each[0])[: self._num_processes]:
+            with suppress(psutil.Error):
+                usages.append(ProcessUsage(process.pid, process.name(), percent, process.memory_info().rss))
+        return usages
+
+
+class HostPublisher:
+    """Publishes this host's usage as `host-of-rank-R.json` in the folder of heartbeats, until it is stopped."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"host-of-rank-{rank}.json"
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="host usage", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Do not wait for a sample: a driver may hang in it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        with suppress(Exception):  # what watches a run must not end it
+            sampler, longest = HostSampler(), 0
+            while True:
+                with suppress(OSError):
+                    # In place and padded, as heartbeats are.
+                    text = json.dumps(asdict(sampler.sample())).encode()
+                    longest = max(longest, len(text))
+                    with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+                        file.write(text.ljust(longest) + b"\n")
+                if self._stopped.wait(PUBLISH_SECONDS):
+                    return
+
+
+def read_published(folder: Path) -> list[HostUsage]:
+    """What the hosts of a run have published, by name; a file that cannot be read is left out."""
+    found: dict[str, HostUsage] = {}
+    for path in folder.glob("host-of-rank-*.json"):
+        for _ in range(3):  # it may be read half-written
+            with suppress(UserError, OSError):
+                usage = read_json(path, HostUsage)
+                found[usage.host] = max(usage, found.get(usage.host, usage), key=lambda each: each.time)
+                break
+    return [found[name] for name in sorted(found)]

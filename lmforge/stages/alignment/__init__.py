@@ -1,0 +1,4 @@
+"""Alignment: the batches of each method, rollouts with their scores, and the reference model.
+
+Begin with `align.py`, then `rollouts.py`. The losses are in objectives/.
+"""

@@ -1,0 +1,332 @@
+"""Rollouts: completions are sampled from the policy, scored, and made into batches.
+
+A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion follow from the
+number of the set, so that ranks and restarts change nothing but the last bits of sums. The completions of a prompt are a
+group, which stays on one rank. A checkpoint between the steps of a set holds the set.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmforge.config.align import RolloutOptions
+from lmforge.data.batch import Batch, Extras, Metrics
+from lmforge.data.chat.preferences import TokenizedPrompt
+from lmforge.data.labels import IGNORE_INDEX
+from lmforge.data.order import derive_key
+from lmforge.data.packing import PackedSequences
+from lmforge.generate.engine import Engine, GenerationRequest
+from lmforge.generate.sampling import SamplingParams
+from lmforge.model.layers import LanguageModel
+from lmforge.objectives.logprobs import document_sums
+from lmforge.objectives.policy import (
+    PolicyLossConfig,
+    PolicyObjective,
+    compute_advantages,
+    has_nonzero_std,
+    subtract_kl_penalty,
+)
+from lmforge.stages.alignment.completions import CompletionScorer, SampledCompletion, completions_table_name, locate_completions
+from lmforge.stages.alignment.prompt_inputs import PromptPacking
+from lmforge.stages.alignment.reference import ReferenceModel, with_extras
+from lmforge.train.trainer import Trainer
+from lmforge.train.validation import unsharded_for_decoding
+
+# Tensors of a batch in a checkpoint.
+BATCH_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}
+
+
+def completion_metric_names(num_generations: int) -> tuple[str, ...]:
+    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, pass@k of
+    its group, its length, and whether it was truncated."""
+    passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
+    return ("reward", "no_reward", "reward_failures", *passes, "pass@n", "completion_tokens", "truncated")
+
+
+def pass_sizes(num_generations: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, … below `num_generations`."""
+    return [2**power for power in range(num_generations.bit_length()) if 2**power < num_generations]
+
+
+def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
+    """The probability that one of `k` completions of a group passes, fp64 [groups], from bools [groups, num_generations].
+
+    NaN where fewer than k have a reward. The unbiased estimate from n completions, of which c pass, is
+    1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    """
+    count, passes = known.sum(1), (passed & known).sum(1)
+    estimates = [
+        1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
+        for n, c in zip(count.tolist(), passes.tolist(), strict=True)
+    ]
+    return torch.tensor(estimates, dtype=torch.float64)
+
+
+class RolloutObjective(PolicyObjective):
+    """A policy objective whose metrics include those of the completions. Each sequence holds one completion."""
+
+    def __init__(self, config: PolicyLossConfig, metric_names: Sequence[str]) -> None:
+        super().__init__(config)
+        self._metric_names = metric_names
+
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
+        total, metrics = super().loss(model, batch)
+        for name in self._metric_names:
+            values = batch.extra(name)[:, 0]
+            known = ~values.isnan()
+            metrics[name] = torch.where(known, values, 0.0).sum(), known.sum().float()
+        return total, metrics
+
+
+class Rollouts:
+    """The batches of a policy objective: completions sampled from the model as it is now. A BatchSource."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: RolloutOptions,
+        loss_config: PolicyLossConfig,
+        scorer: CompletionScorer,
+        *,
+        stop_token_ids: frozenset[int],
+        reference: ReferenceModel | None,
+    ) -> None:
+        """`trainer.inputs.packed_dataset` gives the order of the prompts of its PromptPacking."""
+        packing = trainer.inputs.packed_dataset.packing
+        assert isinstance(packing, PromptPacking)
+        self.data_wait_seconds = 0.0
+        self._trainer, self._options, self._loss_config = trainer, options, loss_config
+        self._packing, self._scorer, self._stop_token_ids, self._reference = packing, scorer, stop_token_ids, reference
+        self._dist_ctx, self._batch_plan = trainer.ctx.dist_ctx, trainer.inputs.batch_plan
+        # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
+        self._rank, self._world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
+        # Groups stay on one rank. Where their number does not divide, the first ranks have one more, and the others padding,
+        # so that all have as many micro-batches.
+        self._num_groups = self._batch_plan.global_batch_size // options.num_generations
+        share, larger_shares = divmod(self._num_groups, self._world_size)
+        self._first_group = self._rank * share + min(self._rank, larger_shares)
+        self._local_groups = share + (self._rank < larger_shares)
+        self._local_batch_size = self._local_groups * options.num_generations
+        # The set of this rank: its completions of `num_iterations` steps, one in each sequence.
+        self._set_index: int | None = None
+        self._set: Batch | None = None
+
+    def batches(self, batch_index: int) -> list[Batch]:
+        """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
+        began = time.perf_counter()
+        set_index, iteration = divmod(batch_index, self._options.num_iterations)
+        if self._set is None or self._set_index != set_index:
+            self._set, self._set_index = self._make_set(set_index, batch_index), set_index
+        self.data_wait_seconds += time.perf_counter() - began
+        local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
+        return [_trim_padding(batch).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        size = self._batch_plan.micro_batch_size
+        if missing := self._batch_plan.local_batch_size - batch.batch_size:
+            batch = Batch.cat([batch, _padding_like(batch, missing)])
+        return [batch[start : start + size] for start in range(0, batch.batch_size, size)]
+
+    def _make_set(self, set_index: int, step: int) -> Batch:
+        options, num_generations = self._options, self._options.num_generations
+        # The prompts of a step are those of all ranks, in the order of the ranks.
+        order, seed = self._trainer.inputs.packed_dataset, self._trainer.ctx.config.train.seed
+        prompts: list[TokenizedPrompt] = []
+        seeds: list[int] = []
+        for each in range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations):
+            first = each * self._num_groups + self._first_group
+            for sample, index in enumerate(order.indices(first, first + self._local_groups), start=first):
+                prompts += [self._packing.prompts[index]] * num_generations
+                seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
+        completions = self.generate(prompts, seeds, step)
+        batch = self._to_batch(prompts, completions)
+        old_logprobs = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
+        rewards, failed = self._score(completions_table_name(set_index, options), prompts, completions, step)
+        groups = rewards.view(-1, num_generations)
+        metrics = self._completion_metrics(groups, failed, completions)
+        # Of the rewards as given: a KL penalty makes completions differ that were equally good.
+        differs = has_nonzero_std(groups)
+        extras = {"old_logprobs": old_logprobs}
+        if self._reference is not None:
+            # In parts of a step, of which all ranks have as many.
+            steps = [
+                batch[start : start + self._local_batch_size] for start in range(0, batch.batch_size, self._local_batch_size)
+            ]
+            extras["reference_logprobs"] = torch.cat([self._reference_logprobs(each) for each in steps])
+            ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in extras.values())
+            rewards = subtract_kl_penalty(rewards, ours, theirs, self._loss_config)
+        advantages = compute_advantages(rewards.view(groups.shape), self._loss_config).float().flatten()
+        # Nothing is learned from a completion without a reward.
+        keep = ~rewards.isnan()
+        if options.drop_zero_std_groups:
+            keep &= differs.repeat_interleave(num_generations)
+        batch = replace(batch, labels=torch.where(keep[:, None], batch.labels, IGNORE_INDEX))
+        for name, values in {"advantages": advantages, **metrics}.items():
+            extras[name] = values[:, None].expand(-1, batch.sequence_length).contiguous()
+        return with_extras(batch, **extras)
+
+    def _score(
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion], step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rewards and failures as of `CompletionScorer.score`; a table that was written is announced to trackers."""
+        with self._dist_ctx.raise_on_all():
+            scores = self._scorer.score(table, prompts, completions)
+        if table is not None and prompts:
+            self._trainer.ctx.events.add("completions", step, table=table)
+        return scores
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        assert self._reference is not None
+        parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(batch)]
+        return torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()[: batch.batch_size]
+
+    def _completion_metrics(self, rewards: Tensor, failed: Tensor, completions: list[SampledCompletion]) -> dict[str, Tensor]:
+        """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
+        known, passed = ~rewards.isnan(), rewards >= self._options.pass_threshold
+        passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
+        # A group in which some completions have no reward passes where one of the others does.
+        passes["pass@n"] = (passed & known).any(1).double()
+        return {
+            "reward": rewards.float().flatten(),
+            "no_reward": rewards.isnan().float().flatten(),
+            "reward_failures": failed,
+            "completion_tokens": torch.tensor([float(len(completion.tokens)) for completion in completions]),
+            "truncated": torch.tensor([float(not completion.stopped) for completion in completions]),
+            **{name: torch.where(known, values[:, None], math.nan).float().flatten() for name, values in passes.items()},
+        }
+
+    def generate(
+        self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, greedy: bool = False
+    ) -> list[SampledCompletion]:
+        """Completions by the policy as it is now. Every rank calls it, with prompts of its own."""
+        options, completions = self._options, [SampledCompletion() for _ in prompts]
+        sampling = SamplingParams(0.0 if greedy else options.temperature, top_p=options.top_p)
+        with unsharded_for_decoding(self._trainer.parallel_model) as model:
+            # A rank without prompts enters and leaves with the others too.
+            if not prompts:
+                return []
+            engine = Engine(
+                model,
+                vocab_size=self._trainer.inputs.tokenizer.vocab_size,
+                max_batch_size=min(options.decode_batch_size, len(prompts)),
+                max_length=self._batch_plan.sequence_length,
+            )
+            by_request: dict[int, SampledCompletion] = {}
+            waiting = list(zip(prompts, seeds, completions, strict=True))[::-1]
+            while waiting or engine.num_unfinished:
+                while waiting and engine.num_free_slots:
+                    prompt, seed, completion = waiting.pop()
+                    request = GenerationRequest(
+                        prompt.tokens.tolist(), options.max_completion_length, sampling, seed, self._stop_token_ids
+                    )
+                    by_request[engine.add_request(request)] = completion
+                for token in engine.step():
+                    completion = by_request[token.request_id]
+                    completion.tokens.append(token.token_id)
+                    completion.logprobs.append(token.logprob)
+                    completion.stopped = token.finish_reason == "stop"
+                self._trainer.ctx.watch.set_phase("sample", step)
+        return completions
+
+    def _to_batch(self, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]) -> Batch:
+        sequences = PackedSequences.empty(len(prompts), self._batch_plan.sequence_length)
+        for sequence, prompt, completion in zip(sequences, prompts, completions, strict=True):
+            tokens = [*prompt.tokens, *completion.tokens]
+            sequence.put_document(tokens[:-1])
+            sequence.labels[len(prompt.tokens) - 1 : len(tokens) - 1] = completion.tokens
+        return Batch.from_sequences(sequences)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
+        prompts = self._packing.validation_prompts
+        count = min(self._trainer.ctx.config.validation.sequences, len(prompts))
+        if not count:
+            return {}
+        # Evenly spaced.
+        chosen = [prompts[index * len(prompts) // count] for index in range(count)]
+        local = chosen[self._rank :: self._world_size]
+        completions = self.generate(local, [0] * len(local), step, greedy=True)
+        rewards, _ = self._score(f"step-{step:06d}-validation", local, completions, step)
+        known = rewards[~rewards.isnan()]
+        passed = (known >= self._options.pass_threshold).double().sum()
+        sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])
+        reward, passes, num_known = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
+        return {"val/reward": reward / num_known, "val/pass@1": passes / num_known} if num_known else {}
+
+    def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
+        """Where the completions of a batch are."""
+        record = locate_completions(batch_index, self._options, self._world_size)
+        if record["answers"] is None:
+            return record, "its completions were not written (rollout.log_completions_every)"
+        return record, f"its completions are in {self._trainer.ctx.run.path / record['answers']}"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The set that is being learned from, of all ranks, each tensor [num_iterations, global batch size, …].
+
+        Empty where a set serves one step only: a run that resumes samples a new one. Every rank calls it.
+        """
+        iterations = self._options.num_iterations
+        if iterations == 1:
+            return {}
+        assert self._set is not None
+        assert self._set.extras is not None
+        local = self._set.tensors | self._set.extras.tensors
+        gathered = self._dist_ctx.all_gather(
+            {name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()}
+        )
+        full = {name: torch.from_numpy(np.concatenate([each[name] for each in gathered], axis=1)) for name in local}
+        return {**full, "set": torch.tensor(self._set_index)}
+
+    def empty_state_dict(self) -> dict[str, Tensor]:
+        """Tensors with the names, shapes and dtypes of `state_dict`, to be filled."""
+        names = ["old_logprobs", "advantages", *completion_metric_names(self._options.num_generations)]
+        names += [] if self._reference is None else ["reference_logprobs"]
+        size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
+        dtypes = BATCH_TENSORS | dict.fromkeys(names, torch.float32)
+        return {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on with the set of a `state_dict`, of any number of ranks."""
+        first = self._first_group * self._options.num_generations
+        self._set_index = int(state.pop("set"))
+        local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
+        tensors = {name: local.pop(name) for name in BATCH_TENSORS}
+        self._set = Batch(**tensors, extras=Extras(**local))
+
+    def close(self) -> None:
+        self._scorer.reward_functions.close()
+
+
+def _padding_like(batch: Batch, num_sequences: int) -> Batch:
+    """Sequences of padding with the extras of a batch: NaN, which no metric counts, in what is not learned from."""
+    sequences = PackedSequences.empty(num_sequences, batch.sequence_length)
+    sequences.pad()
+    empty = Batch.from_sequences(sequences)
+    if batch.extras is None:
+        return empty
+    learned_from = ("old_logprobs", "reference_logprobs", "advantages")
+    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors}
+    shape = (num_sequences, batch.sequence_length)
+    return replace(empty, extras=Extras(**{name: torch.full(shape, value) for name, value in fill.items()}))
+
+
+def _trim_padding(batch: Batch) -> Batch:
+    """Without columns that are padding in every sequence; by quarters, since every length may have to be compiled for."""
+    used = int((batch.document_ids >= 0).sum(1).max())
+    unit = -(-batch.sequence_length // 4)
+    end = max(1, -(-used // unit)) * unit
+    return batch.map(lambda tensor: tensor[:, :end])
+
+
+def _scatter_to_labels(batch: Batch, values: list[list[float]]) -> Tensor:
+    """The values of each sequence at the positions of its labels, 0 elsewhere: fp32 [sequences, sequence_length]."""
+    scattered = torch.zeros(batch.tokens.shape)
+    for index, of_sequence in enumerate(values):
+        scattered[index, (batch.labels[index] != IGNORE_INDEX).nonzero()[:, 0]] = torch.tensor(of_sequence)
+    return scattered

@@ -1,0 +1,175 @@
+"""Muon: momentum made orthogonal, for the hidden matrices; AdamW for all else, in one optimizer.
+
+Where matrices are sharded by rows, each is gathered on one rank of the shard group, made orthogonal there and scattered
+again: ranks divide the work, and every rank holds only some full matrices at a time. Momentum stays sharded.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lmforge.parallel.parallel_model import local_tensor
+from lmforge.parallel.precision import has_native_bf16
+from lmforge.train.optimizers.adamw import AdamW, assign_unless
+
+# x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not
+# converge to 1 but brings all that are not tiny to between 0.7 and 1.2, which serves as well.
+NS_A, NS_B, NS_C = 3.4445, -4.7750, 2.0315
+NS_STEPS = 5
+# Elements of a rank's shards that travel at once, but at least one matrix for each rank: it bounds the copies.
+MAX_BATCH_NUMEL = 2**25
+
+
+class Muon(AdamW):
+    """Muon for the groups that have `orthogonal` true, AdamW for the others. Parameters are fp32 or bf16, plain or DTensor.
+
+    Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update is scaled by
+    0.2·√max(rows, columns), so that it is as large as AdamW's usually are, and lr and weight_decay mean what they mean
+    there (arXiv 2502.16982). DTensors are sharded by rows on one dimension of their mesh; replicas repeat the work.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any) -> None:
+        super().__init__(params, momentum=momentum, orthogonal=False, **adamw_kwargs)
+
+    def get_or_init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if not group["orthogonal"]:
+            return super().get_or_init_state(parameter, group)
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        return state
+
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
+        if not group["orthogonal"]:
+            super().update_group(parameters, group, skip)
+            return
+        for shard_group, matrices in _group_by_mesh(parameters):
+            for batch in _batch_matrices(matrices, 1 if shard_group is None else shard_group.size()):
+                self._update_matrices(batch, group, shard_group, skip)
+
+    def _update_matrices(
+        self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None, skip: Tensor
+    ) -> None:
+        values = [local_tensor(matrix) for matrix in matrices]
+        gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
+        stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
+        momenta = torch._foreach_lerp([momentum.float() for momentum in stored], gradients, 1 - group["momentum"])
+        dtype = _compute_dtype(values[0].device)
+        ahead = [update.to(dtype) for update in torch._foreach_lerp(gradients, momenta, group["momentum"])]
+        if shard_group is None:
+            updates = _orthogonalize_by_shape(ahead)
+        else:
+            updates = _orthogonalize_sharded(ahead, [matrix.shape[0] for matrix in matrices], shard_group)
+        decayed = torch._foreach_mul(values, 1 - group["lr"] * group["weight_decay"])
+        for matrix, value, update in zip(matrices, decayed, updates, strict=True):
+            value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+        assign_unless(skip, stored, momenta)
+        assign_unless(skip, values, decayed)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """The nearest orthogonal matrices, roughly: [count, rows, columns] of any float dtype → the same, in which it is computed.
+
+    Newton–Schulz iteration: U·S·Vᵀ → U·S'·Vᵀ with S' near 1. Zero stays zero.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    # The smaller of the two products.
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(NS_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=NS_B, alpha=NS_C), x, beta=NS_A)
+    return x.mT if tall else x
+
+
+def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
+    """Matrices of one shape go through together: a small one does not fill a GPU."""
+    updates = list(matrices)
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
+        stacked = torch.stack([matrices[index] for index in indices])
+        for index, update in zip(indices, orthogonalize(stacked), strict=True):
+            updates[index] = update
+    return updates
+
+
+def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """This rank's rows of matrices, given its rows of them before; `num_rows` counts those of each full matrix.
+
+    Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so that ranks need not tell
+    them to each other, nor devices to hosts.
+    """
+    ranks, rank = range(group.size()), group.rank()
+    sent_sizes = [[shard.numel() for shard in shards[each :: len(ranks)]] for each in ranks]
+    shard_rows = [_shard_num_rows(rows, len(ranks)) for rows in num_rows[rank :: len(ranks)]]
+    columns = [shard.shape[1] for shard in shards[rank :: len(ranks)]]
+    received_sizes = [[rows[each] * width for rows, width in zip(shard_rows, columns, strict=True)] for each in ranks]
+
+    sent = torch.cat([shard.reshape(-1) for each in ranks for shard in shards[each :: len(ranks)]])
+    received = _all_to_all(sent, sent_sizes, received_sizes, group)
+    full = [torch.cat(parts).view(-1, width) for parts, width in zip(zip(*received, strict=True), columns, strict=True)]
+    updates = [matrix.split(rows) for matrix, rows in zip(_orthogonalize_by_shape(full), shard_rows, strict=True)]
+    returned = torch.cat([sent.new_empty(0), *(parts[each].reshape(-1) for each in ranks for parts in updates)])
+    local = _all_to_all(returned, received_sizes, sent_sizes, group)
+
+    ordered = list(shards)
+    for each in ranks:
+        ordered[each :: len(ranks)] = local[each]
+    return [update.view_as(shard) for update, shard in zip(ordered, shards, strict=True)]
+
+
+def _all_to_all(
+    sent: Tensor, sent_sizes: list[list[int]], received_sizes: list[list[int]], group: dist.ProcessGroup
+) -> list[tuple[Tensor, ...]]:
+    """Send every rank its part of `sent`; the tensors received from each. Sizes are by rank, then by tensor."""
+    received = sent.new_empty(sum(map(sum, received_sizes)))
+    totals = [sum(sizes) for sizes in received_sizes]
+    dist.all_to_all_single(received, sent, totals, [sum(sizes) for sizes in sent_sizes], group=group)
+    return [part.split(sizes) for part, sizes in zip(received.split(totals), received_sizes, strict=True)]
+
+
+def _shard_num_rows(num_rows: int, group_size: int) -> list[int]:
+    """How many rows each rank has, as DTensor shards them: in equal parts, but for the last ones."""
+    part = -(-num_rows // group_size)
+    return [max(0, min(part, num_rows - rank * part)) for rank in range(group_size)]
+
+
+def _group_by_mesh(parameters: list[Tensor]) -> list[tuple[dist.ProcessGroup | None, list[Tensor]]]:
+    """Parameters with the group of ranks that each is sharded over, None for those that this rank holds in full."""
+    groups: dict[str, tuple[dist.ProcessGroup | None, list[Tensor]]] = {}
+    for parameter in parameters:
+        group = _shard_group(parameter) if isinstance(parameter, DTensor) else None
+        groups.setdefault("" if group is None else group.group_name, (group, []))[1].append(parameter)
+    return list(groups.values())
+
+
+def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not sharded:
+        return None
+    (dim,) = sharded
+    assert parameter.placements[dim].is_shard(0)
+    group = parameter.device_mesh.get_group(dim)
+    return group if group.size() > 1 else None
+
+
+def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Tensor]]:
+    """Matrices to exchange at once. Neighbours are of one shape, so that every rank has the same work."""
+    batch: list[Tensor] = []
+    for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape), reverse=True):
+        if len(batch) % group_size == 0 and sum(each.numel() for each in batch) > MAX_BATCH_NUMEL * group_size:
+            yield batch
+            batch = []
+        batch.append(matrix)
+    if batch:
+        yield batch
+
+
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    # Five iterations forgive the rounding of bf16. A CPU gains little from it where it has it, and loses all where not.
+    return torch.bfloat16 if device.type == "cuda" and has_native_bf16(device) else torch.float32

@@ -1,0 +1,195 @@
+"""The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
+
+import difflib
+import math
+import re
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmforge import registry
+from lmforge.config.extend import own_options
+from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.errors import UserError
+from lmforge.model.layers import LanguageModel
+from lmforge.train.optimizers.adamw import AdamW
+from lmforge.train.optimizers.muon import Muon
+from lmforge.train.optimizers.sgd import SGD
+
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Optimizers that would take a step whatever their `found_inf` says.
+_host_decides: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+
+
+def build_optimizer(
+    model: LanguageModel, options: OptimizerOptions, full_shapes: Mapping[str, torch.Size] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of `model`'s trainable parameters. Raises UserError for a group that has none.
+
+    Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head is `embedding_lr_ratio`
+    times that of the rest. Where a group of the options says otherwise for a parameter, that counts. `full_shapes` has the
+    full shape of each parameter by name, where parameters do not show it (FSDP1's are flat).
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
+    flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
+    entry = registry.get("optimizer", options.name)
+    needs_matrices = bool(entry.facts.get("needs_matrices"))
+    if flat and (needs_matrices or options.state_dtype != "fp32"):
+        option = f"name = {options.name}" if needs_matrices else f"state_dtype = {options.state_dtype}"
+        reason = "fsdp1 keeps parameters flat, and what they were is lost on it"
+        raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
+    groups = _parameter_groups(model, options, shapes, needs_matrices)
+    optimizer: torch.optim.Optimizer = entry.build(groups, options, own_options(options, entry))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise UserError(f"{entry.origin}: optimizer {entry.name} returned {kind}, not a torch.optim.Optimizer")
+    if not isinstance(optimizer, torch.optim.AdamW) and not hasattr(optimizer, "get_or_init_state"):
+        way = "give it get_or_init_state(parameter, group), which returns its tensors for a parameter"
+        raise UserError(f"{entry.origin}: optimizer {entry.name}: a checkpoint cannot tell what it keeps; {way}")
+    if not entry.facts.get("reads_found_inf"):
+        _host_decides.add(optimizer)
+    return optimizer
+
+
+def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
+    common, foreach = _common_numbers(options), options.implementation == "foreach"
+    if foreach or options.state_dtype != "fp32":
+        return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], foreach=foreach, **common)
+    return torch.optim.AdamW(groups, fused=True, **common)
+
+
+def build_muon(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
+    momentum = 0.95 if options.momentum is None else options.momentum
+    return Muon(groups, momentum=momentum, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options))
+
+
+def build_sgd(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
+    return SGD(groups, lr=options.lr, momentum=0.9 if options.momentum is None else options.momentum)
+
+
+def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:
+    return {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
+
+
+def _parameter_groups(
+    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size], marks_matrices: bool
+) -> list[dict[str, Any]]:
+    """Trainable parameters, those together to which the same numbers apply."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
+    hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
+    # A pipeline's rank has some of the tensors only; a pattern may be for others. None is for a tensor that is frozen.
+    frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
+    chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        numbers: dict[str, Any] = {
+            "weight_decay": 0.0 if len(shapes[name]) < 2 else options.weight_decay,
+            "lr_ratio": options.embedding_lr_ratio if id(parameter) in tables else 1.0,
+        }
+        if name in chosen:
+            numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
+        if marks_matrices:
+            numbers["orthogonal"] = id(parameter) in hidden
+        groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameter)
+    return list(groups.values())
+
+
+def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[str, GroupOptions]:
+    """The group of each tensor name in which a pattern is found: the first, where there are several.
+
+    Raises UserError for a group that gets none.
+    """
+    names = list(names)
+    chosen: dict[str, GroupOptions] = {}
+    for group in groups:
+        matching = [name for name in names if re.search(group.pattern, name)]
+        if not matching:
+            raise UserError(
+                f"optimizer.groups: no tensor has {group.pattern} in its name; nearest: {_closest_names(group, names)}"
+            )
+        left = [name for name in matching if name not in chosen]
+        if not left:
+            raise UserError(f"optimizer.groups: all that has {group.pattern} in its name is in an earlier group; put it before")
+        chosen |= dict.fromkeys(left, group)
+    return chosen
+
+
+def _closest_names(group: GroupOptions, names: list[str]) -> str:
+    """The three names most like a group's pattern, as a whole or in a part. Names that differ only in digits count once."""
+    kinds = {re.sub(r"\d+", "", name): name for name in reversed(names)}
+
+    def likeness(name: str) -> float:
+        return max(difflib.SequenceMatcher(None, group.pattern, part).ratio() for part in (name, *name.split(".")))
+
+    return ", ".join(sorted(kinds.values(), key=likeness, reverse=True)[:3])
+
+
+def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state tensors under the names of their parameters, as a checkpoint keeps them.
+
+    State that does not exist yet (before the first step, or before loading) is made, filled with zeros. The tensors are
+    the optimizer's own, so that filling them in place is loading.
+    """
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    present = {parameter: bool(optimizer.state.get(parameter)) for parameter in groups}
+    named = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter not in groups or present[parameter] < max(present.values())):
+            # Made up here, it would be saved as if it had been trained.
+            raise RuntimeError(f"{name}: the optimizer has state for others but not for this tensor")
+        if parameter in groups and (state := _get_or_init_state(optimizer, parameter, groups[parameter])):
+            named[name] = dict(state)
+    return named
+
+
+def _get_or_init_state(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    if hasattr(optimizer, "get_or_init_state"):
+        return dict(optimizer.get_or_init_state(parameter, group))
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return state
+
+
+def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: float) -> float:
+    """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
+
+    The peak is reached after the warm-up, and the final learning rate at the last step. Raises UserError for a schedule of a
+    plugin that returns no finite number from 0 on.
+    """
+    warmup = options.warmup(steps)
+    if step < warmup:
+        return peak_lr * (step + 1) / (warmup + 1)
+    entry = registry.get("schedule", options.name)
+    shape = entry.build(step, steps, options, own_options(options, entry))
+    if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
+        raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
+    if shape == 1:
+        return peak_lr
+    return peak_lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """One step, or where `skip` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
+
+    The host does not wait for its value, unless the parameters are on the host (with cpu_offload), or the optimizer is one of
+    a plugin that does not read `found_inf`.
+    """
+    if optimizer in _host_decides:
+        if not skip:
+            optimizer.step()
+        return
+    # torch's fused optimizers read this, and so do ours.
+    optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)

@@ -1,0 +1,88 @@
+"""`lmforge jobs` and `lmforge stop`: what `lmforge launch` has started, found again by the name of the run."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER, Job, JobState, read_job
+from lmforge.cluster.jobs.launchers import job_state, stop_job
+from lmforge.config.options import read_recipe
+from lmforge.config.verbs.launch import JobsOptions, StopOptions
+from lmforge.errors import UserError
+from lmforge.runs import Run
+from lmforge.untrusted import read_json
+
+# Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
+STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "red", JobState.LOST: "red"}
+
+
+def run_jobs(options: JobsOptions) -> int:
+    """Print a row for each run that was launched. Raises UserError where a run was named that was not."""
+    found = _launched(options.folder)
+    if options.name is not None:
+        found = {_find(options.name, options.folder): read_job(options.folder / options.name)}
+    if not found:
+        print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "launcher", "job", "state", "step", "log"):
+        table.add_column(title, overflow="fold")
+    for path, job in found.items():
+        assert job is not None
+        try:
+            state, detail = job_state(job)
+        except UserError as problem:
+            state, detail = JobState.LOST, str(problem)
+        number = "" if job.number is None else f"_{job.number}"
+        words = f"{state} ({detail})" if detail else str(state)
+        row = (job.name, job.launcher, f"{job.job_id or ''}{number}", words, _progress(path), os.path.relpath(job.log))
+        table.add_row(*row, style=STYLES.get(state))
+    console.print(table)
+    return 0
+
+
+def run_stop(options: StopOptions) -> int:
+    """Stop a run, or all of a sweep by the sweep's name. Raises UserError where it was not launched or does not answer."""
+    path = _find(options.name, options.folder)
+    job = read_job(path)
+    assert job is not None
+    state, _ = job_state(job)
+    if not state.is_active:
+        print(f"{options.name}: {state} already")
+        return 0
+    stop_job(job, state, options.kill)
+    saves = state == JobState.RUNNING and not options.kill
+    print(f"{options.name}: asked to {'save a checkpoint and end' if saves else 'end at once'}")
+    return 0
+
+
+def _launched(folder: Path) -> dict[Path, Job | None]:
+    """The runs that were launched, by directory; of a sweep each of its runs."""
+    paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
+    jobs = {path: read_job(path) for path in paths}
+    return {path: job for path, job in jobs.items() if job is not None and job.num_runs == 1}
+
+
+def _find(name: str, folder: Path) -> Path:
+    """The directory of a run that was launched. Raises UserError."""
+    path = folder / name
+    if Path(name).name != name or read_job(path) is None:
+        names = ", ".join(each.name for each in _launched(folder)) or "none"
+        raise UserError(f"{path}: no run that was launched; there are: {names} (--folder names another folder of runs)")
+    return path
+
+
+def _progress(path: Path) -> str:
+    """`STEP of STEPS` by the heartbeat of rank 0; empty for a pipeline, or before a run has begun."""
+    run = Run(path)
+    try:
+        record: dict[str, Any] = read_json(run.health_folder / "rank-0.json", dict[str, Any])
+        steps = read_recipe(run.recipe_path).get("train", {}).get("steps", "?")
+        return f"{record['step']} of {steps}"
+    except (OSError, UserError, KeyError):
+        return ""

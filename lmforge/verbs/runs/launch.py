@@ -1,0 +1,283 @@
+"""`lmforge launch`: freeze a recipe and its code in the run's directory, write the scripts, and submit them."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tomli_w
+
+from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.jobs.code_snapshot import save_code
+from lmforge.cluster.jobs.hosts import read_hosts
+from lmforge.cluster.jobs.job import JOB_SCRIPT, LAUNCH_FOLDER, NODE_SCRIPT, Job, JobPlan, read_job, write_job
+from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_scripts, submit
+from lmforge.cluster.jobs.sessions import Hosts, sessions_of_run
+from lmforge.config.load import STAGES, parse_config
+from lmforge.config.operation import LaunchOptions
+from lmforge.config.options import read_recipe, to_toml
+from lmforge.config.stage import StageConfig
+from lmforge.config.verbs.launch import LaunchRequest
+from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.config.verbs.sweep import sweep_combinations
+from lmforge.errors import UserError, format_count, typed_command
+from lmforge.plugins import resolve_plugins
+from lmforge.runs import Run
+from lmforge.verbs.dry_run import dry_run
+
+FROZEN_RECIPE = "recipe.toml"
+FROZEN_NOTE = "# Frozen by `lmforge launch`: the job reads this file.\n\n"
+
+
+@dataclass(frozen=True)
+class _PlannedRun:
+    """One run of a job, and its frozen files by name."""
+
+    name: str
+    run: Run
+    files: dict[str, str]
+    config: StageConfig | None = None
+
+    @property
+    def launch_folder(self) -> Path:
+        return Path(os.path.abspath(self.run.path / LAUNCH_FOLDER))
+
+
+def run_launch(request: LaunchRequest) -> int:
+    """Start a recipe as `launch.on` says, and return. Raises UserError; nothing has been started then, and no file is left."""
+    options = with_nodes(request.config.launch)
+    summary, runs = _plan_runs(request, options)
+    if (processes := options.processes) > 1 and options.on in ("local", "mpi") and options.hosts is None:
+        from lmforge.cluster.launch import check_num_processes
+
+        check_num_processes(processes)
+    base, plan = _plan_job(request, options, runs)
+    if request.command.dry_run:
+        _print_dry_run(plan, summary)
+        return 0
+    with ExitStack() as locks:
+        for each in {run.run.path: run for run in (base, *runs)}.values():
+            locks.enter_context(_claim(each))
+        hosts = find_hosts(plan)
+        scripts = plan_scripts(plan, hosts)
+        _check_script(plan, scripts[JOB_SCRIPT])
+        for each in runs:
+            if each.config is not None and each.config.run.overwrite:
+                each.run.delete()
+        job = _submit(plan, hosts, scripts, base, runs)
+    print(summary)
+    _print_job(job, plan)
+    return 0
+
+
+def with_nodes(options: LaunchOptions) -> LaunchOptions:
+    """The options with a number of nodes. Raises UserError."""
+    unused = [name for name in ("hosts", "account", "partition") if getattr(options, name) is not None]
+    if unused and "on" not in options.model_fields_set:
+        given = f"launch.{unused[0]} = {getattr(options, unused[0])}"
+        raise UserError(
+            f"{given}: not for this machine; say who starts the run, such as --on {'ssh' if options.hosts else 'slurm'}"
+        )
+    if options.on == "local" and (options.nodes or 1) > 1:
+        raise UserError(f"launch.nodes = {options.nodes}: this machine is one; say who starts the others, such as --on slurm")
+    nodes = options.nodes or (len(read_hosts(options.hosts)) if options.on == "ssh" and options.hosts else 1)
+    return options.model_copy(update={"nodes": nodes})
+
+
+# --- what is to be started --------------------------------------------------------------------------------------------
+
+
+def _plan_runs(request: LaunchRequest, options: LaunchOptions) -> tuple[str, list[_PlannedRun]]:
+    """(the batch arithmetic in lines, the runs). Raises UserError where a recipe would be refused for its options."""
+    if isinstance(request.config, PipelineOptions):
+        if request.command.sweep:
+            raise UserError("--sweep: of a recipe, not of a pipeline; launch its stages one by one")
+        if options.on == "mpi":
+            raise UserError(
+                "launch.on = mpi: mpiexec starts single ranks, and a pipeline needs one process on each node; launch its stages"
+                " one by one, or give another, such as --on ssh"
+            )
+        name = request.config.name or request.recipe.stem
+        run = Run(request.config.folder / name)
+        files = _frozen_pipeline(request, request.config, name)
+        return f"pipeline   {len(request.config.stages)} stages", [_PlannedRun(name, run, files)]
+    combinations = sweep_combinations(request.command.sweep, type(request.config)) if request.command.sweep else [{}]
+    runs = []
+    summary = ""
+    for number, overrides in enumerate(combinations):
+        words = [word for option, value in overrides.items() for word in (f"--{option}", value)]
+        config: StageConfig = parse_config(STAGES[request.verb], [*request.arguments, *words])
+        config = config.model_copy(update={"launch": options})
+        if len(combinations) > 1:
+            config = config._with_run(name=f"{config.run.name}-{number}")
+        lines = dry_run(config)
+        summary = summary or lines.partition("\n\n")[0]
+        recipe = f"{FROZEN_NOTE}{to_toml(config.again())}"
+        runs.append(_PlannedRun(config.run.name, Run.from_config(config), {FROZEN_RECIPE: recipe}, config))
+    return summary, runs
+
+
+def _frozen_pipeline(request: LaunchRequest, config: PipelineOptions, name: str) -> dict[str, str]:
+    """The pipeline and the recipes of its stages, as files beside each other; its stages get the processes of `[launch]`."""
+    processes = config.launch.processes
+    files, stages = {}, []
+    for number, stage in enumerate(config.stages, start=1):
+        words, recipe = stage.arguments, stage.recipe
+        if stage.verb in STAGES and processes > 1 and "--launch.processes" not in words:
+            words = (*words, "--launch.processes", str(processes))
+        if recipe is not None:
+            table = read_recipe(request.recipe.parent / recipe)
+            resolve_plugins(table, request.recipe.parent / recipe)  # the copy is in another folder
+            recipe = Path(f"stage-{number}.toml")
+            files[recipe.name] = FROZEN_NOTE + tomli_w.dumps(table)
+        stages.append(stage.model_copy(update={"arguments": words, "recipe": recipe}))
+    frozen = config.model_copy(update={"name": name, "stages": tuple(stages)})
+    return {FROZEN_RECIPE: f"{FROZEN_NOTE}{to_toml(frozen)}", **files}
+
+
+def _plan_job(request: LaunchRequest, options: LaunchOptions, runs: list[_PlannedRun]) -> tuple[_PlannedRun, JobPlan]:
+    """(the run whose launch folder holds the scripts, the job)."""
+    base = runs[0]
+    if len(runs) > 1:
+        first = runs[0].run.path
+        name = first.name.removesuffix("-0")
+        base = _PlannedRun(name, Run(first.with_name(name)), {})
+    on_cpu = isinstance(request.config, StageConfig) and request.config.train.device == "cpu"
+    plan = JobPlan(
+        name=base.name,
+        verb=request.verb,
+        folder=base.launch_folder,
+        directory=Path.cwd(),
+        recipes=tuple(each.launch_folder / FROZEN_RECIPE for each in runs),
+        options=options,
+        python=options.python or sys.executable,
+        nodes=options.nodes or 1,
+        gpus=options.gpus if options.gpus is not None else (0 if on_cpu else options.processes),
+    )
+    return base, plan
+
+
+@contextmanager
+def _claim(planned: _PlannedRun) -> Iterator[None]:
+    """Lock a run that may be started. Raises UserError where a job of this name is waiting or running, or it may not be."""
+    from lmforge.stages.enter_run import lock_run
+
+    run, existed = planned.run, planned.run.path.exists()
+    if (job := read_job(run.path)) is not None:
+        state, _ = job_state(job)
+        if state.is_active:
+            what = f"job {job.job_id}" if job.job_id else "its job"
+            raise UserError(
+                f"{run.path}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {planned.name}, or choose"
+                " another --run.name"
+            )
+    try:
+        if planned.config is not None:
+            lock_run(run, planned.config)
+        else:
+            run.lock()
+        yield
+    except BaseException:
+        run.unlock()
+        if not existed:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    run.unlock()
+
+
+# --- starting it ------------------------------------------------------------------------------------------------------
+
+
+def _check_script(plan: JobPlan, script: str) -> None:
+    """Ask the scheduler before any file of an earlier run is touched."""
+    path = plan.folder.parent / ".lock.job.sh"  # kept by `Run.delete`, as every name that begins so
+    atomic_write_text(path, script)
+    try:
+        check(plan, path)
+    finally:
+        path.unlink()
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """A launch folder to fill. What was there, of an earlier launch, is kept in it as `previous`; if the block fails, it is as
+    it was before."""
+    aside = folder.with_name(f".lock.{folder.name}")  # a name that `Run` takes for its own
+    if folder.exists():
+        folder.rename(aside)
+    try:
+        folder.mkdir(parents=True)
+        yield
+        if aside.exists():
+            aside.rename(folder / "previous")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if aside.exists():
+            aside.rename(folder)
+        raise
+
+
+def _submit(plan: JobPlan, hosts: Hosts | None, scripts: dict[str, str], base: _PlannedRun, runs: list[_PlannedRun]) -> Job:
+    """Write the files and submit the job. Where that is refused, they are removed again."""
+    with ExitStack() as folders:
+        for folder in sorted({each.launch_folder for each in (base, *runs)}):
+            folders.enter_context(_new_folder(folder))
+        for each in runs:
+            for name, text in each.files.items():
+                atomic_write_text(each.launch_folder / name, text)
+            save_code(each.launch_folder, plan.directory)
+        for name, text in scripts.items():
+            atomic_write_text(plan.folder / name, text)
+        job_id, sessions = submit(plan, hosts)
+    job = Job(
+        name=plan.name,
+        launcher=plan.options.on,
+        folder=str(plan.folder),
+        nodes=plan.nodes,
+        processes=plan.options.processes,
+        submitted_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        job_id=job_id,
+        sessions=sessions,
+        ssh_options=list(hosts.ssh_options) if hosts else [],
+        num_runs=len(runs),
+    )
+    write_job(base.run.path, job)
+    if plan.is_sweep:
+        for number, each in enumerate(runs):
+            own = sessions_of_run(plan, sessions, number)
+            write_job(each.run.path, replace(job, name=each.name, number=number, num_runs=1, sessions=own))
+    return job
+
+
+def _print_dry_run(plan: JobPlan, summary: str) -> None:
+    print(summary)
+    for name, text in plan_scripts(plan, _hosts_without_asking(plan)).items():
+        print(f"\n# ── {plan.folder / name}")
+        print(text.rstrip())
+    if plan.options.on == "ssh" and plan.options.hosts:
+        names = ", ".join(read_hosts(plan.options.hosts)[: plan.nodes])
+        print(f"\n# {JOB_SCRIPT} would be started on: {names}")
+
+
+def _hosts_without_asking(plan: JobPlan) -> Hosts | None:
+    if plan.options.on in ("slurm", "pbs"):
+        return None
+    return Hosts((None,), ((plan.options.address or "localhost", plan.options.port or 29500),))
+
+
+def _print_job(job: Job, plan: JobPlan) -> None:
+    nodes = f"{format_count(job.nodes, 'node')} × {format_count(job.processes, 'rank')}"
+    job_id = f" {job.job_id}" if job.job_id else ""
+    runs = f"{job.num_runs} runs, " if job.num_runs > 1 else ""
+    command = typed_command()
+    print(f"started    {job.name}: {job.launcher}{job_id}, {runs}{nodes}; scripts: {plan.folder / JOB_SCRIPT}, {NODE_SCRIPT}")
+    logs = plan.folder / ("output-*.log" if plan.is_sweep else "output*.log")
+    parent = plan.folder.parent.parent
+    folder = "" if parent == Path.cwd() / "runs" else f" --folder {os.path.relpath(parent)}"
+    print(f"to follow  tail -f {os.path.relpath(logs)}")
+    print(f"state      {command} jobs{folder}")
+    print(f"to stop    {command} stop {job.name}{folder}")

@@ -1,0 +1,148 @@
+"""`lmforge runs`: a table of the runs in a folder, once or again and again."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lmforge.config.verbs.watch import RunsOptions
+from lmforge.errors import UserError, format_duration
+from lmforge.report.run_data import last_values, run_state
+from lmforge.runs import MetricsRecord, Run
+from lmforge.untrusted import cut, describe_os_error, parse_json
+
+REFRESH_SECONDS = 2.0
+# The last records of a run; its metrics may be gigabytes, and a table of a hundred runs is to be there at once.
+TAIL_BYTES = 1 << 16
+STYLES = {"running": "bold green", "done": "green", "interrupted": "yellow", "failed": "bold red", "lost": "red"}
+COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")
+LEFT_ALIGNED = COLUMNS[:3]
+# In a narrower terminal what can be left out is.
+NARROW_COLUMNS, NARROW = ("stage", "MFU"), 100
+FILE_COLUMNS = 200  # where the output is no terminal
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run. What it has not measured yet, or does not measure, is None. `written` in seconds since the epoch."""
+
+    name: str
+    stage: str
+    state: str
+    step: int
+    steps: int
+    loss: float | None
+    validation: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds_left: float | None
+    written: float
+    problem: str = ""
+
+
+def list_runs(options: RunsOptions) -> int:
+    """Print the table, or keep it up to date. Raises UserError where the folder cannot be read."""
+    if options.output == "json":
+        for row in read_runs(options.folder):
+            print(json.dumps(asdict(row)))
+        return 0
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    rows = read_runs(options.folder)
+    if not options.watch:
+        if not rows:
+            raise UserError(f"{options.folder}: no runs in this folder")
+        console.print(_table(rows, console.width))
+        return 0
+    with (
+        suppress(KeyboardInterrupt),
+        Live(_table(rows, console.width), console=console, auto_refresh=False, screen=False) as live,
+    ):
+        while True:
+            time.sleep(REFRESH_SECONDS)
+            live.update(_table(read_runs(options.folder), console.width), refresh=True)
+    return 0
+
+
+def read_runs(folder: Path) -> list[RunRow]:
+    """The runs of a folder: those that are running first, then by when they last wrote, the newest first."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as problem:
+        raise UserError(f"{describe_os_error(problem, folder)}; name the folder that holds the runs") from None
+    rows = [_read_run(run) for name in names if (run := Run(folder / name)).exists()]
+    return sorted(rows, key=lambda row: (row.state != "running", -row.written))
+
+
+def _read_run(run: Run) -> RunRow:
+    last: dict[str, float | None] = {}
+    written = 0.0
+    with suppress(OSError):
+        written = run.recipe_path.stat().st_mtime
+        written = max(written, run.metrics_path.stat().st_mtime)
+        last = last_values(_last_records(run.metrics_path))
+    state, step = run_state(run), int(last.get("step") or 0)
+    try:
+        config = run.load_config()
+    except UserError as problem:
+        return RunRow(run.path.name, "?", state, step, 0, None, None, None, None, None, written, str(problem))
+    return RunRow(
+        run.path.name,
+        config.of_stage,
+        state,
+        step,
+        config.train.steps,
+        last.get("loss"),
+        last.get("val/loss", last.get("val/reward")),
+        last.get("tokens_per_second"),
+        last.get("mfu"),
+        last.get("seconds_left") if state == "running" else None,
+        written,
+    )
+
+
+def _last_records(path: Path) -> Iterator[dict[str, float | None]]:
+    """The records in the last TAIL_BYTES of the file, oldest first."""
+    with open(path, "rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    for line in lines[1:] if start else lines:
+        with suppress(UserError):
+            yield parse_json(line, MetricsRecord, str(path)).model_dump()
+
+
+def _table(rows: list[RunRow], width: int) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    columns = [name for name in COLUMNS if width >= NARROW or name not in NARROW_COLUMNS]
+    for name in columns:
+        table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right", no_wrap=True, overflow="ellipsis")
+    now = time.time()
+    for row in rows:
+        cells: dict[str, str | Text] = {
+            "run": Text(cut(row.name, 60)),
+            "stage": row.stage,
+            "state": Text(row.state, STYLES.get(row.state, "")),
+            "step": f"{row.step:,}/{row.steps:,}" if row.steps else f"{row.step:,}",
+            "loss": _number(row.loss, ".4f"),
+            "val": _number(row.validation, ".4f"),
+            "tok/s": _number(row.tokens_per_second, ",.0f"),
+            "MFU": _number(row.mfu, ".0%"),
+            "left": "" if row.seconds_left is None else format_duration(row.seconds_left),
+            "written": f"{format_duration(now - row.written)} ago",
+        }
+        table.add_row(*(cells[name] for name in columns))
+    return Group(table, *(Text(f"{row.name}: {row.problem}", "red") for row in rows if row.problem))
+
+
+def _number(value: float | None, words: str) -> str:
+    return "" if value is None else format(value, words)

@@ -1,0 +1,46 @@
+"""`lmforge report`: an HTML page of runs, written where it was asked for."""
+
+from pathlib import Path
+
+from lmforge.config.options import read_recipe, validate_options
+from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.config.verbs.watch import ReportOptions
+from lmforge.errors import UserError
+from lmforge.report.page import REPORT_FILE, write_report
+from lmforge.runs import Run
+from lmforge.verbs.runs.pipeline import plan_stages
+
+MAX_RUNS = 50
+
+
+def run_report(options: ReportOptions) -> int:
+    """Write the page and print its path. Raises UserError where something is no run, or the page cannot be written."""
+    runs = [run for path in options.runs for run in _runs_of(path)]
+    if len(runs) > MAX_RUNS:
+        raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")
+    out = options.out or (runs[0].path / REPORT_FILE if len(runs) == 1 else Path("report.html"))
+    title = options.runs[0].stem if _is_pipeline(options.runs[0]) else None
+    try:
+        print(write_report(runs, out, title))
+    except OSError as problem:
+        raise UserError(f"--out: {out}: {problem.strerror}; name another file") from None
+    return 0
+
+
+def _is_pipeline(path: Path) -> bool:
+    """Whether this is a pipeline's recipe; the folder of a run may be named like one."""
+    return path.suffix == ".toml" and not path.is_dir()
+
+
+def _runs_of(path: Path) -> list[Run]:
+    """The run of a folder, or those of a pipeline's stages that have begun."""
+    if not _is_pipeline(path):
+        run = Run.open(path)
+        if not run.exists():
+            raise UserError(f"{path}: not a run (it has no recipe.toml)")
+        return [run]
+    stages = plan_stages(validate_options(PipelineOptions, read_recipe(path), str(path)), path)
+    runs = [run for stage in stages if stage.run is not None and (run := Run.open(stage.run)).exists()]
+    if not runs:
+        raise UserError(f"{path}: none of its stages has begun; `lmforge run {path}` begins")
+    return runs

@@ -1,0 +1,195 @@
+"""`lmforge top`: what hosts, GPUs and the ranks of runs do, as a live page, as text once, or as JSON.
+
+A run is read from its directory, where its ranks and hosts publish what they do; nothing is asked of them. A host that is
+named is asked over ssh, and those of a Slurm job over srun.
+"""
+
+import json
+import os
+import platform
+import select
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from lmforge import __version__
+from lmforge.config.verbs.watch import TopOptions
+from lmforge.errors import UserError
+from lmforge.monitor.run_status import read_run_status
+from lmforge.monitor.usage.host import HostSampler
+from lmforge.monitor.usage.remote_hosts import (
+    HOST_NAME,
+    HostAnswer,
+    RemoteHost,
+    remote_line,
+    slurm_hosts,
+    srun_words,
+    ssh_words,
+)
+from lmforge.runs import Run
+from lmforge.untrusted import cut, describe_os_error, read_bounded
+from lmforge.verbs.runs.top_screen import Snapshot, render_screen
+
+# Rates are between two samples.
+FIRST_SAMPLE_SECONDS = 0.5
+NUM_PROCESSES = 5
+MAX_HOSTS = 10_000
+# Of the page when it is not on a terminal and COLUMNS does not say.
+PLAIN_COLUMNS = 120
+
+
+def run_top(options: TopOptions) -> int:
+    """Show what is asked for, once or until it is interrupted. Returns 0. Raises UserError."""
+    runs, hosts = _sort_names(options.names)
+    slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
+    here = [name for name in hosts if name in ("localhost", platform.node())]
+    samples_here = bool(here) or not (runs or hosts or slurm)
+    once = options.once or not (options.json or sys.stdout.isatty())  # a page needs a terminal
+    interval = None if once else options.interval
+    line = remote_line(options.remote_command, interval)
+    commands = {host: ssh_words(options.ssh_command, host, line, options.patience) for host in hosts if host not in here}
+    commands |= {host: srun_words(options.slurm_job, host, line) for host in slurm if options.slurm_job is not None}
+    for run in runs:
+        read_run_status(run)  # a directory that is not a run is refused here
+    sources = _Sources(
+        HostSampler(NUM_PROCESSES) if samples_here else None,
+        [RemoteHost(host, words, repeats=not once) for host, words in commands.items()],
+        runs,
+    )
+    try:
+        _show(sources, options, once=once)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sources.close()
+    return 0
+
+
+def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """The runs and the hosts among the names. A file holds names of hosts. Raises UserError."""
+    runs, hosts = [], []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            runs.append(Run(path))
+        elif path.is_file():
+            hosts += _read_hosts(path)
+        elif HOST_NAME.fullmatch(name):
+            hosts.append(name)
+        else:
+            raise UserError(f"{cut(name)}: no such run, nor a file of host names, nor a host name")
+    return runs, list(dict.fromkeys(hosts))
+
+
+def _read_hosts(path: Path) -> list[str]:
+    """The first word of each line, as in the host files of MPI and ssh launchers. Raises UserError."""
+    try:
+        lines = read_bounded(path).decode(errors="replace").splitlines()
+    except OSError as problem:
+        raise UserError(describe_os_error(problem, path)) from None
+    hosts = [words[0] for line in lines if (words := line.partition("#")[0].split())]
+    for host in hosts:
+        if not HOST_NAME.fullmatch(host):
+            raise UserError(f"{path}: {cut(host)!r} is not the name of a host; one is expected on each line")
+    if not hosts or len(hosts) > MAX_HOSTS:
+        raise UserError(f"{path}: expected 1 to {MAX_HOSTS:,} names of hosts, got {len(hosts):,}")
+    return hosts
+
+
+@dataclass
+class _Sources:
+    """Where what is shown comes from."""
+
+    sampler: HostSampler | None
+    remote_hosts: list[RemoteHost]
+    runs: list[Run]
+
+    def snapshot(self) -> Snapshot:
+        """What is known now. Waits for no host."""
+        hosts = []
+        if self.sampler is not None:
+            usage = self.sampler.sample()
+            hosts.append(HostAnswer(usage.host, usage, 0.0))
+        hosts += [host.answer() for host in self.remote_hosts]
+        return Snapshot(time.time(), hosts, [read_run_status(run) for run in self.runs])
+
+    def wait(self, patience_seconds: float) -> None:
+        """Wait for the first rates of this host, and for the answers of the others as long as there is patience."""
+        deadline = time.monotonic() + patience_seconds
+        if self.sampler is not None:
+            self.sampler.sample()
+            time.sleep(FIRST_SAMPLE_SECONDS)
+        for host in self.remote_hosts:
+            host.wait(deadline - time.monotonic())
+
+    def close(self) -> None:
+        for host in self.remote_hosts:
+            host.close()
+
+
+def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
+    if once or options.json:
+        sources.wait(options.patience if once else FIRST_SAMPLE_SECONDS)
+        while True:
+            snapshot = sources.snapshot()
+            print(_as_json(snapshot) if options.json else _as_text(snapshot), flush=True)
+            if once:
+                return
+            time.sleep(options.interval)
+    console = Console(highlight=False)
+    sources.wait(FIRST_SAMPLE_SECONDS)
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live, _keys() as key_pressed:
+        while True:
+            snapshot = sources.snapshot()
+            live.update(render_screen(snapshot, console.width, console.height), refresh=True)
+            if key_pressed(options.interval) == "q":
+                return
+
+
+def _as_json(snapshot: Snapshot) -> str:
+    return json.dumps({"lmforge": __version__, **asdict(snapshot)})
+
+
+def _as_text(snapshot: Snapshot) -> str:
+    """The whole page as text, as wide as the terminal or COLUMNS."""
+    columns = shutil.get_terminal_size((PLAIN_COLUMNS, 24)).columns
+    console = Console(width=columns, highlight=False, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render_screen(snapshot, columns, None))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key, and returns it or an empty string."""
+    import termios
+    import tty
+
+    if not sys.stdin.isatty():
+        yield _wait_without_keys
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def key_pressed(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(descriptor)
+        yield key_pressed
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _wait_without_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

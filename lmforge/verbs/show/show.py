@@ -1,0 +1,189 @@
+"""`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from lmforge.config.load import read_config
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.verbs.examine import ShowOptions
+from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
+from lmforge.data.dataset import DataPlan
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.errors import UserError, format_bytes, format_count
+from lmforge.hub import is_hub_name
+from lmforge.interop.config_json import model_config_from_json
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.model.config import get_preset
+from lmforge.model.presets import PRESETS
+from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
+from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
+from lmforge.verbs.dry_run import describe_recipe
+from lmforge.verbs.show.describe_data import describe_data
+from lmforge.verbs.show.describe_model import describe_model, list_presets
+
+
+def run_show(options: ShowOptions) -> int:
+    """Print what a thing is, or samples of data. Raises UserError."""
+    reading = [name for name in options.changed() if name in ("mask", "format", "fields", "apply_chat_template")]
+    if reading and options.tokenizer is None:
+        raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
+    of_data = options.thing == "data" and options.of is not None
+    for_data = {"of": "a second THING", **{name: f"--{name}" for name in ("tokenizer", "samples", "sample", "picture")}}
+    given = [words for name, words in for_data.items() if name in options.changed()]
+    if given and not of_data:
+        raise UserError(f"show: {given[0]} is for `lmforge show data OF` alone")
+    try:
+        text = _show_data(options) if of_data else show(options.thing)
+    except OSError as problem:  # such as a folder in the place of a file
+        raise UserError(f"{describe_os_error(problem, options.thing)}; name something else") from None
+    print(text)
+    return 0
+
+
+def _show_data(options: ShowOptions) -> str:
+    from lmforge.verbs.show.data_report import is_reported, report_data
+    from lmforge.verbs.show.show_data import show_samples
+    from lmforge.verbs.show.show_examples import show_examples
+
+    assert options.of is not None
+    if options.tokenizer:
+        return show_examples(options, options.tokenizer)
+    if options.picture or (is_reported(options.of) and options.samples is None and options.sample is None):
+        return report_data(options.of, options.picture)
+    return show_samples(options.of, options.samples, options.sample)
+
+
+def show(thing: str) -> str:
+    """A description of `thing` in a few lines. Raises UserError for anything unknown."""
+    path = Path(thing)
+    if thing == "presets":
+        return list_presets()
+    if path.suffix == ".toml":
+        return f"recipe {thing}\n{describe_recipe(read_config(path))}"
+    if not path.exists():
+        if thing in PRESETS:
+            return describe_model(get_preset(thing), f"preset {thing}")
+        if is_hub_name(thing):
+            return describe_model(resolve_model_config(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
+        raise UserError(f"{cut(thing)}: no such file, folder or preset; `lmforge show presets` lists the presets")
+    if (path / "recipe.toml").exists():
+        return _describe_run(Run.open(path))
+    if (path / MANIFEST).exists():
+        is_checkpoint = "hf_config" in read_json(path / MANIFEST, dict[str, Any], max_bytes=MAX_MANIFEST_BYTES)
+        return _describe_checkpoint(path) if is_checkpoint else _describe_token_folder(path)
+    if (path / "config.json").exists():
+        return describe_model(resolve_model_config(path, {}, implementation="auto"), f"Hugging Face folder {path}")
+    raise UserError(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
+
+
+def _describe_token_folder(path: Path) -> str:
+    folder = TokenFolder.open(path)
+    tokenizer = folder.tokenizer
+    lines = [f"token shards {path}"]
+    for name in folder.splits:
+        split = folder.split(name)
+        lines.append(f"{name:<10} {split.num_tokens:,} tokens in {format_count(split.num_documents, 'document')}")
+    lines += [f"best-fit   {describe_best_fit(folder, length)}" for length in best_fit_lengths(folder)]
+    separator = f"{tokenizer.decode([tokenizer.eos_token_id], include_special_tokens=True)!r} (id {tokenizer.eos_token_id})"
+    lines.append(f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator} after each document; {tokenizer.hash}")
+    lines.append(f"stored as  {folder.dtype}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _FileEntry:
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _DataOptions:
+    sequence_length: Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class _ModelOptions:
+    implementation: str = "lmforge"
+
+
+@dataclass(frozen=True)
+class _RecipeSummary:
+    data: _DataOptions
+    model: _ModelOptions = field(default_factory=_ModelOptions)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    ranks: int
+    engine: str
+    dtype: str
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class _CheckpointSummary:
+    """The part of a checkpoint's manifest that is shown. `checkpoint/` reads all of it, but with torch."""
+
+    step: int
+    consumed_sequences: int
+    hf_config: dict[str, Any]
+    recipe: _RecipeSummary
+    written_by: _Writer
+    files: dict[str, _FileEntry]
+    data_plan: DataPlan = field(default_factory=lambda: DataPlan())
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Those of the phases, which may have several sequence lengths."""
+        if phases := self.data_plan.get("phases"):
+            return sum(phase["samples"] * phase["sequence_length"] for phase in phases)
+        return self.consumed_sequences * self.recipe.data.sequence_length
+
+
+def _describe_checkpoint(path: Path) -> str:
+    manifest = read_checkpoint_manifest(path, _CheckpointSummary)
+    for name, file in manifest.files.items():
+        if not (path / name).is_file():
+            raise UserError(f"{path / name}: missing")
+        if (size := (path / name).stat().st_size) != file.bytes:
+            raise UserError(f"{path / name}: {size:,} bytes instead of {file.bytes:,}")
+    data, writer = manifest.recipe.data, manifest.written_by
+    config = model_config_from_json(manifest.hf_config, str(path / MANIFEST), manifest.recipe.model.implementation)
+    consumed = manifest.consumed_sequences
+    size = sum(file.bytes for file in manifest.files.values())
+    return (
+        f"checkpoint {path}\n"
+        f"step       {manifest.step:,}: {consumed:,} sequences, {manifest.consumed_tokens:,} tokens\n"
+        f"written by {format_count(writer.ranks, 'rank')}, engine {writer.engine}, {writer.dtype}\n"
+        f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
+        + describe_model(config, f"trained on {writer.data}", data.sequence_length)
+    )
+
+
+def _describe_run(run: Run) -> str:
+    steps, config = run.checkpoint_steps(), run.load_config()
+    records = run.read_metrics()
+    lines = [f"run {run.path}: {records[-1]['step'] if records else 0:,} of {config.train.steps:,} steps"]
+    if records:
+        last = {name: value for record in records for name, value in record.items() if value is not None}
+        shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
+        values = {name: last[name] for name in shown if name in last}
+        words = (f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}" for name, value in values.items())
+        lines.append(f"last       {', '.join(words)}")
+    if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):
+        try:
+            # Records of validation alone do not say it.
+            offset = next((record.get("batch_offset", 0) for record in reversed(records) if "step_seconds" in record), 0)
+            lines += describe_data(config, records[-1]["step"] if records else 0, offset)[0]
+        except UserError as problem:  # the run is shown without its data
+            lines.append(f"data       {problem}")
+    lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
+    for step in reversed(steps):
+        try:
+            lines.append(_describe_checkpoint(run.checkpoint_path(step)))
+            break
+        except (UserError, OSError) as problem:  # the newest intact one is shown
+            lines.append(f"damaged    {problem}")
+    return "\n".join(lines)

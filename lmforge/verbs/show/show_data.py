@@ -1,0 +1,185 @@
+"""`lmforge show data`: samples of a run or a recipe, as the model is given them, with the tokens that the loss counts.
+
+Examples of a file are in show_examples.py.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from lmforge.config.batch_plan import batch_plan
+from lmforge.config.load import read_config
+from lmforge.config.options import validate_options
+from lmforge.config.ranges import COUNT
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import TunedConfig
+from lmforge.data.chat.example_display import RESET, format_example
+from lmforge.data.mixture import TrainingDataset
+from lmforge.data.packing import PackedSequence, TokenizedExample
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError, format_count
+from lmforge.runs import Run
+from lmforge.stages.training_data import TokenSources
+from lmforge.untrusted import read_json
+
+MAX_SAMPLES = 10_000  # printed at once
+RULE_STYLE = "\x1b[36m"
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+def show_samples(source: Path, sample_range: str | None, count: int | None = None) -> str:
+    """The text of samples of a run, a recipe, a folder of shards, or of the batch that the file of a bad step names.
+
+    They are as the model is given them: a line begins each document, and tokens that the loss counts are in colour, or in
+    brackets; of rollouts the completions are shown. `sample_range` is FIRST:AFTER_LAST; `count` asks for so many samples
+    instead, evenly spaced over all that is trained on. Raises UserError where the data is not what was trained on.
+    """
+    record = None
+    if source.is_file() and source.suffix != ".toml":
+        if count is not None:
+            raise UserError(f"{source}: --sample is for a run, a recipe or a folder of shards; give --samples FIRST:AFTER_LAST")
+        record = _read_bad_step(source)
+        title = f"step {record.step}: {record.reason}"
+        if record.samples is None:
+            return _show_completions(source, record, title, sample_range)
+        run = Run.open(source.absolute().parent.parent)
+        if not run.exists():
+            raise UserError(f"{source}: its run is not in {run.path}, where the recipe says what it was trained on")
+        config, default = run.load_config(), record.samples
+    else:
+        title, config = open_config(source)
+        default = (0, 3)
+    size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
+    tokenizer, dataset = _open_training_data(config, size)
+    if record is not None and record.samples and dataset.plan_hash_at(record.samples[1]) != record.plan_hash:
+        raise UserError(f"{dataset.location}: not what the run was given when {source} was written; prepare it as it was")
+    if count is None:
+        chosen: Sequence[int] = range(*parse_range(sample_range, default))
+        which = f"samples {chosen[0]} to {chosen[-1]}"
+    else:
+        total = size * config.with_steps(dataset.sequences_per_epoch, size).train.steps
+        chosen = [at * total // min(count, total) for at in range(min(count, total))]
+        which = f"{format_count(len(chosen), 'sample')} of {total:,}, evenly spaced,"
+    samples = (f"\nsample {n} ({dataset.describe_sample(n)}): {_render(dataset.sequence(n), tokenizer)}" for n in chosen)
+    return "\n".join([f"{title}; {which} of {dataset.location}", *samples])
+
+
+def open_config(source: Path) -> tuple[str, StageConfig]:
+    """A title, and the config that says what is trained on: of a run, a recipe, or a folder of shards.
+
+    That of a folder is one epoch of its train split. Raises UserError for anything else.
+    """
+    if source.suffix == ".toml":
+        return f"recipe {source}", read_config(source)
+    if (run := Run.open(source)).exists():
+        return f"run {source}", run.load_config()
+    if not source.is_dir():
+        raise UserError(f"{source}: not a run, a recipe, a folder of shards, nor the file of a bad step")
+    transitions = TokenFolder.open(source).split("train").num_tokens - 1
+    length = max(1, min(transitions, PretrainConfig().data.sequence_length))
+    batch = 1 + transitions // length // COUNT["le"]  # more than one where steps would be more than an option takes
+    table = {
+        "data": {"folder": str(source), "sequence_length": length},
+        "train": {"epochs": 1, "global_batch_size": batch},
+        "schedule": {"warmup_steps": 0},  # of a small folder there are few steps
+    }
+    return f"folder {source}", validate_options(PretrainConfig, table, str(source))
+
+
+def _render(sequence: PackedSequence, tokenizer: Tokenizer) -> str:
+    """What a sequence holds, in a line; each of its documents after a line that says how long it is; and its padding."""
+    padding, scored = int((sequence.document_ids < 0).sum()), int((sequence.labels >= 0).sum())
+    documents = list(_split_documents(sequence))
+    lines = [f"{format_count(len(documents), 'document')}, {scored} scored tokens"]
+    for number, example in enumerate(documents):
+        tokens = format_count(int((sequence.document_ids == number).sum()), "token")
+        lines += [_rule(f"document {number + 1}: {tokens}"), render_example(example, tokenizer)]
+    if padding:
+        lines.append(_rule(f"padding: {format_count(padding, 'token')}, not scored"))
+    return "\n".join(lines)
+
+
+def _rule(words: str) -> str:
+    return f"{RULE_STYLE}── {words} ──{RESET}" if sys.stdout.isatty() else f"── {words} ──"
+
+
+def _split_documents(sequence: PackedSequence) -> Iterator[TokenizedExample]:
+    """The documents of a sequence, before labels were shifted. A last token that is not scored is lost."""
+    for document in range(int(sequence.document_ids.max()) + 1):
+        inside = sequence.document_ids == document
+        tokens, labels = sequence.tokens[inside], sequence.labels[inside]
+        last = labels[-1:][labels[-1:] >= 0]
+        scored = np.concatenate([[False], labels >= 0])[: len(tokens) + len(last)]
+        yield TokenizedExample(np.concatenate([tokens, last]).astype(np.int32), scored)
+
+
+def render_example(example: TokenizedExample, tokenizer: Tokenizer) -> str:
+    """An example with its scored tokens in colour, on a terminal, or in brackets."""
+    return format_example(example, tokenizer, ansi=sys.stdout.isatty())
+
+
+def _show_completions(source: Path, record: "BadStepFile", title: str, sample_range: str | None) -> str:
+    """The completions of a bad step, with their rewards."""
+    from lmforge.stages.alignment.completions import read_completions
+
+    completions = read_completions(source.parent.parent, record.model_dump())
+    first, after = parse_range(sample_range, (0, len(completions)))
+    lines = [f"{title}; answers {first} to {min(after, len(completions)) - 1} of {record.answers}"]
+    for number, completion in enumerate(completions[first:after], start=first):
+        cut = "" if completion["ended"] else ", cut"
+        lines.append(f"\nanswer {number}: reward {completion['reward']}, {completion['tokens']} tokens{cut}")
+        lines += [repr(completion["prompt"]), repr(completion["completion"])]
+    return "\n".join(lines)
+
+
+def parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int, int]:
+    """FIRST:AFTER_LAST as numbers, or as many of the default as are printed at once. Raises UserError."""
+    if sample_range is None:
+        return default[0], min(default[1], default[0] + MAX_SAMPLES)
+    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", sample_range)
+    if not match or int(match[1]) >= int(match[2]):
+        raise UserError(f"--samples {sample_range}: expected FIRST:AFTER_LAST, such as 0:3")
+    if int(match[2]) - int(match[1]) > MAX_SAMPLES:
+        raise UserError(f"--samples {sample_range}: more than {MAX_SAMPLES:,} samples; give fewer")
+    return int(match[1]), int(match[2])
+
+
+def _open_training_data(config: StageConfig, global_batch_size: int) -> tuple[Tokenizer, TrainingDataset]:
+    """The tokenizer of a run and the samples that it is trained on."""
+    if isinstance(config, PretrainConfig):
+        sources = TokenSources.open(config)
+        return sources.tokenizer, sources.training(global_batch_size)
+    assert isinstance(config, TunedConfig)
+    if config.kind == "prompts":
+        raise UserError("the batches of rollouts are answers, which are in the run's folder completions")
+    from lmforge.stages.examples import open_training_examples  # with torch, which reads checkpoints
+
+    return open_training_examples(config, global_batch_size)
+
+
+class BadStepFile(BaseModel, extra="allow"):
+    """What a run writes of a bad step: its samples, or with rollouts its completions."""
+
+    step: Count
+    reason: str = Field(max_length=200)
+    samples: tuple[Count, Count] | None = None
+    plan_hash: str = ""
+    answers: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
+    ranks: int = Field(1, ge=1, le=1_000_000)
+    part: tuple[Count, Annotated[int, Field(ge=1)]] = (0, 1)
+
+
+def _read_bad_step(file: Path) -> BadStepFile:
+    with suppress(UserError):
+        record = read_json(file, BadStepFile)
+        samples = record.samples
+        if (samples and samples[0] < samples[1] and record.plan_hash) or "answers" in record.model_fields_set:
+            return record
+    raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")
