@@ -1,7 +1,8 @@
 """Files that are verified as they are read: block by block, against the xxh3 that was recorded when they were written.
 
 A flipped bit on a disk is otherwise read in silence. Token shards (data/shards/folder.py) and checkpoints
-(checkpoint/storage.py) read through this module; each decides how a file is opened, what it retries, and what an error is called. No torch here.
+(checkpoint/storage.py) read through this module; each decides how a file is opened, what it retries, and what an error is
+called. No torch here.
 """
 
 import errno

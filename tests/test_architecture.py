@@ -3,6 +3,7 @@
 import ast
 import re
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def imports() -> Edges:
     return {edge for edge in edges if edge[0] not in LEFT_OUT}
 
 
+def module_imports() -> dict[str, set[str]]:
+    """The modules that each module imports when it runs, also inside functions; not those for type checkers alone."""
+    paths = [path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for_types = [each for each in ast.walk(tree) if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test)]
+        left_out = {id(node) for each in for_types for node in ast.walk(each)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in left_out:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found.setdefault(module, set()).update(names & modules.keys() or {str(node.module)} & modules.keys())
+    return found
+
+
 def drawn() -> Edges:
     return set(re.findall(r"^\s*(\w+) --> (\w+)$", DIAGRAMS[0], re.MULTILINE))
 
@@ -65,6 +82,18 @@ def test_the_diagram_has_every_package_and_no_other() -> None:
 
 def test_packages_do_not_import_each_other_in_a_circle() -> None:
     assert not {(a, b) for a, b in reachable(imports()) if a == b}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph = module_imports()
+    assert len(graph) > 200
+    TopologicalSorter({module: sorted(used - {module}) for module, used in graph.items()}).prepare()
+
+
+def test_no_folder_has_more_than_fifteen_files() -> None:
+    sizes = {str(path.parent.relative_to(ROOT)): len(list(path.parent.glob("*.py"))) for path in PACKAGE.rglob("__init__.py")}
+    assert len(sizes) > 30
+    assert {folder: size for folder, size in sizes.items() if size > 15} == {}
 
 
 def test_the_arrows_of_the_diagram_are_the_imports() -> None:

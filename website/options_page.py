@@ -8,11 +8,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.help_text import default_text, type_name
 from lmforge.config.options import OptionPath, Options, iter_options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
+from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.verbs.table import VERBS
 

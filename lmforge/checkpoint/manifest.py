@@ -16,7 +16,7 @@ from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_file, unreadable
 from lmforge.data.dataset import DataPlan
 from lmforge.errors import UserError
-from lmforge.interop.config_json import model_config_from_json
+from lmforge.interop.resolve import model_config_from_json
 from lmforge.model.config import ModelConfig
 from lmforge.runs import CHECKPOINT_FORMAT, MANIFEST, Run, checkpoint_checksum, checkpoint_step, read_checkpoint_manifest
 from lmforge.untrusted import check_content

@@ -81,22 +81,6 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return read_json(path, dict[str, Any], hint="copy the file again", allow_nan=True)
 
 
-def model_config_from_json(content: dict[str, Any], source: str, implementation: str = "lmforge") -> ModelConfig:
-    """The config of the model that a config.json describes.
-
-    implementation: what is to compute it, "lmforge" or "transformers" (transformers_model.py).
-    Raises UserError, beginning with `source`, for what cannot be computed.
-    """
-    if implementation == "transformers":
-        from lmforge.interop.transformers_model import to_transformers_config
-
-        return to_transformers_config(content, source)
-    try:
-        return ModelConfig(**config_fields_from_json(content))
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-
-
 def to_config_json(config: ModelConfig) -> dict[str, Any]:
     """A model config as the content of a config.json that transformers 4 and 5 both read."""
     if config.family == "transformers":

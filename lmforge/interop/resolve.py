@@ -90,6 +90,22 @@ def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[s
     return chosen
 
 
+def model_config_from_json(content: dict[str, Any], source: str, implementation: str = "lmforge") -> ModelConfig:
+    """The config of the model that a config.json describes.
+
+    implementation: what is to compute it, "lmforge" or "transformers" (transformers_model.py).
+    Raises UserError, beginning with `source`, for what cannot be computed.
+    """
+    if implementation == "transformers":
+        from lmforge.interop.transformers_model import to_transformers_config
+
+        return to_transformers_config(content, source)
+    try:
+        return ModelConfig(**config_fields_from_json(content))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
 def _check_vocabulary(where: str, model_size: Any, tokenizer_size: int | None) -> None:
     if tokenizer_size is not None and isinstance(model_size, int) and model_size < tokenizer_size:
         raise UserError(

@@ -62,8 +62,9 @@ def test_what_changed_since_is_another_copy_and_a_file_that_is_lost_is_copied_ag
 
 def test_a_copy_that_was_cut_off_is_completed(model: Path, tmp_path: Path) -> None:
     (model / "large.safetensors").write_bytes(os.urandom(64 << 20))
-    program = "import sys; from pathlib import Path; from lmforge.data.shards import staged_copy; staged_copy.BLOCK_BYTES = 4096;"
-    program += "staged_copy.THREADS = 1; staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
+    program = "import sys; from pathlib import Path; from lmforge.data.shards import staged_copy;"
+    program += "staged_copy.BLOCK_BYTES = 4096; staged_copy.THREADS = 1;"
+    program += "staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     disk = tmp_path / "disk"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", program, disk, model], env=environment, stdout=subprocess.DEVNULL) as process:
@@ -93,7 +94,8 @@ def test_a_disk_without_room_is_refused_in_one_line_before_anything_is_copied(mo
     need("the right to mount")
     disk = tmp_path / "disk"
     disk.mkdir()
-    program = "import sys; from lmforge.data.shards import staged_copy; from pathlib import Path; staged_copy.RESERVED_BYTES = 0\n"
+    program = "import sys; from lmforge.data.shards import staged_copy; from pathlib import Path\n"
+    program += "staged_copy.RESERVED_BYTES = 0\n"
     program += (
         "try: staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))\nexcept Exception as problem: print(problem)"
     )

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lmforge.interop.config_json import model_config_from_json
-from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.resolve import model_config_from_json, resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig

@@ -22,7 +22,7 @@ def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random
     first = parameters(small, 3)
     torch.manual_seed(draw.randrange(1000))
     deeper = {**to_config_json(small), "num_hidden_layers": 3, "tie_word_embeddings": False}
-    from lmforge.interop.config_json import model_config_from_json
+    from lmforge.interop.resolve import model_config_from_json
 
     second = parameters(model_config_from_json(deeper, "here"), 3)
     for name, value in first.items():

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from lmforge.errors import UserError
-from lmforge.interop.config_json import model_config_from_json, to_config_json
-from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.config_json import to_config_json
+from lmforge.interop.resolve import model_config_from_json, resolve_model_config
 from lmforge.model.config import ModelConfig, RopeScaling, get_preset
 from lmforge.model.presets import PRESETS
 from tests.model.conftest import MODEL_TYPES, drawn_config

@@ -14,8 +14,7 @@ from lmforge.data.dataset import DataPlan
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError, format_bytes, format_count
 from lmforge.hub import is_hub_name
-from lmforge.interop.config_json import model_config_from_json
-from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.resolve import model_config_from_json, resolve_model_config
 from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
 from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
