@@ -57,7 +57,7 @@ def _full_disk_as_user_error(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_FULL_ERRNOS:
             raise
-        reason = f"no space to write {path.name} ({error.strerror}): free some and run again"
+        reason = f"no space to write {path.name} ({error.strerror}); free some and run again"
         raise UserError(f"{path.parent}: {reason}") from None
 
 

@@ -1,4 +1,4 @@
-"""Models and data sets by their names on the Hugging Face hub: found in the local cache, or downloaded once, and kept there.
+"""Models and datasets by their names on the Hugging Face hub: found in the local cache, or downloaded once, and kept there.
 
 An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as JSON and the plain files of
 tokenizers; pickles and code are not. The calls to the hub are huggingface_hub's public ones. Two promises are ours, because
@@ -26,11 +26,11 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
-# What `datasets` reads, and the page of a data set, which says how its files are divided.
+# What `datasets` reads, and the page of a dataset, which says how its files are divided.
 DATA_FILES = re.compile(
     r"(?:README\.md|.+\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.(?:gz|zst|xz|bz2))?|.+\.(?:zip|tar|tar\.gz))"
 )
-# In a folder that was downloaded to, and in a complete data set of the cache: {"files": the [name, size, digest] of each file
+# In a folder that was downloaded to, and in a complete dataset of the cache: {"files": the [name, size, digest] of each file
 # that was verified}.
 DOWNLOAD_RECORD = ".lmforge-download.json"
 MAX_INDEX_BYTES = 2**28
@@ -161,7 +161,7 @@ def download(
     include_weights: bool = True,
     report: Report = print,
 ) -> DownloadResult:
-    """Download a model or a data set into `folder`, or into the cache, except what is there already.
+    """Download a model or a dataset into `folder`, or into the cache, except what is there already.
 
     `report` is called with lines on the progress. Raises UserError if it cannot be downloaded.
     """
@@ -202,12 +202,12 @@ def offline_message(name: str, revision: str, kind: Kind) -> str:
     """Why the hub is not asked, and what to do."""
     return (
         f"{name}: no such folder, and {revision} of it is not in the cache {cache_folder()}; HF_HUB_OFFLINE is set, so the hub"
-        f" is not asked: run `{download_command(name, revision, kind)}` where there is a network, or unset it"
+        f" is not asked; run `{download_command(name, revision, kind)}` where there is a network, or unset it"
     )
 
 
 def _data_files(name: str, listed: dict[str, HubFile]) -> list[HubFile]:
-    """The files of a data set that are read; no code."""
+    """The files of a dataset that are read; no code."""
     chosen = [listed[each] for each in sorted(listed) if DATA_FILES.fullmatch(each)]
     if all(file.name == "README.md" for file in chosen):
         raise UserError(

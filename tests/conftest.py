@@ -142,7 +142,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of token shards: some 200 short documents, vocabulary 512."""
+    """A token folder: some 200 short documents, vocabulary 512."""
     folder = tmp_path_factory.mktemp("tiny")
     write_documents(folder / "text")
     prepare(str(folder / "text"), folder / "tokens", vocab_size=512, validation_ratio=0.1, workers=1)

@@ -82,7 +82,7 @@ def onwards(trained: Run, tiny_options: list[str]) -> list[str]:
     [
         (None, 'no such file or folder: give a path, or "stdlib"'),
         (b"", "empty: there is no text in it"),
-        ("Gr\u00fc\u00dfe".encode("latin-1"), "not UTF-8 at byte 2: convert the file, or leave it out"),
+        ("Gr\u00fc\u00dfe".encode("latin-1"), "not UTF-8 at byte 2; convert the file, or leave it out"),
     ],
     ids=["missing", "empty", "not UTF-8"],
 )
@@ -726,7 +726,7 @@ def test_a_checkpoint_given_as_token_folder_is_refused_and_kept(
     folder = trained.checkpoint_path(6)
     before = contents(folder)
     options = [*tiny_options, "--data.folder", folder, "--run.folder", tmp_path, "--run.name", "a"]
-    assert f"{folder}: a checkpoint, not a folder of token shards" in refused("pretrain", *options)
+    assert f"{folder}: a checkpoint, not a token folder" in refused("pretrain", *options)
     assert str(folder) in refused("prepare", corpus_file(tmp_path), folder, "--overwrite")
     assert contents(folder) == before
 

@@ -192,7 +192,7 @@ def test_recipes(part: int, carry_out: CarryOut) -> None:
     carry_out(draw, 17)
 
 
-# --- runs, checkpoints, shard folders --------------------------------------------------------------------------------
+# --- runs, checkpoints, token folders --------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_what_a_model_and_a_cache_need_is_compared_with_what_is_free(
         UserError, match=r"^a model of 123,551,232 parameters in fp32: needs 471 MiB, and 256 MiB are left of the"
     ):
         build_model(get_preset("124m"))
-    # 2 layers of 2 key-value heads of width 8 in fp32: 256 bytes a token.
+    # 2 layers of 2 key-value heads of width 8 in fp32: 256 bytes per token.
     printed = refused("generate", tiny_run, "x", "--max_tokens", 2**21, "--dtype", "fp32", "--device", "cpu")
     assert printed.startswith("a KV cache of 1 sequences of 2,097,15")
     assert "generate fewer tokens" in printed

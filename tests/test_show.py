@@ -77,7 +77,7 @@ def test_a_recipe_with_adapters_is_shown_with_their_cost(tiny_run: Path, lmforge
     assert width is not None
     assert trained == more + (width if method == "reward" else 0)
     costs = [
-        float(re.findall(r"([\d.e+]+) FLOPs in the whole run|([\d.e+]+) FLOPs a token", printed)[-1][1])
+        float(re.findall(r"([\d.e+]+) FLOPs in the whole run|([\d.e+]+) FLOPs per token", printed)[-1][1])
         for printed in (whole, adapted)
     ]
     assert costs[1] < costs[0]
@@ -121,7 +121,7 @@ def test_a_run_and_its_checkpoints_are_shown(tiny_run: Path) -> None:
     of_step = show(str(run.checkpoint_path(4)))
     assert line(of_step, "step") == "step       4: 16 sequences, 768 tokens"
     assert line(of_step, "written by") == "written by 1 rank, engine single, torch.float32"
-    assert line(of_step, "model").endswith(" FLOPs a token at length 48")
+    assert line(of_step, "model").endswith(" FLOPs per token at length 48")
     assert "2 layers, width 32, feed-forward 48, 4 heads of 8 (2 for keys and values)" in of_step
     bytes_there = sum(file.stat().st_size for file in run.checkpoint_path(4).iterdir() if file.name != "manifest.json")
     assert line(of_step, "on disk").startswith(f"on disk    {bytes_there / 2**20:,.1f} MiB")
@@ -318,7 +318,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(refused: Refusal) -> None
 def test_anything_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for thing in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(UserError, match=re.escape(f"{thing}: not a recipe, run, checkpoint, shard folder")):
+        with pytest.raises(UserError, match=re.escape(f"{thing}: not a recipe, run, checkpoint, token folder")):
             show(str(thing))
     with pytest.raises(UserError, match="no such file, folder or preset"):
         show(str(tmp_path / "nothing"))

@@ -145,7 +145,7 @@ class StageConfig(Options):
 
 
 class PretrainDataOptions(SequenceOptions):
-    """What the model is trained on: one folder of token shards, or a mixture of several."""
+    """What the model is trained on: one token folder, or a mixture of several."""
 
     folder: str = option("data/stdlib", FOLDER_MEANING)
     quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)

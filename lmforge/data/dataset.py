@@ -25,7 +25,7 @@ from lmforge.errors import UserError
 
 # Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.
 PACKING_VERSION = 2
-# A piece of a remote shard (remote_storage.py) at two bytes a token.
+# A piece of a remote shard (remote_storage.py) at two bytes per token.
 CHUNK_TOKENS = 2**21
 
 
@@ -157,7 +157,7 @@ class PackedDataset:
 
 
 class TokenDataset(PackedDataset):
-    """The packed sequences of one split of a folder of token shards."""
+    """The packed sequences of one split of a token folder."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ def convert_sentencepiece(file: Path) -> tuple[str, dict[str, str]]:
         raise UserError(f"{file}: not a SentencePiece model, or damaged; fetch it again") from None
     pieces = {piece.piece: number for number, piece in enumerate(proto.pieces)}
     if reason := _unsupported(proto):
-        raise UserError(f"{file}: {reason}; such models are not converted: give a tokenizer.json")
+        raise UserError(f"{file}: {reason}; such models are not converted; give a tokenizer.json")
     if not proto.pieces:
         raise UserError(f"{file}: not a SentencePiece model, or damaged; fetch it again")
     if theirs.eos_id() < 0:

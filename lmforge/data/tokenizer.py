@@ -198,7 +198,7 @@ class Tokenizer:
                 if (beside := file.parent / name).is_file()
             }
         except FileNotFoundError:
-            raise UserError(f"{file}: no such tokenizer: name a tokenizer.json or a folder that holds one") from None
+            raise UserError(f"{file}: no such tokenizer; name a tokenizer.json or a folder that holds one") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
         return cls(text, companions, str(file))

@@ -25,7 +25,7 @@ def open_evaluation_dataset(
 ) -> tuple[PackedDataset, str]:
     """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
 
-    A prepared folder gives `split`. Several are joined, less those without it. Files give all of their content (split "all"),
+    A token folder gives `split`. Several are joined, less those without it. Files give all of their content (split "all"),
     tokenized with the model's tokenizer; attention stays within a document or conversation.
     """
     if len(sources) == 1:
@@ -40,7 +40,7 @@ def open_evaluation_dataset(
 
 
 def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFolder | None:
-    """A prepared folder, whose tokenizer is the model's; None for files."""
+    """A token folder, whose tokenizer is the model's; None for files."""
     folder: ExampleFolder | TokenFolder
     if (data / EXAMPLES_MANIFEST).exists():
         folder = ExampleFolder.open(data)
@@ -69,7 +69,7 @@ def _open_split(folder: ExampleFolder | TokenFolder, split: str, sequence_length
 
 def _open_files(loaded: LoadedModel, data: Path, split: str, sequence_length: int) -> PackedDataset:
     if split != "validation":
-        raise UserError(f"--split {split}: {data} is not a prepared folder, and all of it is measured; leave --split out")
+        raise UserError(f"--split {split}: {data} is not a token folder, and all of it is measured; leave --split out")
     packing: ExamplePacking | ConcatPacking
     if _has_conversations(data):
         packing = _pack_conversations(loaded, data, sequence_length)

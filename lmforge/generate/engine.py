@@ -106,10 +106,10 @@ class Engine:
         if total > self._max_length:
             raise UserError(
                 f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} new ones are {total}, more than the "
-                f"{self._max_length} allowed: shorten the prompt or generate fewer"
+                f"{self._max_length} allowed; shorten the prompt or generate fewer"
             )
         if not self.num_free_slots:
-            raise UserError(f"all {self._max_batch_size} slots are taken: wait for a request to finish")
+            raise UserError(f"all {self._max_batch_size} slots are taken; wait for a request to finish")
         self._last_request_id += 1
         self._pending.append(_RunningRequest(self._last_request_id, request))
         return self._last_request_id

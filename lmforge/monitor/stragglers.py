@@ -42,7 +42,7 @@ class StragglerDetector:
     def update(
         self, seconds_by_rank: Sequence[Sequence[float]], pipeline_ranks: Sequence[int], steps: float, step_seconds: float
     ) -> list[str]:
-        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s a step); …".
+        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s per step); …".
 
         `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES. Only ranks of one
         pipeline rank are compared.
@@ -84,7 +84,7 @@ class StragglerDetector:
 
 
 def _format_comparison(seconds: float, median: float) -> str:
-    return f"{seconds:.2g} s against {median:.2g} s a step"
+    return f"{seconds:.2g} s against {median:.2g} s per step"
 
 
 class StragglerMonitor:

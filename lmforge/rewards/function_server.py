@@ -76,7 +76,7 @@ def _get_registered(name: str, options: str) -> Callable[..., Any]:
     if entry.options is None:
         return function
     if "options" not in _parameters(function):
-        raise UserError(f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)}: add options")
+        raise UserError(f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)}; add options")
     return partial(function, options=entry.options(**json.loads(options)))
 
 

@@ -137,7 +137,7 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(
                     f"column {name!r} is not plain data ({error}), and reward {accepting[0]} takes it, by its name or with all"
-                    " others: make it text or numbers, or let the function name only the columns that it needs"
+                    " others; make it text or numbers, or let the function name only the columns that it needs"
                 ) from None
 
     def _log_failure(self, spec: str, result: FunctionResult, count: int) -> None:

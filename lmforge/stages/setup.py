@@ -131,7 +131,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
     log(
         f"model      {counts.total:,} parameters ({kind}){partly},"
-        f" {trainer.flops_per_token(config.data.sequence_length):.3g} FLOPs a token"
+        f" {trainer.flops_per_token(config.data.sequence_length):.3g} FLOPs per token"
     )
     if trainer.resume_point.manifest is None:
         log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
@@ -162,4 +162,4 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
         log("MFU        left out: the peak of this GPU is not in the table")
     else:
         source = "data sheet" if on_gpu else "measured on this machine"
-        log(f"MFU        relative to {trainer.peak_flops / 1e9:,.0f} GFLOP/s a rank ({source})")
+        log(f"MFU        relative to {trainer.peak_flops / 1e9:,.0f} GFLOP/s per rank ({source})")

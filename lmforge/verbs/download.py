@@ -1,4 +1,4 @@
-"""`lmforge download`: models and data sets of the Hugging Face hub, by name or as recipes and pipelines name them.
+"""`lmforge download`: models and datasets of the Hugging Face hub, by name or as recipes and pipelines name them.
 
 What is downloaded here is found later by its name, also on hosts without a network that share the cache.
 """
@@ -24,7 +24,7 @@ MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from
 
 @dataclass(frozen=True)
 class HubItem:
-    """A model or a data set by its name on the hub; `weights` are wanted of a model that is not only a tokenizer."""
+    """A model or a dataset by its name on the hub; `weights` are wanted of a model that is not only a tokenizer."""
 
     name: str
     kind: hub.Kind = "model"

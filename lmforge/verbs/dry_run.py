@@ -59,7 +59,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
         at_rest = checkpoint_bytes(optimizer, master_dtype, counts)
         added = counts.total - parameter_count(model).total
         lines.append(
-            f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs a token"
+            f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs per token"
             f" and {format_bytes(at_rest)} at rest"
         )
     check_parallel(config.parallel, model, plan)
@@ -103,7 +103,7 @@ def describe_cost(model: ModelConfig, sequence_length: int, optimizer: Optimizer
     count = parameter_count(model)
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
-        f" {flops_per_token(model, sequence_length):.3g} FLOPs a token at length {sequence_length:,}\n"
+        f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length {sequence_length:,}\n"
         f"memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
         f" {format_bytes(_at_rest_bytes(model, optimizer, master_dtype))} at rest in training"
         f" (with the states of {optimizer.name}), over all ranks that shard it"

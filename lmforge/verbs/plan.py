@@ -65,8 +65,8 @@ def run_plan(config: AnyPlanConfig) -> int:
     console.print(_time_table(prediction))
     slow, fast = prediction.speed_interval
     console.print(
-        f"speed      {prediction.tokens_per_second:,.0f} tokens/s a GPU ({slow:,.0f} to {fast:,.0f}),"
-        f" MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s a step; most time: {prediction.bottleneck}\n",
+        f"speed      {prediction.tokens_per_second:,.0f} tokens/s per GPU ({slow:,.0f} to {fast:,.0f}),"
+        f" MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s per step; most time: {prediction.bottleneck}\n",
         soft_wrap=True,
     )
     if options.cpu_offload:
@@ -133,7 +133,7 @@ def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> Non
     for steps, each in phases if len(phases) > 1 else ():
         console.print(
             f"phase      {steps:,} steps with sequences of {each.setting.sequence_length:,} tokens:"
-            f" {each.tokens_per_second:,.0f} tokens/s a GPU, {each.step_seconds:.3g} s a step",
+            f" {each.tokens_per_second:,.0f} tokens/s per GPU, {each.step_seconds:.3g} s per step",
             soft_wrap=True,
         )
 

@@ -87,7 +87,7 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
         return
     winner = result.best[0]
     table = Table(title="fastest", title_justify="left")
-    for name in ("configuration", "tokens/s a GPU", "MFU", "GiB", "beside the first"):
+    for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "beside the first"):
         table.add_column(name, justify="left" if name in ("configuration", "beside the first") else "right")
     for each in result.best[:SHOWN]:
         assert each.prediction is not None
@@ -142,7 +142,7 @@ def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> None:
     assert candidate.prediction is not None
     header = (
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: {candidate.describe()}.\n"
-        f"# By estimate {candidate.prediction.tokens_per_second:,.0f} tokens/s a GPU and"
+        f"# By estimate {candidate.prediction.tokens_per_second:,.0f} tokens/s per GPU and"
         f" {candidate.device_bytes / 2**30:.1f} GiB.\n"
     )
     try:

@@ -92,7 +92,7 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
         print(f"{summary.folder}: prepared already, nothing to do")
     for split, tokens in summary.tokens.items():
         text = summary.text_bytes[split]
-        ratio = f", {text / tokens:.2f} bytes a token" if tokens else ""
+        ratio = f", {text / tokens:.2f} bytes per token" if tokens else ""
         documents = format_count(summary.documents[split], "document")
         print(f"{split:<9} {tokens:>15,} tokens, {documents}, {text:,} bytes of text{ratio}")
     for packing in summary.best_fit.values():

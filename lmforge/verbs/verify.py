@@ -1,4 +1,4 @@
-"""`lmforge prepare --verify`: every block of a folder of token shards, read and compared with its checksum."""
+"""`lmforge prepare --verify`: every block of a token folder, read and compared with its checksum."""
 
 import json
 import time

@@ -94,7 +94,7 @@ def test_slurm_and_ssh_refuse_in_one_line_and_nothing_is_started(
     )
     password = cluster.refusal("launch", "recipe.toml", *by_ssh, "o PubkeyAuthentication=no")
     assert "Permission denied" in password
-    assert "it asks for a password: set up a key (ssh-copy-id node1)" in password
+    assert "it asks for a password; set up a key (ssh-copy-id node1)" in password
     write_executable(tmp_path / "python", "#!/bin/sh\necho 'No module named lmforge' >&2; exit 1\n")
     without_code = cluster.refusal("launch", "recipe.toml", *by_ssh, "--python", tmp_path / "python")
     expected = f"node1: {tmp_path}/python does not run lmforge there (No module named lmforge); see launch.python"
@@ -400,7 +400,7 @@ def test_a_pipeline_whose_stages_hand_over_files_that_a_node_does_not_see_is_ref
     finally:
         laboratory.run("node2", f"umount {tiny_tokens}")
     expected = (
-        f"lmforge: {tiny_tokens}: not the same on node1 and node2; the stages of a pipeline hand over files: put them into"
+        f"lmforge: {tiny_tokens}: not the same on node1 and node2; the stages of a pipeline hand over files; put them into"
     )
     assert expected in cluster.output(run)
     cluster.wait_for_state(run, r" refused ")

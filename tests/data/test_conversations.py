@@ -180,8 +180,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
         "d.jsonl": "not UTF-8 at byte 10",
         "e.jsonl": "record 1: the fields answer, question are of no format known",
         "f.jsonl": "no such file or folder",
-        "g.csv": ".csv files are not read: convert the records to .jsonl or .parquet",
-        "h.csv.gz": ".csv files are not read: convert the records to .jsonl or .parquet",
+        "g.csv": ".csv files are not read; convert the records to .jsonl or .parquet",
+        "h.csv.gz": ".csv files are not read; convert the records to .jsonl or .parquet",
     }.items():
         with pytest.raises(UserError, match=f"{re.escape(name)}.*{re.escape(complaint)}"):
             shown(tmp_path / name, byte_tokenizer)

@@ -162,7 +162,7 @@ def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: P
         ("data", mixture, "--picture", empty / "no" / "a.png"): f"--picture {empty / 'no' / 'a.png'}: cannot be written (No ",
         ("data", empty): f"{empty}: no token folder (manifest.json is missing)",
         ("data", sft): f"{sft}: is not trained on token shards; --sample 5 prints",
-        ("data", tmp_path / "nothing", "--sample", "2"): f"{tmp_path / 'nothing'}: not a run, a recipe, a folder of shards",
+        ("data", tmp_path / "nothing", "--sample", "2"): f"{tmp_path / 'nothing'}: not a run, a recipe, a token folder",
         ("data", tmp_path / "notes.txt", "--sample", "2"): f"{tmp_path / 'notes.txt'}: --sample is for a run, a recipe or",
         (mixture, "--sample", "2"): "show: --sample is for `lmforge show data OF` alone",
     }

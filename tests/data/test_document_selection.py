@@ -92,7 +92,7 @@ def test_a_hook_that_fails_is_named_with_document_and_file(tmp_path: Path, hook:
     assert message == f"{source}:1: hook hook.py:returns_text returned str: expected the document, with text in 'text', or None"
     message = refused("prepare", source, out, "--hook", f"{hook}:nothing")
     assert message == f"hook {hook}: no function 'nothing': there are by_path, clean, fails, returns_text"
-    assert "no such file: name a function as FILE.py:FUNCTION" in refused("prepare", source, out, "--hook", "nowhere.py:f")
+    assert "no such file; name a function as FILE.py:FUNCTION" in refused("prepare", source, out, "--hook", "nowhere.py:f")
     (tmp_path / "bad.py").write_text("1 / 0")
     assert "cannot be imported: ZeroDivisionError" in refused("prepare", source, out, "--hook", f"{tmp_path}/bad.py:f")
 
@@ -103,7 +103,7 @@ def test_a_changed_hook_is_another_preparation(tmp_path: Path, hook: Path) -> No
     prepare(str(source), tmp_path / "out", **options)
     assert prepare(str(source), tmp_path / "out", **options).already_done
     hook.write_text(HOOK.replace("upper", "lower"))
-    with pytest.raises(UserError, match="holds a preparation with other hook: name another folder, or add --overwrite"):
+    with pytest.raises(UserError, match="holds a preparation with other hook; name another folder, or add --overwrite"):
         prepare(str(source), tmp_path / "out", **options)
 
 

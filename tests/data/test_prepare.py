@@ -570,7 +570,7 @@ def test_another_plan_in_the_folder_is_refused_and_overwritten_only_when_asked(
     if "touch" in change:
         os.utime(corpus)
     options = {"vocab_size": 300, **{name: value for name, value in change.items() if name != "touch"}}
-    with pytest.raises(UserError, match=f"holds a preparation with other {named}: name another folder, or add --overwrite"):
+    with pytest.raises(UserError, match=f"holds a preparation with other {named}; name another folder, or add --overwrite"):
         prepare(str(corpus), out, **options)
     assert content(out) == before
     prepare(str(corpus), out, overwrite=True, **options)
@@ -591,7 +591,7 @@ def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, corpus: Pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="not empty, and no preparation: name another folder"):
+        with pytest.raises(UserError, match="not empty, and no preparation; name another folder"):
             prepare(str(corpus), tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     prepare(str(corpus), tmp_path / "done", vocab_size=300)
@@ -668,7 +668,7 @@ def test_a_corpus_of_nothing_but_blanks_is_empty(tmp_path: Path) -> None:
 
 def test_texts_that_are_all_the_same_cannot_be_split(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["same"] * 5)
-    with pytest.raises(UserError, match="too few different texts to set any aside for validation: give more text"):
+    with pytest.raises(UserError, match="too few different texts to set any aside for validation; give more text"):
         prepare(str(source), tmp_path / "out", vocab_size=261)
 
 
@@ -685,7 +685,7 @@ def test_a_bad_line_found_by_another_process_is_named_here(tmp_path: Path, monke
 
 
 def test_an_out_that_cannot_be_a_folder_is_named(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(UserError, match=r"corpus\.jsonl: cannot be made a folder of shards"):
+    with pytest.raises(UserError, match=r"corpus\.jsonl: cannot be made a token folder"):
         prepare(str(corpus), corpus)
 
 

@@ -373,7 +373,7 @@ def test_a_prompt_does_not_end_with_an_answer_and_a_tokenizer_needs_a_way_to_cha
     bare = Tokenizer.open(folders["speakers"]).files
     config = json.loads(bare["tokenizer_config.json"])
     del config["chat_template"]
-    with pytest.raises(UserError, match=r"no chat template: put a chat_template\.jinja beside"):
+    with pytest.raises(UserError, match=r"no chat template; put a chat_template\.jinja beside"):
         ChatTemplate.from_tokenizer(Tokenizer(bare["tokenizer.json"], {"tokenizer_config.json": json.dumps(config)}))
 
 

@@ -353,7 +353,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such tokenizer: name a tokenizer\.json or a folder that holds one"):
+    with pytest.raises(UserError, match=r"no such tokenizer; name a tokenizer\.json or a folder that holds one"):
         Tokenizer.open(tmp_path / "none")
 
 

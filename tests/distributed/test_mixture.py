@@ -23,7 +23,7 @@ TRAINING += ["--schedule.name", "constant", "--schedule.warmup_steps", "0", "--l
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three folders of token shards of one tokenizer: web, code and math."""
+    """Three token folders of one tokenizer: web, code and math."""
     folder, random_ = tmp_path_factory.mktemp("corpora"), random.Random(1)
     for name, words in WORDS.items():
         (folder / f"{name}-text").mkdir()

@@ -114,5 +114,5 @@ def test_a_measurement_is_plausible_and_changes_nothing(monkeypatch: pytest.Monk
 def test_a_run_prints_one_short_line_about_it(tiny_run: Path) -> None:
     log = (tiny_run / "logs" / "attempt-1" / "rank-0.log").read_text()
     [line] = [line for line in log.splitlines() if "MFU" in line and "step" not in line]
-    assert line.endswith(" GFLOP/s a rank (measured on this machine)")
+    assert line.endswith(" GFLOP/s per rank (measured on this machine)")
     assert "FLOPs per token" not in log

@@ -102,4 +102,4 @@ def test_a_compiled_block_keeps_what_is_counted(family: str, mode: str) -> None:
     counted = count_block(setting, checkpointed=mode != "none").saved_bytes
     kept = partitioned_bytes(config, mode)
     print(family, mode, kept, counted, counted / kept)
-    assert counted == pytest.approx(kept, rel=0.005)  # GPT-2's norms keep 8 bytes a token less
+    assert counted == pytest.approx(kept, rel=0.005)  # GPT-2's norms keep 8 bytes per token less

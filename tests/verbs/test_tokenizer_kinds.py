@@ -66,7 +66,7 @@ def test_documents_are_prepared_and_read_back_as_they_were(
     assert sorted(tokenizer.decode(document) for document in documents) == sorted(texts)
     text_bytes = sum(map(len, texts))
     assert sum(folder.manifest.text_bytes.values()) == text_bytes
-    assert "bytes a token" in capsys.readouterr().out
+    assert "bytes per token" in capsys.readouterr().out
     # Each begins with a blank that is not in the text.
     assert int(tokenizer.token_byte_lengths()[[id for document in documents for id in document]].sum()) == text_bytes + len(
         texts

@@ -80,7 +80,7 @@ def judge_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, 
     size, dtype, _ = PRODUCTS[kind]
     values = {"tflops": {str(rank): round(rate, 4) for rank, rate in rates.items()}}
     span = f"{min(rates.values()):,.3g} to {max(rates.values()):,.3g}" if len(rates) > 1 else f"{middle:,.3g}"
-    what = f"{span} TFLOP/s a rank, products of {size} × {size} in {str(dtype).removeprefix('torch.')}"
+    what = f"{span} TFLOP/s per rank, products of {size} × {size} in {str(dtype).removeprefix('torch.')}"
     if slow:
         rates_text = ", ".join(f"{names[rank]}: {rate:,.3g}" for rank, rate in slow.items())
         todo = "every step waits for the slowest rank: see what else runs there, its clocks and cooling, or leave the host out"

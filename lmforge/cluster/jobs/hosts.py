@@ -95,7 +95,7 @@ def _run_on_host(host: str | None, script: str, ssh_options: Sequence[str], seco
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     message = lines[-1].removeprefix("ssh: ") if lines else f"status {done.returncode}"
     if host is not None and done.returncode == 255 and "Permission denied" in message:
-        message = f"{message}; it asks for a password: set up a key (ssh-copy-id {host})"
+        message = f"{message}; it asks for a password; set up a key (ssh-copy-id {host})"
     return Answer(host, done.returncode, done.stdout, cut(message, 200))
 
 

@@ -15,13 +15,13 @@ from lmforge.untrusted import cut
 
 
 class ShowOptions(Options):
-    """lmforge show THING [OF]: what a recipe, model, shard folder, run or checkpoint is; `show data OF`: its data."""
+    """lmforge show THING [OF]: what a recipe, model, token folder, run or checkpoint is; `show data OF`: its data."""
 
     thing: str = argument(
-        ..., "recipe.toml, preset name, Hugging Face folder or name, shard folder, run, checkpoint, `presets` or `data`"
+        ..., "recipe.toml, preset name, Hugging Face folder or name, token folder, run, checkpoint, `presets` or `data`"
     )
     of: Path | None = argument(
-        None, "with `data`: a run, recipe or shard folder, the file of a bad step, or of conversations, pairs or prompts"
+        None, "with `data`: a run, recipe or token folder, the file of a bad step, or of conversations, pairs or prompts"
     )
     tokenizer: Path | None = option(None, "with `data` and a file of examples: model whose tokenizer and template to use")
     mask: Literal["assistant", "last", "all"] = option("assistant", "with such a file: tokens in the loss, as data.mask")
@@ -32,10 +32,10 @@ class ShowOptions(Options):
         None, "with `data`: numbers of samples or records, FIRST:AFTER_LAST (default: the first 3, or those of a bad step)"
     )
     sample: int | None = option(
-        None, "with `data` and a run, recipe or shard folder: print so many samples, evenly spaced over it", gt=0, le=10_000
+        None, "with `data` and a run, recipe or token folder: print so many samples, evenly spaced over it", gt=0, le=10_000
     )
     picture: Path | None = option(
-        None, "with `data` and a recipe or shard folder: draw the report of its sources and documents too, as FILE.png"
+        None, "with `data` and a recipe or token folder: draw the report of its sources and documents too, as FILE.png"
     )
 
     def problems(self) -> Iterator[str]:

@@ -167,18 +167,18 @@ class ImportOptions(Options):
 
 
 class DownloadOptions(Options):
-    """lmforge download NAME [FOLDER]: a model or data set of the Hugging Face hub, or all that a recipe names, for later."""
+    """lmforge download NAME [FOLDER]: a model or dataset of the Hugging Face hub, or all that a recipe names, for later."""
 
     name: str = argument(
-        ..., "a model or data set on the hub: organisation/name, or organisation/name@revision; or a recipe or pipeline, .toml"
+        ..., "a model or dataset on the hub: organisation/name, or organisation/name@revision; or a recipe or pipeline, .toml"
     )
     folder: Path | None = argument(None, "folder to download to (default: the hub's cache, where its name finds it)")
     revision: str | None = option(None, "branch, tag or commit (default: main)")
-    dataset: bool = option(False, "NAME is a data set, for lmforge prepare")
+    dataset: bool = option(False, "NAME is a dataset, for lmforge prepare")
     weights: bool = option(True, "of a model the weights too; false: its configuration and tokenizer alone")
 
     def problems(self) -> Iterator[str]:
         if self.dataset and not self.weights:
-            yield "--weights: of a model, and --dataset says that NAME is a data set; leave one of them out"
+            yield "--weights: of a model, and --dataset says that NAME is a dataset; leave one of them out"
         if Path(self.name).suffix == ".toml" and (given := [name for name in self.changed() if name != "name"]):
             yield f"--{given[0]}: not with a recipe, which says what to download to the hub's cache; leave it out"

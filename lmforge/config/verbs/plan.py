@@ -31,7 +31,7 @@ class PlanOptions(Options):
     hardware: Path | None = option(None, "a TOML file with further [[gpus]] and [[networks]], as in plan/hardware.toml")
     calibration: Path | None = option(None, "a file of `lmforge bench --calibrate`: its measurements replace data sheets")
     price: float = option(0.0, "price of a GPU-hour, in any currency", **SCALE_OR_0)
-    disk_gb_s: float = option(2.0, "GB a second at which all ranks together write a checkpoint", **SCALE)
+    disk_gb_s: float = option(2.0, "GB per second at which all ranks together write a checkpoint", **SCALE)
     failure_gpu_hours: float = option(
         50_000.0, "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)", **SCALE
     )

@@ -59,8 +59,8 @@ class PrepareOptions(Options):
     overwrite: bool = option(False, "delete what another preparation left in OUT")
     environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
     plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
-    verify: str | None = option(None, "instead: read every block of this folder of shards, and name the damaged ones")
-    pack: str | None = option(None, "instead: pack this folder of shards, prepared before, for --best_fit_length")
+    verify: str | None = option(None, "instead: read every block of this token folder, and name the damaged ones")
+    pack: str | None = option(None, "instead: pack this token folder, prepared before, for --best_fit_length")
 
     def problems(self) -> Iterator[str]:
         if self.verify is not None and (given := [name for name in self.changed() if name != "verify"]):

@@ -133,7 +133,7 @@ def detect_format(record: Record) -> Format:
         if all(name in record for name in names):
             return format
     known = "; ".join(f"{format}: {', '.join(names)}" for format, names in FORMAT_FIELDS.items())
-    raise UserError(f"the fields {', '.join(sorted(record))} are of no format known ({known}): name them with fields")
+    raise UserError(f"the fields {', '.join(sorted(record))} are of no format known ({known}); name them with fields")
 
 
 def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout:

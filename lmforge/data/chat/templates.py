@@ -158,7 +158,7 @@ class ChatTemplate:
             spans += [*others, (a, self._turn_end(text, a, b))]
             for call in messages[at].get("tool_calls", []):
                 if call["function"]["name"] not in text[start:stop]:
-                    raise UserError(f"{self._location}: leaves out the tool calls of message {at + 1}: it knows no tools")
+                    raise UserError(f"{self._location}: leaves out the tool calls of message {at + 1}; it knows no tools")
         return spans
 
     def _turn_end(self, text: str, start: int, stop: int) -> int:
@@ -279,7 +279,7 @@ def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
     if all(tokenizer.token_to_id(token) is not None for token in CHAT_SPECIAL_TOKENS):
         return LMFORGE_TEMPLATE, "lmforge's own chat template"
     raise UserError(
-        "the tokenizer has no chat template: put a chat_template.jinja beside its tokenizer.json, or start from a "
+        "the tokenizer has no chat template; put a chat_template.jinja beside its tokenizer.json, or start from a "
         f"model whose tokenizer has one, or lmforge's tokens {', '.join(CHAT_SPECIAL_TOKENS)}"
     )
 

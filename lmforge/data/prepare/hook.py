@@ -37,7 +37,7 @@ class DocumentHook:
         file, _, function = spec.rpartition(":")
         path = Path(file).expanduser().absolute()
         if not path.is_file():
-            raise UserError(f"hook {spec}: no such file: name a function as FILE.py:FUNCTION")
+            raise UserError(f"hook {spec}: no such file; name a function as FILE.py:FUNCTION")
         hook = cls(str(path), function, text_field, xxhash.xxh3_128_hexdigest(read_bounded(path)))
         _load_function(hook.path, hook.function, hook.digest)
         return hook
@@ -68,7 +68,7 @@ class DocumentHook:
 def _load_function(path: str, name: str, digest: str) -> Callable[[dict[str, Any]], Any]:
     """Import the file, once in a process. Raises UserError if that fails, or if the file is not the one of the digest."""
     if xxhash.xxh3_128_hexdigest(read_bounded(Path(path))) != digest:
-        raise UserError(f"hook {path}: changed during the preparation: start it again")
+        raise UserError(f"hook {path}: changed during the preparation; start it again")
     module = import_file(Path(path), MODULE_NAME, "hook")
     function = getattr(module, name, None)
     if not callable(function):

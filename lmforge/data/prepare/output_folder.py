@@ -30,7 +30,7 @@ def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iter
 
 
 def _no_folder(out: Path, error: OSError) -> UserError:
-    return UserError(f"{out}: cannot be made a folder of shards: {error.strerror}: name another")
+    return UserError(f"{out}: cannot be made a token folder: {error.strerror}; name another")
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def lock_folder(out: Path) -> Iterator[None]:
     try:
         held = try_lock(descriptor, out.with_name(f".{out.name}.held"))
         if held is False:
-            raise UserError(f"{out}: another preparation is writing here: wait for it, or name another folder")
+            raise UserError(f"{out}: another preparation is writing here; wait for it, or name another folder")
         yield
     finally:
         if held:
@@ -65,13 +65,13 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
         if os.listdir(out):
-            raise UserError(f"{out}: not empty, and no preparation: name another folder")
+            raise UserError(f"{out}: not empty, and no preparation; name another folder")
     if begun:
         written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
         changed = [name for name in plan if written.get(name) != plan[name]]
         if changed:
             names = ", ".join(changed)
-            raise UserError(f"{out}: holds a preparation with other {names}: name another folder, or add --overwrite")
+            raise UserError(f"{out}: holds a preparation with other {names}; name another folder, or add --overwrite")
         _remove_partial_files(out)
     else:
         path.parent.mkdir()

@@ -34,7 +34,7 @@ MIN_DOCUMENTS_PER_WORKER = 1 << 20
 def pack_folder(
     location: str, sequence_length: int, *, workers: int | None, progress: ProgressCallback, ranks: Ranks
 ) -> BestFitIndex:
-    """Pack a prepared folder for sequences of `sequence_length` tokens, and return its index; see `prepare` for the others.
+    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see `prepare` for the others.
 
     Raises UserError where it is no finished folder of this machine, one of its shards is damaged, or the disk is full.
     """

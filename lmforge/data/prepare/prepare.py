@@ -108,7 +108,7 @@ class PreparationOptions:
             readers=self.readers,
         )
         if corpus.is_tokenized and (document_hook or ngrams or self.deduplicate == "near"):
-            raise UserError(f"{source}: tokens: a hook, near duplicates and decontamination need text: leave them out")
+            raise UserError(f"{source}: tokens: a hook, near duplicates and decontamination need text; leave them out")
         plan = PreparationPlan(
             corpus.fingerprint(),
             self.text_field,
@@ -133,7 +133,7 @@ def prepare(
     ranks: Ranks | None = None,
     **options: Any,
 ) -> PreparationSummary:
-    """Turn the corpus that `source` names (see `open_source`) into a folder of token shards.
+    """Turn the corpus that `source` names (see `open_source`) into a token folder.
 
     progress  called as progress(step, done, total, bytes of the source done, of how many); the steps are "tokenizer",
               "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none are read
@@ -150,7 +150,7 @@ def prepare(
         preparation = chosen.open(source, out, show, ranks)
     for rank, other in enumerate(plans := ranks.all_gather(preparation.plan)):
         if other != plans[0]:
-            raise UserError(f"{source}: rank {rank} finds other files or options than rank 0: let all ranks see the same ones")
+            raise UserError(f"{source}: rank {rank} finds other files or options than rank 0; let all ranks see the same ones")
     with ExitStack() as stack:
         lock = lock_output_folder(out, asdict(preparation.plan), chosen.overwrite)
         finished = ranks.decide_on_rank0(lambda: stack.enter_context(lock))

@@ -25,5 +25,5 @@ def split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_doc
     if not ratio:
         return {TRAIN_SPLIT: np.flatnonzero(~validation)}
     if not validation.any():
-        raise UserError("too few different texts to set any aside for validation: give more text")
+        raise UserError("too few different texts to set any aside for validation; give more text")
     return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}

@@ -181,14 +181,14 @@ class TokenFolder:
             manifest = read_token_folder_manifest(storage)
         except FileNotFoundError:
             if is_local(path) and (path / UNFINISHED).is_dir():
-                raise UserError(f"{path}: its preparation is unfinished: run prepare again to continue it") from None
+                raise UserError(f"{path}: its preparation is unfinished; run prepare again to continue it") from None
             raise UserError(
-                f"{path}: no token folder ({SHARDS_MANIFEST} is missing): `lmforge prepare SOURCE {path}` makes one"
+                f"{path}: no token folder ({SHARDS_MANIFEST} is missing); `lmforge prepare SOURCE {path}` makes one"
             ) from None
         except OSError as error:
             raise UserError(f"{path / SHARDS_MANIFEST}: {error.strerror}: {RESTORE_HINT}") from None
         if manifest.format != FORMAT_VERSION:
-            raise UserError(f"{path}: format {manifest.format}, but this lmforge reads format {FORMAT_VERSION}: prepare again")
+            raise UserError(f"{path}: format {manifest.format}, but this lmforge reads format {FORMAT_VERSION}; prepare again")
         token_bytes = np.dtype(manifest.dtype).itemsize
         shards = {shard.name: shard for shard in chain.from_iterable(manifest.splits.values())}
         with prefix_errors(str(path)):
@@ -272,7 +272,7 @@ def read_token_folder_manifest(storage: ShardStorage) -> TokenFolderManifest:
         return parse_json(content, TokenFolderManifest, path, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
     except UserError:
         if b'"hf_config"' in content[:CHUNK_BYTES]:
-            raise UserError(f"{storage.path}: a checkpoint, not a folder of token shards; name one that prepare made") from None
+            raise UserError(f"{storage.path}: a checkpoint, not a token folder; name one that prepare made") from None
         raise
 
 

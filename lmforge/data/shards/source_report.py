@@ -1,4 +1,4 @@
-"""What the train split of a folder of token shards holds: documents and their lengths, tokens, bytes of text."""
+"""What the train split of a token folder holds: documents and their lengths, tokens, bytes of text."""
 
 from dataclasses import dataclass
 

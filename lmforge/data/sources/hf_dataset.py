@@ -171,7 +171,7 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
 
 
 def _find_commit(name: str, revision: str) -> str:
-    """The commit of a data set on the hub. Raises UserError where it cannot be asked; what else it answers passes."""
+    """The commit of a dataset on the hub. Raises UserError where it cannot be asked; what else it answers passes."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
@@ -186,7 +186,7 @@ def _find_commit(name: str, revision: str) -> str:
 
 
 def find_cached_dataset(name: str, revision: str) -> Path | None:
-    """The folder in which the cache has all of this data set, of a commit that is its name, else None. Does not ask the hub."""
+    """The folder in which the cache has all of this dataset, of a commit that is its name, else None. Does not ask the hub."""
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
     with suppress(OSError, UserError, KeyError):

@@ -56,13 +56,13 @@ def open_source(
     """
     dataset = is_dataset(spec, split, subset)
     if not dataset and (split or subset):
-        raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not: leave them out")
+        raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave them out")
     tokens = [] if dataset else find_token_files(spec)
     texts = [] if not tokens or Path(spec).expanduser().is_file() else _find_text(Path(spec).expanduser())
     if tokens and texts and tokenizer is None:
         tokens = []
     if separator_id is not None and not tokens:
-        raise UserError(f"{spec}: separator_id is of tokens that are imported, and this is text: leave it out")
+        raise UserError(f"{spec}: separator_id is of tokens that are imported, and this is text; leave it out")
     if dataset:
         return open_dataset_source(spec, text_field, split, subset)
     if not tokens:
@@ -70,7 +70,7 @@ def open_source(
     if tokenizer is None:
         raise UserError(f"{spec}: tokens, of which nothing says what they mean: name their tokenizer with --tokenizer")
     if texts:
-        raise UserError(f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}): name a file, or part them")
+        raise UserError(f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}); name a file, or part them")
     return open_token_source(spec, tokens, tokenizer, separator_id)
 
 

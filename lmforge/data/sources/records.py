@@ -63,7 +63,7 @@ def find_record_files(path: str | Path) -> list[Path]:
     try:
         if root.is_file():
             if (suffix := content_suffix(root.name)) and suffix not in known:
-                raise UserError(f"{path}: {suffix} files are not read: convert the records to .jsonl or .parquet")
+                raise UserError(f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet")
             return [root]
         if not root.is_dir():
             raise UserError(f"{path}: no such file or folder")
@@ -212,4 +212,4 @@ def decode_utf8(content: bytes, path: str | Path, offset: int = 0) -> str:
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {offset + error.start}: convert the file, or leave it out") from None
+        raise UserError(f"{path}: not UTF-8 at byte {offset + error.start}; convert the file, or leave it out") from None

@@ -266,7 +266,7 @@ def _detect_kind(path: Path, size: int) -> tuple[type[TokenUnit], int, tuple[obj
     if magic in {known for known, _ in LLMC_DTYPES}:
         dtype = LLMC_DTYPES.get((magic, version))
         if dtype is None:
-            raise UserError(f"{path}: a file of llm.c of version {version}, which is not read: write it with llm.c's dev/data")
+            raise UserError(f"{path}: a file of llm.c of version {version}, which is not read; write it with llm.c's dev/data")
         if size != LLMC_HEADER_BYTES + tokens * np.dtype(dtype).itemsize:
             raise UserError(f"{path}: {size:,} bytes, but its header says {tokens:,} tokens: truncated, or not of llm.c")
         return FlatUnit, tokens, (LLMC_HEADER_BYTES, dtype)

@@ -204,7 +204,7 @@ class TableUnit(FileUnit):
                     f"{self.path}, row {row_number + 1}: not a table: {problem}: quote it as RFC 4180 has it"
                 ) from None
             except UnicodeDecodeError:
-                raise UserError(f"{self.path}, after row {row_number}: not UTF-8: convert the file, or leave it out") from None
+                raise UserError(f"{self.path}, after row {row_number}: not UTF-8; convert the file, or leave it out") from None
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class TarUnit(FileUnit):
                 yield from self._document(sample)
                 key, sample = next_key, {}
             elif path.suffix in sample:
-                raise UserError(f"{self.path}: {name}: its sample has another {path.suffix}: give each a name of its own")
+                raise UserError(f"{self.path}: {name}: its sample has another {path.suffix}; give each a name of its own")
             sample[path.suffix] = name, content
         yield from self._document(sample)
         if not found:

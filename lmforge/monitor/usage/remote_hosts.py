@@ -23,7 +23,7 @@ from lmforge.errors import UserError
 from lmforge.monitor.usage.host import STALE_SECONDS, HostUsage
 from lmforge.untrusted import cut, parse_json
 
-# An answer of a host: some 300 bytes a GPU or process.
+# An answer of a host: some 300 bytes per GPU or process.
 MAX_ANSWER_BYTES = 2**20
 RECONNECT_SECONDS = 5.0
 # A connection that has died is noticed after three of these.

@@ -239,7 +239,7 @@ section("completions", "Completions", ...perRun((run) => {
 
 section("data", "Data", ...perRun((run) => {
   if (!run.sources.length) return null;
-  const columns = ["source", "weight", "documents", "tokens", "bytes a token"].slice(0, run.sources.some((each) => each.tokens) ? 5 : 1);
+  const columns = ["source", "weight", "documents", "tokens", "bytes per token"].slice(0, run.sources.some((each) => each.tokens) ? 5 : 1);
   const made = table(columns, run.sources.map((each) => [each.name, each.weight, each.documents, each.tokens, each.bytes ? each.bytes / each.tokens : null].slice(0, columns.length)));
   const pictures = run.sources.filter((each) => each.lengths).map((each) => {
     const first = each.lengths.findIndex((count) => count), counts = each.lengths.slice(first), most = Math.max(...counts);

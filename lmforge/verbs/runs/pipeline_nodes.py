@@ -68,7 +68,7 @@ class PipelineNodes:
             self.end(UserError.exit_status)
             raise UserError(
                 f"{folder}: not the same folder on {group.names[0]} and {group.describe(apart)}; the stages of a pipeline hand"
-                " over files: use folders that all nodes share, or one node"
+                " over files; use folders that all nodes share, or one node"
             )
 
     def start_stage(self, words: list[str]) -> dict[str, str]:
@@ -91,7 +91,7 @@ class PipelineNodes:
             path = next(iter(problems.values()))
             raise UserError(
                 f"{path}: not the same on {self._group.names[0]} and {self._group.describe(list(problems))}; the stages of a"
-                " pipeline hand over files: put them into a folder that all nodes share"
+                " pipeline hand over files; put them into a folder that all nodes share"
             )
         return _environment_of_stage(self._group, port)
 

@@ -118,7 +118,7 @@ def _render_run(run: RunStatus, columns: int, rows: int | None) -> list[Renderab
 
 def _metrics_lines(run: RunStatus, columns: int) -> list[Text]:
     """The newest metrics, and how old they are where steps come more slowly than that."""
-    formats = METRIC_WORDS | {"step_seconds": "{:.3g} s a step", "data_share": "data {:.0%}"}
+    formats = METRIC_WORDS | {"step_seconds": "{:.3g} s per step", "data_share": "data {:.0%}"}
     metrics = dict(run.metrics)
     if metrics.get("step_seconds") and "data_seconds" in metrics:
         metrics["data_share"] = metrics["data_seconds"] / metrics["step_seconds"]

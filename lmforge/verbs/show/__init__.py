@@ -1,4 +1,4 @@
-"""What `lmforge show` prints of a recipe, a model, a shard folder, a run, a checkpoint, and of data.
+"""What `lmforge show` prints of a recipe, a model, a token folder, a run, a checkpoint, and of data.
 
 Begin with `show.py`. `describe_data.py` and `describe_model.py` are used by `--dry-run` and plans too.
 """

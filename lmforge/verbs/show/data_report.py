@@ -1,4 +1,4 @@
-"""`lmforge show data` of a recipe or a folder of shards: its sources and their documents, in lines and as a picture.
+"""`lmforge show data` of a recipe or a token folder: its sources and their documents, in lines and as a picture.
 
 What is shown is of the train splits. Samples of them are in show_data.py.
 """
@@ -26,7 +26,7 @@ def is_reported(source: Path) -> bool:
 
 
 def report_data(source: Path, picture: Path | None) -> str:
-    """Tokens, documents and bytes a token by source, and document lengths; `picture` is a PNG file to draw them to.
+    """Tokens, documents and bytes per token by source, and document lengths; `picture` is a PNG file to draw them to.
 
     Raises UserError where that cannot be read or written, or is no data of pretraining.
     """
@@ -54,7 +54,7 @@ def _read_sources(config: PretrainConfig) -> tuple[list[SourceReport], list[int]
 def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str]]:
     """A row a source, after their titles. `of training` is the fraction of the tokens that the recipe reads."""
     tokens, all_used = sum(each.tokens for each in sources), sum(used)
-    rows = [["source", "documents", "tokens", "of all tokens", "of training", "bytes a token"]]
+    rows = [["source", "documents", "tokens", "of all tokens", "of training", "bytes per token"]]
     for each, of_source in zip(sources, used, strict=True):
         ratio = f"{each.text_bytes / each.tokens:.2f}" if each.text_bytes else "unknown"
         shares = [f"{each.tokens / tokens:.2%}", f"{of_source / all_used:.2%}"]

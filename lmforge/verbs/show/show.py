@@ -1,4 +1,4 @@
-"""`lmforge show`: what a recipe, a model, a shard folder, a run or a checkpoint is, without loading its weights."""
+"""`lmforge show`: what a recipe, a model, a token folder, a run or a checkpoint is, without loading its weights."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +75,7 @@ def show(thing: str) -> str:
         return _describe_checkpoint(path) if is_checkpoint else _describe_token_folder(path)
     if (path / "config.json").exists():
         return describe_model(resolve_model_config(path, {}, implementation="auto"), f"Hugging Face folder {path}")
-    raise UserError(f"{thing}: not a recipe, run, checkpoint, shard folder or Hugging Face folder")
+    raise UserError(f"{thing}: not a recipe, run, checkpoint, token folder or Hugging Face folder")
 
 
 def _describe_token_folder(path: Path) -> str:

@@ -35,7 +35,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 def show_samples(source: Path, sample_range: str | None, count: int | None = None) -> str:
-    """The text of samples of a run, a recipe, a folder of shards, or of the batch that the file of a bad step names.
+    """The text of samples of a run, a recipe, a token folder, or of the batch that the file of a bad step names.
 
     They are as the model is given them: a line begins each document, and tokens that the loss counts are in colour, or in
     brackets; of rollouts the completions are shown. `sample_range` is FIRST:AFTER_LAST; `count` asks for so many samples
@@ -44,7 +44,7 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
     record = None
     if source.is_file() and source.suffix != ".toml":
         if count is not None:
-            raise UserError(f"{source}: --sample is for a run, a recipe or a folder of shards; give --samples FIRST:AFTER_LAST")
+            raise UserError(f"{source}: --sample is for a run, a recipe or a token folder; give --samples FIRST:AFTER_LAST")
         record = _read_bad_step(source)
         title = f"step {record.step}: {record.reason}"
         if record.samples is None:
@@ -72,7 +72,7 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
 
 
 def open_config(source: Path) -> tuple[str, StageConfig]:
-    """A title, and the config that says what is trained on: of a run, a recipe, or a folder of shards.
+    """A title, and the config that says what is trained on: of a run, a recipe, or a token folder.
 
     That of a folder is one epoch of its train split. Raises UserError for anything else.
     """
@@ -81,7 +81,7 @@ def open_config(source: Path) -> tuple[str, StageConfig]:
     if (run := Run.open(source)).exists():
         return f"run {source}", run.load_config()
     if not source.is_dir():
-        raise UserError(f"{source}: not a run, a recipe, a folder of shards, nor the file of a bad step")
+        raise UserError(f"{source}: not a run, a recipe, a token folder, nor the file of a bad step")
     transitions = TokenFolder.open(source).split("train").num_tokens - 1
     length = max(1, min(transitions, PretrainConfig().data.sequence_length))
     batch = 1 + transitions // length // COUNT["le"]  # more than one where steps would be more than an option takes
