@@ -106,7 +106,7 @@ LINES: dict[str, tuple[str, str]] = {
     "jobs": ("", "--folder nothing"),
     "stop": ("nothing", "--folder nothing"),
     "logs": ("RUN", "--lines 2"),
-    "top": ("", "--once --patience 1"),
+    "top": ("", "--once --timeout_seconds 1"),
 }
 
 

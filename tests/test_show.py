@@ -262,7 +262,7 @@ def test_the_file_of_a_bad_step_with_any_content_is_refused_in_one_line_or_shown
     (tmp_path / "recipe.toml").write_text(f'[data]\nfolder = "{tiny_tokens}"\nsequence_length = 48\n')
     dataset = TokenSources.open(Run.open(tmp_path).load_config()).training(32)
     of_samples = {"step": 3, "reason": "loss is nan", "samples": [0, 2], "plan_hash": dataset.plan_hash_at(2)}
-    of_rollouts = {"step": 3, "reason": "loss is nan", "answers": "completions/set-000000-rank-*.jsonl", "ranks": 2}
+    of_rollouts = {"step": 3, "reason": "loss is nan", "completions": "completions/set-000000-rank-*.jsonl", "ranks": 2}
     of_rollouts |= {"part": [0, 1]}
     (tmp_path / "completions").mkdir()
     completion = {"prompt": "1 + 1 =", "completion": " 2", "reward": 1.0, "tokens": 2, "ended": True}
@@ -298,7 +298,13 @@ def test_damaged_completions_of_a_bad_step_are_refused_in_one_line(
 ) -> None:
     for name in ("bad", "completions"):
         (tmp_path / name).mkdir()
-    record = {"step": 3, "reason": "loss is nan", "answers": "completions/set-000000-rank-*.jsonl", "ranks": 1, "part": [0, 1]}
+    record = {
+        "step": 3,
+        "reason": "loss is nan",
+        "completions": "completions/set-000000-rank-*.jsonl",
+        "ranks": 1,
+        "part": [0, 1],
+    }
     file = tmp_path / "bad" / "step-00000003-batch-2.json"
     file.write_text(json.dumps(record))
     (tmp_path / "completions" / "set-000000-rank-0.jsonl").write_bytes(content)

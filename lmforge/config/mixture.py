@@ -14,9 +14,7 @@ from lmforge.errors import UserError
 from lmforge.untrusted import quoted
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FOLDER_MEANING = (
-    "token folder, as `lmforge prepare` writes them, or an address such as s3://bucket/tokens (extra: cloud)"
-)
+FOLDER_MEANING = "token folder, as `lmforge prepare` writes them, or an address such as s3://bucket/tokens (extra: cloud)"
 QUARANTINE_MEANING = (
     "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or SHARD:FIRST-LAST"
 )

@@ -331,7 +331,7 @@ class ValidationOptions(Options):
     tasks: tuple[Path, ...] = option(
         (), "files of questions, one JSON object a line, scored at each validation, as by `lmforge evaluate --tasks`"
     )
-    task_limit: int | None = option(None, "use the first so many questions of each task (default: all)", **COUNT)
+    task_limit: int | None = option(None, "use only the first N questions of each task (default: all)", **COUNT)
     num_fewshot: int = option(0, "examples before each question: the first others of its file", **COUNT_OR_0)
 
     def problems(self) -> Iterator[str]:

@@ -162,13 +162,13 @@ class PretrainDataOptions(SequenceOptions):
     cache_gib: float = option(20.0, "with an address: most that cache_folder may hold, in GiB", ge=0.1, le=2**20)
     shuffle_window: int | None = option(
         None,
-        "shuffle within windows of so many random stretches of 2M tokens, so that a step reads few places of a slow storage"
+        "shuffle within windows of N random stretches of 2M tokens, so that a step reads few places of a slow storage"
         " (default: all, a global shuffle)",
         **COUNT,
     )
     num_canonical_nodes: int = option(
         1,
-        "with shuffle_window: give each of so many equal parts of the global batch windows of its own, so that a host, whose"
+        "with shuffle_window: give each of N equal parts of the global batch windows of its own, so that a host, whose"
         " ranks take neighbouring samples, reads about its own part of the shards (name and meaning of MosaicML Streaming)",
         **RANKS,
     )

@@ -76,7 +76,7 @@ def predict_run(setting: Setting, config: StageConfig, device_name: str | None, 
     Raises UserError, in words for the reader, where nothing can be predicted.
     """
     if config.of_stage == "align":
-        raise UserError("nothing for alignment: a step is more than a forward and a backward pass of the model")
+        raise UserError("alignment is not predicted: a step is more than one forward and backward pass")
     if not setting.has_formulas:
         raise UserError(f"nothing: there are no formulas for a {setting.model.model_type} model")
     kinds = peak_memory(setting)

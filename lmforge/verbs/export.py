@@ -59,7 +59,9 @@ def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -
 def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, manifest: Manifest) -> None:
     base = manifest.recipe["model"].get("source")
     if manifest.model_config.reward:
-        raise UserError(f"{options.model}: a reward model, whose head is new and no adapter; export it without --adapters")
+        raise UserError(
+            f"{options.model}: a reward model: its head is new and is not part of the adapters; export it without --adapters"
+        )
     if stored.lora is None or base is None:
         raise UserError(f"{options.model}: was not trained with adapters beside another model; export it without --adapters")
     if is_peft_folder(Path(base)):

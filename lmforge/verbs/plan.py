@@ -92,7 +92,7 @@ def _memory_table(prediction: Prediction) -> Table:
         if count >= 2**20:
             table.add_row(name, f"{count / 2**30:.2f}")
     table.add_section()
-    table.add_row("in all", f"{prediction.device_bytes / 2**30:.2f}")
+    table.add_row("total", f"{prediction.device_bytes / 2**30:.2f}")
     return table
 
 
@@ -101,7 +101,7 @@ def _time_table(prediction: Prediction) -> Table:
     table.add_column("what")
     table.add_column("ms", justify="right")
     table.add_column("of the step", justify="right")
-    waits = {"(collectives that nothing hides)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
+    waits = {"(exposed communication)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
     waits["(waiting for the host)"] = prediction.host_seconds
     parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in ("compute", "network")}
     for name, seconds in [*sorted(parts.items(), key=lambda item: -item[1]), *waits.items()]:

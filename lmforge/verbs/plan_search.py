@@ -87,8 +87,8 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
         return
     winner = result.best[0]
     table = Table(title="fastest", title_justify="left")
-    for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "beside the first"):
-        table.add_column(name, justify="left" if name in ("configuration", "beside the first") else "right")
+    for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "why slower"):
+        table.add_column(name, justify="left" if name in ("configuration", "why slower") else "right")
     for each in result.best[:SHOWN]:
         assert each.prediction is not None
         speed = f"{each.prediction.tokens_per_second:,.0f}"

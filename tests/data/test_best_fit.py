@@ -515,7 +515,7 @@ def test_a_run_trains_on_packed_documents_shows_them_and_refuses_to_resume_with_
     assert done.returncode == 0, done.stderr
     losses = [record["loss"] for record in Run.open(tmp_path / "a").read_metrics() if "loss" in record]
     assert losses[-1] < losses[0]
-    shown = lmforge("show", "data", tmp_path / "a", "--sample", 2).stdout
+    shown = lmforge("show", "data", tmp_path / "a", "--num_samples", 2).stdout
     assert "── document 1: " in shown
     assert "sequences an epoch" in done.stdout
     assert "(data.packing best-fit → concat)" in refused("pretrain", *words)

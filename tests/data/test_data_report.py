@@ -155,16 +155,28 @@ def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: P
     sft.write_text(f'[run]\nstage = "sft"\n[model]\nsource = "{tiny_run}"\n[data]\nfiles = ["a.jsonl"]\n')
     (tmp_path / "notes.txt").write_text("hello")
     words = {
-        ("data", mixture, "--sample", "-1"): "--sample: expected a number above 0, got -1",
-        ("data", mixture, "--sample", "10001"): "--sample: expected ",
-        ("data", mixture, "--sample", "2", "--samples", "0:1"): "--sample: does not go with --samples; leave one of them out",
+        ("data", mixture, "--num_samples", "-1"): "--num_samples: expected a number above 0, got -1",
+        ("data", mixture, "--num_samples", "10001"): "--num_samples: expected ",
+        (
+            "data",
+            mixture,
+            "--num_samples",
+            "2",
+            "--samples",
+            "0:1",
+        ): "--num_samples: does not go with --samples; leave one of them out",
         ("data", mixture, "--picture", tmp_path / "a.jpg"): f"--picture: {tmp_path / 'a.jpg'}: expected a name that ends with",
         ("data", mixture, "--picture", empty / "no" / "a.png"): f"--picture {empty / 'no' / 'a.png'}: cannot be written (No ",
         ("data", empty): f"{empty}: no token folder (manifest.json is missing)",
-        ("data", sft): f"{sft}: is not trained on token shards; --sample 5 prints",
-        ("data", tmp_path / "nothing", "--sample", "2"): f"{tmp_path / 'nothing'}: not a run, a recipe, a token folder",
-        ("data", tmp_path / "notes.txt", "--sample", "2"): f"{tmp_path / 'notes.txt'}: --sample is for a run, a recipe or",
-        (mixture, "--sample", "2"): "show: --sample is for `lmforge show data OF` alone",
+        ("data", sft): f"{sft}: is not trained on token shards; --num_samples 5 prints",
+        ("data", tmp_path / "nothing", "--num_samples", "2"): f"{tmp_path / 'nothing'}: not a run, a recipe, a token folder",
+        (
+            "data",
+            tmp_path / "notes.txt",
+            "--num_samples",
+            "2",
+        ): f"{tmp_path / 'notes.txt'}: --num_samples is for a run, a recipe or",
+        (mixture, "--num_samples", "2"): "show: --num_samples is for `lmforge show data OF` alone",
     }
     for typed, said in words.items():
         assert refused("show", *typed).startswith(said), typed

@@ -67,11 +67,11 @@ def test_texts_that_are_conversations_are_cut_before_the_last_answer(tmp_path: P
     [
         ({"prompt": "Q", "chosen": "G", "rejected": "G"}, "chosen and rejected are equal"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),
-        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "differ before the answer"),
-        ({"chosen": [USER, GOOD], "rejected": [USER]}, "differ before the answer"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "must have the same turns before"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "must have the same turns before"),
         (
             {"chosen": [USER, GOOD, USER], "rejected": [USER, GOOD, {"role": "user", "content": "R"}]},
-            "differ before the answer",
+            "must have the same turns before",
         ),
         ({"chosen": "G", "rejected": "B"}, "no prompt: expected a field 'prompt'"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "no field 'prompt'"),

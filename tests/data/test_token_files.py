@@ -190,7 +190,7 @@ def test_tokens_without_a_tokenizer_and_files_that_are_not_what_they_seem_are_re
 ) -> None:
     source, out = write_nanogpt(tmp_path, [[5]]), tmp_path / "out"
     message = refused("prepare", source, out)
-    assert message == f"{source}: tokens, of which nothing says what they mean: name their tokenizer with --tokenizer"
+    assert message == f"{source}: token ids, and nothing says which tokenizer made them; name it with --tokenizer"
     named = ("--tokenizer", tokenizer)
     assert "near duplicates and decontamination need text" in refused("prepare", source, out, *named, "--deduplicate", "near")
     assert "the vocabulary has ids up to 260" in refused("prepare", source, out, *named, "--separator_id", 261)
@@ -206,7 +206,7 @@ def test_tokens_without_a_tokenizer_and_files_that_are_not_what_they_seem_are_re
     pair.write_bytes(pair.read_bytes()[:-1])
     assert f"{pair}: truncated: its index has more tokens" in refused("prepare", pair, out, *named)
     pair.with_suffix(".idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(40))
-    assert "not an index of Megatron-LM of version 1" in refused("prepare", pair, out, *named)
+    assert "not a Megatron-LM index of version 1" in refused("prepare", pair, out, *named)
     folder = write_fms(tmp_path / "fms", [[5]], name="other")
     assert "no column tokens or input_ids: there are other" in refused("prepare", folder, out, *named)
     (folder / "part.arrow").write_bytes(b"no Arrow file")

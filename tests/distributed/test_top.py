@@ -34,7 +34,7 @@ exec sh -c "$line"
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert lmforge_here(["top", "--once", "--json", *map(str, words)]) == 0
+    assert lmforge_here(["top", "--once", "--output", "json", *map(str, words)]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 
@@ -68,7 +68,7 @@ def test_the_page_on_a_terminal_names_the_stuck_rank_first_at_80_and_160_columns
     stuck: Going,
     terminal: Terminal,  # noqa: F811 - its fixture
 ) -> None:
-    command = f"{sys.executable} -m lmforge top {shlex.quote(str(stuck.run.path))} --interval 0.5; echo left; sleep 60"
+    command = f"{sys.executable} -m lmforge top {shlex.quote(str(stuck.run.path))} --interval_seconds 0.5; echo left; sleep 60"
     command = f"PYTHONPATH={Path(__file__).parents[2]} TERM=screen {command}"
     assert terminal("new-session", "-d", "-x", 80, "-y", 24, command).returncode == 0
     for columns in (80, 160):
@@ -97,7 +97,7 @@ def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
     hosts = tmp_path / "hosts"
     hosts.write_text("# my cluster\nsilent slots=8\nrefuses\n\ngreets\n")
     python = f"env PYTHONPATH={Path(__file__).parents[2]} {sys.executable} -m lmforge"
-    words = (hosts, "--ssh_command", shell, "--remote_command", python, "--patience", 5)
+    words = (hosts, "--ssh_command", shell, "--remote_command", python, "--timeout_seconds", 5)
     found = {host["name"]: host for host in answer(capsys, *words)["hosts"]}
     assert re.fullmatch(r"no answer for \d+ s", found["silent"]["error"])
     assert found["refuses"]["error"] == "Permission denied (publickey)."
@@ -107,7 +107,7 @@ def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
 
 
 def test_a_host_that_nobody_knows_has_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lmforge_here(["top", "nowhere.invalid", "--once", "--patience", "20"]) == 0
+    assert lmforge_here(["top", "nowhere.invalid", "--once", "--timeout_seconds", "20"]) == 0
     page = capsys.readouterr().out.splitlines()
     assert "0 of 1 host answers" in page
     assert any(line.startswith("nowhere.inv") and "no answer" in line for line in page), page
@@ -134,8 +134,8 @@ def test_a_folder_or_a_file_of_something_else_is_refused(tmp_path: Path, refused
 @pytest.mark.slow
 def test_two_hosts_are_asked_over_ssh_and_slurm_and_one_that_is_cut_off_is_marked(laboratory: Laboratory) -> None:
     def top(*words: object) -> dict[str, Any]:
-        command = [sys.executable, "-m", "lmforge", "top", "--once", "--json", *words]
-        command += ["--ssh_command", f"ssh -F {laboratory.ssh_config}", "--patience", "8"]
+        command = [sys.executable, "-m", "lmforge", "top", "--once", "--output", "json", *words]
+        command += ["--ssh_command", f"ssh -F {laboratory.ssh_config}", "--timeout_seconds", "8"]
         done = subprocess.run(
             list(map(str, command)), env={**os.environ, **laboratory.environment}, capture_output=True, text=True, timeout=60
         )

@@ -107,7 +107,7 @@ def test_more_ranks_take_less_memory_each_and_slow_networks_take_time() -> None:
     steps = {"accumulation": 4, "micro_batch_size": 1}
     slow = prediction_of(setting_of(gpus=128, **steps), network="ethernet-25")
     assert slow.step_seconds > 3 * many.step_seconds
-    assert slow.bottleneck == "collectives that nothing hides"
+    assert slow.bottleneck == "exposed communication"
     hybrid = prediction_of(setting_of(gpus=128, sharding="hybrid-full-shard", **steps), network="ethernet-25")
     assert hybrid.step_seconds < slow.step_seconds
 

@@ -134,7 +134,7 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
 
 
 def test_what_has_no_formulas_gets_no_prediction() -> None:
-    assert prediction(setting_of(), stage="align").startswith("nothing for alignment: ")
+    assert prediction(setting_of(), stage="align").startswith("alignment is not predicted: ")
 
 
 def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:

@@ -31,15 +31,15 @@ class ShowOptions(Options):
     samples: str | None = option(
         None, "with `data`: numbers of samples or records, FIRST:AFTER_LAST (default: the first 3, or those of a bad step)"
     )
-    sample: int | None = option(
-        None, "with `data` and a run, recipe or token folder: print so many samples, evenly spaced over it", gt=0, le=10_000
+    num_samples: int | None = option(
+        None, "with `data` and a run, recipe or token folder: print N samples, evenly spaced over it", gt=0, le=10_000
     )
     picture: Path | None = option(
         None, "with `data` and a recipe or token folder: draw the report of its sources and documents too, as FILE.png"
     )
 
     def problems(self) -> Iterator[str]:
-        chosen = [name for name in ("tokenizer", "samples", "sample", "picture") if name in self.changed()]
+        chosen = [name for name in ("tokenizer", "samples", "num_samples", "picture") if name in self.changed()]
         if len(chosen) > 1 and chosen != ["tokenizer", "samples"]:
             yield f"--{chosen[1]}: does not go with --{chosen[0]}; leave one of them out"
         if self.picture is not None and self.picture.suffix != ".png":

@@ -42,7 +42,7 @@ class EvaluateOptions(Options):
         None, "examples before each question (default: none, or the harness task's own)", **COUNT_OR_0
     )
     fewshot_file: Path | None = option(None, "file of questions to take the examples from (default: the task's own)")
-    limit: int | None = option(None, "use the first so many questions of each task (default: all)", **COUNT)
+    limit: int | None = option(None, "use only the first N questions of each task (default: all)", **COUNT)
     max_tokens: int = option(64, "longest generated answer, in tokens", **LENGTH)
     stop: tuple[str, ...] = option(("\n",), "strings that end a generated answer")
     answers: Path | None = option(None, "new file for the answer to each question of the tasks, as JSON lines")
@@ -58,7 +58,7 @@ class EvaluateOptions(Options):
         conditions = {
             "data split sequences sequence_length": (
                 not scores,
-                "of the loss on documents only, which --tasks and --lm_eval replace",
+                "only with the loss on documents, which --tasks and --lm_eval replace",
             ),
             "num_fewshot limit": (scores, "only with --tasks or --lm_eval"),
             "fewshot_file max_tokens stop": (bool(self.tasks), "only with --tasks"),
@@ -179,6 +179,6 @@ class DownloadOptions(Options):
 
     def problems(self) -> Iterator[str]:
         if self.dataset and not self.weights:
-            yield "--weights: of a model, and --dataset says that NAME is a dataset; leave one of them out"
+            yield "--weights: applies to models, and --dataset says that NAME is a dataset; leave one of them out"
         if Path(self.name).suffix == ".toml" and (given := [name for name in self.changed() if name != "name"]):
             yield f"--{given[0]}: not with a recipe, which says what to download to the hub's cache; leave it out"

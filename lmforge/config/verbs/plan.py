@@ -39,7 +39,7 @@ class PlanOptions(Options):
     search: bool = option(False, "rank the configurations that fit, and say why each other loses")
     configurations: int = option(10_000, "with --search: configurations to try at most", **CONFIGURATIONS)
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
-    finalists: int = option(1, "with --write: write so many of the fastest, as NAME.toml, NAME-2.toml, …", **FINALIST_RANGE)
+    finalists: int = option(1, "with --write: write the N fastest, as NAME.toml, NAME-2.toml, …", **FINALIST_RANGE)
     usable: float = option(USABLE_FRACTION, "part of a GPU's memory that a run may take", **NONZERO_FRACTION)
     output: Literal["text", "json"] = option("text", "output format")
 

@@ -52,7 +52,7 @@ class PrepareOptions(Options):
     validation_ratio: float = option(0.02, "fraction of the documents kept for validation", gt=0, lt=1)
     shard_tokens: int = option(100_000_000, "tokens in one shard file", **TOKENS)
     best_fit_length: int | None = option(
-        None, "pack the training documents for pretrain's data.packing = best-fit, with sequences of so many tokens", **LENGTH
+        None, "pack the training documents for pretrain's data.packing = best-fit, with sequences of N tokens", **LENGTH
     )
     seed: int = option(0, "seed of the order of documents", **SEED)
     workers: int | None = option(None, "worker processes (default: the number of cores)", **THREADS)

@@ -1,6 +1,5 @@
 """The options of the verbs that look at what runs."""
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,7 @@ class LogsOptions(Options):
     follow: bool = option(False, "go on with what is written, over restarts, until the run ends")
     errors: bool = option(False, "only how ranks failed, the cause first; of all attempts unless --attempt names one")
     attempt: int | None = option(None, "number of the attempt (default: the last)", **COUNT)
-    lines: int | None = option(50, "print the last so many lines of all ranks together; none prints all", **COUNT)
+    lines: int | None = option(50, "print the last N lines of all ranks together; none prints all", **COUNT)
 
 
 class RunsOptions(Options):
@@ -46,22 +45,18 @@ class ReportOptions(Options):
             yield f"--out: {cut(str(self.out))}: expected a name that ends with .html"
 
 
-with warnings.catch_warnings():
-    # pydantic's models have a method `json`, which it has replaced and nobody here calls.
-    warnings.filterwarnings("ignore", message='Field name "json"')
+class TopOptions(Options):
+    """lmforge top [RUN|HOST …]: what hosts, GPUs and the ranks of a run do, live; without a name, this host."""
 
-    class TopOptions(Options):
-        """lmforge top [RUN|HOST …]: what hosts, GPUs and the ranks of a run do, live; without a name, this host."""
-
-        names: tuple[str, ...] = argument((), "directories of runs, and hosts that are asked over ssh (default: this host)")
-        slurm_job: int | None = option(None, "ask the hosts of this Slurm job too, over srun", **COUNT)
-        once: bool = option(False, "print once, as plain text, and end")
-        json: bool = option(  # type: ignore[assignment]
-            False, "print JSON: an object a line every --interval seconds, or one with --once"
-        )
-        interval: float = option(2.0, "seconds between two samples", ge=0.5, le=3600)
-        patience: float = option(10.0, "seconds to wait for the first answer of a host", ge=1, le=3600)
-        ssh_command: str = option("ssh", "ssh with options of its own, such as `ssh -p 2222`")
-        remote_command: str | None = option(
-            None, "command that is lmforge on the other hosts (default: this Python, at the same path there)"
-        )
+    names: tuple[str, ...] = argument((), "directories of runs, and hosts that are asked over ssh (default: this host)")
+    slurm_job: int | None = option(None, "ask the hosts of this Slurm job too, over srun", **COUNT)
+    once: bool = option(False, "print once, as plain text, and end")
+    output: Literal["text", "json"] = option(
+        "text", "what is printed: text, or a JSON object, one a line every --interval_seconds without --once"
+    )
+    interval_seconds: float = option(2.0, "seconds between two samples", ge=0.5, le=3600)
+    timeout_seconds: float = option(10.0, "seconds to wait for the first answer of a host", ge=1, le=3600)
+    ssh_command: str = option("ssh", "ssh with options of its own, such as `ssh -p 2222`")
+    remote_command: str | None = option(
+        None, "command that is lmforge on the other hosts (default: this Python, at the same path there)"
+    )

@@ -185,7 +185,7 @@ def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout]:
             shared = sum(takewhile(bool, map(eq, *sides)))
             prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
             if not shared or any(not side or validate_messages(side)[0]["role"] != "assistant" for side in sides):
-                raise UserError("chosen and rejected differ before the answer: expected the same turns, then other answers")
+                raise UserError("chosen and rejected must have the same turns before the last message of the assistant")
     elif prompt is None and all(isinstance(side, str) for side in sides):
         marker = HH_RLHF_ANSWER_MARKER
         starts = {side[: side.rfind(marker) + len(marker)] for side in sides if marker in side}

@@ -68,7 +68,7 @@ def open_source(
     if not tokens:
         return open_text_source(spec, text_field, text_suffixes, readers)
     if tokenizer is None:
-        raise UserError(f"{spec}: tokens, of which nothing says what they mean: name their tokenizer with --tokenizer")
+        raise UserError(f"{spec}: token ids, and nothing says which tokenizer made them; name it with --tokenizer")
     if texts:
         raise UserError(f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}); name a file, or part them")
     return open_token_source(spec, tokens, tokenizer, separator_id)

@@ -149,7 +149,7 @@ class MegatronIndex:
         """The index beside a file of tokens. Raises UserError if it is not one."""
         path = tokens.with_suffix(".idx")
         if path.stat().st_size < MEGATRON_HEADER.itemsize:
-            raise UserError(f"{path}: not an index of Megatron-LM: too short")
+            raise UserError(f"{path}: not a Megatron-LM index: too short")
         # Mapped: it is as long as the corpus has sequences, and a unit needs few of them.
         content = np.memmap(path, np.uint8, "r")
         header = content[: MEGATRON_HEADER.itemsize].view(MEGATRON_HEADER)[0]
@@ -159,7 +159,7 @@ class MegatronIndex:
             int(header["documents"]),
         )
         if content[:9].tobytes() != MEGATRON_MAGIC or header["version"] != MEGATRON_VERSION or dtype is None:
-            raise UserError(f"{path}: not an index of Megatron-LM of version {MEGATRON_VERSION} with ids of whole numbers")
+            raise UserError(f"{path}: not a Megatron-LM index of version {MEGATRON_VERSION} with integer ids")
         at = MEGATRON_HEADER.itemsize
         if len(content) < at + 12 * sequences + 8 * documents:
             raise UserError(f"{path}: truncated: {len(content):,} bytes do not hold {sequences:,} sequences")

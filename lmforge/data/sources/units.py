@@ -106,7 +106,7 @@ class TextUnit(SourceUnit):
 
 
 def _overlong_text(path: str, message: str) -> UserError:
-    return UserError(f"{path}: a text of more than {MAX_DOCUMENT_BYTES:,} bytes is one document here: split it")
+    return UserError(f"{path}: a text of more than {MAX_DOCUMENT_BYTES:,} bytes is one document here; split it")
 
 
 class PythonUnit(TextUnit):

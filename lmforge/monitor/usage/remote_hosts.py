@@ -1,6 +1,6 @@
 """What other hosts do: each is asked by a thread of its own, so that one that is slow or gone holds up no other.
 
-There runs `lmforge top --json`, over ssh or as a step of a Slurm job, which prints a line every few seconds. Between two
+There runs `lmforge top --output json`, over ssh or as a step of a Slurm job, which prints a line every few seconds. Between two
 lines nobody waits; what a host said last keeps its time.
 """
 
@@ -47,14 +47,14 @@ class HostAnswer:
 
 
 class RemoteOutput(BaseModel, extra="ignore"):
-    """The part of the output of `top --json` that is read here."""
+    """The part of the output of `top --output json` that is read here."""
 
     hosts: list[HostAnswer]
 
 
-def ssh_words(ssh_command: str, host: str, line: str, patience_seconds: float) -> list[str]:
+def ssh_words(ssh_command: str, host: str, line: str, timeout_seconds: float) -> list[str]:
     """The command that runs a shell line on a host, and never asks for a password."""
-    options = ["BatchMode=yes", f"ConnectTimeout={max(1, int(patience_seconds))}", f"ServerAliveInterval={KEEPALIVE_SECONDS}"]
+    options = ["BatchMode=yes", f"ConnectTimeout={max(1, int(timeout_seconds))}", f"ServerAliveInterval={KEEPALIVE_SECONDS}"]
     options.append("ServerAliveCountMax=3")
     return [*shlex.split(ssh_command), *(word for each in options for word in ("-o", each)), host, "--", line]
 
@@ -89,7 +89,7 @@ def _slurm_output(*words: str) -> str:
 def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:
     """The shell line that is run on a host: one sample, or one every `interval_seconds`."""
     lmforge = remote_command or shlex.join([sys.executable, "-m", "lmforge"])
-    return f"{lmforge} top --json {'--once' if interval_seconds is None else f'--interval {interval_seconds:g}'}"
+    return f"{lmforge} top --output json {'--once' if interval_seconds is None else f'--interval_seconds {interval_seconds:g}'}"
 
 
 class RemoteHost:

@@ -33,7 +33,7 @@ class Prediction:
 
     memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where in the step that is.
     live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with context and libraries.
-    step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: collectives that nothing hides.
+    step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication.
     timeline: (operation, live bytes) in order of issue.
     calibrated_fraction: of the time of all operations, what comes from measured constants.
     """
@@ -76,7 +76,7 @@ class Prediction:
     @property
     def bottleneck(self) -> str:
         """What most of a step's time goes to."""
-        waits = {"collectives that nothing hides": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
+        waits = {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
         waits["the host, which launches kernels"] = self.host_seconds
         network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
         parts = {name: seconds for name, seconds in self.seconds.items() if name not in network} | waits

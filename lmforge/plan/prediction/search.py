@@ -188,7 +188,7 @@ def _parts(prediction: Prediction) -> dict[str, float]:
     """Seconds that the device spends, by kind, those in which it waits included."""
     hidden = ("all-gather", "reduce-scatter", "all-reduce", "compute", "network")
     parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in hidden}
-    parts["collectives that nothing hides"] = prediction.exposed_seconds
+    parts["exposed communication"] = prediction.exposed_seconds
     parts["pipeline bubble"] = prediction.bubble_seconds
     parts["waiting for the host"] = prediction.host_seconds
     return parts

@@ -127,19 +127,19 @@ def completions_table_name(set_index: int, options: RolloutOptions) -> str | Non
 def locate_completions(batch_index: int, options: RolloutOptions, world_size: int) -> dict[str, Any]:
     """Where the completions of a batch are, for the file of a bad step.
 
-    {"answers": pattern of their files, relative to the run, or None where they were not written; "ranks": the number of
+    {"completions": pattern of their files, relative to the run, or None where they were not written; "ranks": the number of
     ranks; "part": which part of each file the batch is, from 0, and of how many}.
     """
     set_index, iteration = divmod(batch_index, options.num_iterations)
     table = completions_table_name(set_index, options)
     files = f"{FOLDER}/{table}-rank-*.jsonl" if table else None
-    return {"answers": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
+    return {"completions": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
 
 
 def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[str, Any]]:
     """The records that `locate_completions` has located, rank by rank. Raises UserError where there are none or one is not
     such a record."""
-    if location["answers"] is None:
+    if location["completions"] is None:
         raise UserError(
             f"{run_folder}: the completions of this step were not written; --rollout.log_completions_every 1 writes those of"
             " every step"
@@ -148,7 +148,7 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[st
     records: list[dict[str, Any]] = []
     # Files of higher ranks are another attempt's.
     for rank in range(location["ranks"]):
-        path = run_folder / location["answers"].replace("*", str(rank))
+        path = run_folder / location["completions"].replace("*", str(rank))
         if not path.exists():
             # On the disk of another host.
             continue
@@ -160,5 +160,7 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[st
         size = len(table) // parts
         records += table[part * size : (part + 1) * size]
     if not records:
-        raise UserError(f"{run_folder / location['answers']}: no such files, so the completions of this step cannot be shown")
+        raise UserError(
+            f"{run_folder / location['completions']}: no such files, so the completions of this step cannot be shown"
+        )
     return records

@@ -262,9 +262,9 @@ class Rollouts:
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """Where the completions of a batch are."""
         record = locate_completions(batch_index, self._options, self._world_size)
-        if record["answers"] is None:
+        if record["completions"] is None:
             return record, "its completions were not written (rollout.log_completions_every)"
-        return record, f"its completions are in {self._trainer.ctx.run.path / record['answers']}"
+        return record, f"its completions are in {self._trainer.ctx.run.path / record['completions']}"
 
     def state_dict(self) -> dict[str, Tensor]:
         """The set that is being learned from, of all ranks, each tensor [num_iterations, global batch size, …].

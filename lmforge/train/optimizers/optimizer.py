@@ -48,7 +48,7 @@ def build_optimizer(
         raise UserError(f"{entry.origin}: optimizer {entry.name} returned {kind}, not a torch.optim.Optimizer")
     if not isinstance(optimizer, torch.optim.AdamW) and not hasattr(optimizer, "get_or_init_state"):
         way = "give it get_or_init_state(parameter, group), which returns its tensors for a parameter"
-        raise UserError(f"{entry.origin}: optimizer {entry.name}: a checkpoint cannot tell what it keeps; {way}")
+        raise UserError(f"{entry.origin}: optimizer {entry.name}: its state cannot be saved; {way}")
     if not entry.facts.get("reads_found_inf"):
         _host_decides.add(optimizer)
     return optimizer

@@ -51,10 +51,10 @@ def run_top(options: TopOptions) -> int:
     slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
     here = [name for name in hosts if name in ("localhost", platform.node())]
     samples_here = bool(here) or not (runs or hosts or slurm)
-    once = options.once or not (options.json or sys.stdout.isatty())  # a page needs a terminal
-    interval = None if once else options.interval
+    once = options.once or not (options.output == "json" or sys.stdout.isatty())  # a page needs a terminal
+    interval = None if once else options.interval_seconds
     line = remote_line(options.remote_command, interval)
-    commands = {host: ssh_words(options.ssh_command, host, line, options.patience) for host in hosts if host not in here}
+    commands = {host: ssh_words(options.ssh_command, host, line, options.timeout_seconds) for host in hosts if host not in here}
     commands |= {host: srun_words(options.slurm_job, host, line) for host in slurm if options.slurm_job is not None}
     for run in runs:
         read_run_status(run)  # a directory that is not a run is refused here
@@ -120,9 +120,9 @@ class _Sources:
         hosts += [host.answer() for host in self.remote_hosts]
         return Snapshot(time.time(), hosts, [read_run_status(run) for run in self.runs])
 
-    def wait(self, patience_seconds: float) -> None:
-        """Wait for the first rates of this host, and for the answers of the others as long as there is patience."""
-        deadline = time.monotonic() + patience_seconds
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait for the first rates of this host, and so long for the answers of the others."""
+        deadline = time.monotonic() + timeout_seconds
         if self.sampler is not None:
             self.sampler.sample()
             time.sleep(FIRST_SAMPLE_SECONDS)
@@ -135,21 +135,21 @@ class _Sources:
 
 
 def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
-    if once or options.json:
-        sources.wait(options.patience if once else FIRST_SAMPLE_SECONDS)
+    if once or options.output == "json":
+        sources.wait(options.timeout_seconds if once else FIRST_SAMPLE_SECONDS)
         while True:
             snapshot = sources.snapshot()
-            print(_as_json(snapshot) if options.json else _as_text(snapshot), flush=True)
+            print(_as_json(snapshot) if options.output == "json" else _as_text(snapshot), flush=True)
             if once:
                 return
-            time.sleep(options.interval)
+            time.sleep(options.interval_seconds)
     console = Console(highlight=False)
     sources.wait(FIRST_SAMPLE_SECONDS)
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live, _keys() as key_pressed:
         while True:
             snapshot = sources.snapshot()
             live.update(render_screen(snapshot, console.width, console.height), refresh=True)
-            if key_pressed(options.interval) == "q":
+            if key_pressed(options.interval_seconds) == "q":
                 return
 
 

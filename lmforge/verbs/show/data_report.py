@@ -32,7 +32,7 @@ def report_data(source: Path, picture: Path | None) -> str:
     """
     title, config = open_config(source)
     if not isinstance(config, PretrainConfig):
-        raise UserError(f"{source}: is not trained on token shards; --sample 5 prints samples of what it is trained on")
+        raise UserError(f"{source}: is not trained on token shards; --num_samples 5 prints samples of what it is trained on")
     sources, used = _read_sources(config)
     rows = _rows(sources, used)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

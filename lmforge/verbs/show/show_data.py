@@ -44,14 +44,18 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
     record = None
     if source.is_file() and source.suffix != ".toml":
         if count is not None:
-            raise UserError(f"{source}: --sample is for a run, a recipe or a token folder; give --samples FIRST:AFTER_LAST")
+            raise UserError(
+                f"{source}: --num_samples is for a run, a recipe or a token folder; give --samples FIRST:AFTER_LAST"
+            )
         record = _read_bad_step(source)
         title = f"step {record.step}: {record.reason}"
         if record.samples is None:
             return _show_completions(source, record, title, sample_range)
         run = Run.open(source.absolute().parent.parent)
         if not run.exists():
-            raise UserError(f"{source}: its run is not in {run.path}, where the recipe says what it was trained on")
+            raise UserError(
+                f"{source}: {run.path} is not a run; leave this file in the directory of its run, whose recipe names the data"
+            )
         config, default = run.load_config(), record.samples
     else:
         title, config = open_config(source)
@@ -59,7 +63,7 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
     size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
     tokenizer, dataset = _open_training_data(config, size)
     if record is not None and record.samples and dataset.plan_hash_at(record.samples[1]) != record.plan_hash:
-        raise UserError(f"{dataset.location}: not what the run was given when {source} was written; prepare it as it was")
+        raise UserError(f"{dataset.location}: the data has changed since {source} was written; prepare it as it was")
     if count is None:
         chosen: Sequence[int] = range(*parse_range(sample_range, default))
         which = f"samples {chosen[0]} to {chosen[-1]}"
@@ -131,10 +135,10 @@ def _show_completions(source: Path, record: "BadStepFile", title: str, sample_ra
 
     completions = read_completions(source.parent.parent, record.model_dump())
     first, after = parse_range(sample_range, (0, len(completions)))
-    lines = [f"{title}; answers {first} to {min(after, len(completions)) - 1} of {record.answers}"]
+    lines = [f"{title}; completions {first} to {min(after, len(completions)) - 1} of {record.completions}"]
     for number, completion in enumerate(completions[first:after], start=first):
         cut = "" if completion["ended"] else ", cut"
-        lines.append(f"\nanswer {number}: reward {completion['reward']}, {completion['tokens']} tokens{cut}")
+        lines.append(f"\ncompletion {number}: reward {completion['reward']}, {completion['tokens']} tokens{cut}")
         lines += [repr(completion["prompt"]), repr(completion["completion"])]
     return "\n".join(lines)
 
@@ -158,7 +162,7 @@ def _open_training_data(config: StageConfig, global_batch_size: int) -> tuple[To
         return sources.tokenizer, sources.training(global_batch_size)
     assert isinstance(config, TunedConfig)
     if config.kind == "prompts":
-        raise UserError("the batches of rollouts are answers, which are in the run's folder completions")
+        raise UserError("this run was trained on rollouts: what it sampled is in its folder completions")
     from lmforge.stages.examples import open_training_examples  # with torch, which reads checkpoints
 
     return open_training_examples(config, global_batch_size)
@@ -171,7 +175,7 @@ class BadStepFile(BaseModel, extra="allow"):
     reason: str = Field(max_length=200)
     samples: tuple[Count, Count] | None = None
     plan_hash: str = ""
-    answers: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
+    completions: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
     ranks: int = Field(1, ge=1, le=1_000_000)
     part: tuple[Count, Annotated[int, Field(ge=1)]] = (0, 1)
 
@@ -180,6 +184,6 @@ def _read_bad_step(file: Path) -> BadStepFile:
     with suppress(UserError):
         record = read_json(file, BadStepFile)
         samples = record.samples
-        if (samples and samples[0] < samples[1] and record.plan_hash) or "answers" in record.model_fields_set:
+        if (samples and samples[0] < samples[1] and record.plan_hash) or "completions" in record.model_fields_set:
             return record
     raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")
