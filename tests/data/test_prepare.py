@@ -362,7 +362,7 @@ def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Pa
         again = Preparation(corpus, out, small, die_at=moment, die_after=delay, **options)
         assert again.end()[0] == -signal.SIGKILL, moment
         assert no_process_left(again.process.pid)
-        with pytest.raises(UserError, match=r"unfinished: run prepare again"):
+        with pytest.raises(UserError, match=r"unfinished; run prepare again"):
             TokenFolder.open(out)
     assert Preparation(corpus, out, small, **options).end() == (0, "")
     assert content(out) == content(tmp_path / "whole")

@@ -9,6 +9,7 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
+from lmforge.model.flops import FLOPS_CONVENTION
 from lmforge.plan import peak_flops
 from lmforge.plan.peak_flops import cpu_peak_flops, measure_peak_flops, rank_peak_flops
 
@@ -115,4 +116,4 @@ def test_a_run_prints_one_short_line_about_it(tiny_run: Path) -> None:
     log = (tiny_run / "logs" / "attempt-1" / "rank-0.log").read_text()
     [line] = [line for line in log.splitlines() if "MFU" in line and "step" not in line]
     assert line.endswith(" GFLOP/s per rank (measured on this machine)")
-    assert "FLOPs per token" not in log
+    assert FLOPS_CONVENTION not in log

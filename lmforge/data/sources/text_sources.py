@@ -46,7 +46,7 @@ CONVERSIONS = {
         ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".avro", ".orc", ".sqlite", ".db",
     ),
     "extract its text to a .txt": (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ppt", ".pptx"),
-    "unpack it; of packed files .gz, .zst and .tar are read": (".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
+    "unpack it: of packed files .gz, .zst and .tar are read": (".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
 }
 # fmt: on
 RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet", *TABLE_DELIMITERS, ".tar"}
@@ -178,7 +178,7 @@ def _check_is_text(path: Path) -> None:
     suffix = content_suffix(path.name)
     way = next((way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION)
     if suffix:
-        raise UserError(f"{path}: {suffix} files are not read: {way}")
+        raise UserError(f"{path}: {suffix} files are not read; {way}")
     with open_decompressed(path) as file:
         if b"\0" in file.read(SNIFFED_BYTES):
             raise UserError(f"{path}: a binary file: {way}")
