@@ -426,6 +426,14 @@ def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Comman
     assert json.loads(done.stdout)["loss"] > 0
 
 
+def test_a_family_like_gpt2_is_refused_where_gpt2_is(lmforge: Command, recipe: Path) -> None:
+    code = 'import lmforge\nlmforge.register("model_family", "mine", "lmforge.model.gpt2:GPT2", like="gpt2")\n'
+    words = ["--model.model_type", "mine", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2", "--dry-run"]
+    done = lmforge("pretrain", with_plugin(recipe, code), *words)
+    assert done.returncode == 2
+    assert "parallel.tensor_parallel_degree = 2: gpt2 keeps queries, keys and values in one matrix" in done.stderr
+
+
 # --- documents and rewards --------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,7 @@ def _check_tensor_parallel(config: ModelConfig, degree: int, local_length: int) 
     if degree == 1:
         return
     requested = f"parallel.tensor_parallel_degree = {degree}"
-    if config.model_type == "gpt2":
+    if config.family == "gpt2":
         raise UserError(
             f"{requested}: gpt2 keeps queries, keys and values in one matrix, which is not split; use sharding alone"
         )

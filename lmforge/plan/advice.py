@@ -55,7 +55,7 @@ def suggest_what_fits(current: Setting, needed_bytes: Callable[[Setting], float]
     enough = first_fitting(more)
     on_more = f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that would fit" if enough else ""
     least = format_bytes(needed(smallest))
-    return f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} a rank{on_more}"
+    return f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} per rank{on_more}"
 
 
 def _is_allowed(setting: Setting) -> bool:

@@ -74,13 +74,14 @@ class MemoryEstimator:
         plan: BatchPlan,
         dist_ctx: DistributedContext,
         has_reference: bool = False,
+        step: int = 0,
     ) -> Self:
-        """The estimator of a recipe on these ranks. Every rank calls it."""
+        """The estimator of a recipe on these ranks, for a run that goes on from `step`. Every rank calls it."""
         gpu_bytes, on_gpu = None, dist_ctx.device.type == "cuda"
         if on_gpu:
             gpu_bytes = min(dist_ctx.all_gather(torch.cuda.get_device_properties(dist_ctx.device).total_memory))
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
-        compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps)
+        compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
         stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)
         recipe = build_setting(
             config,

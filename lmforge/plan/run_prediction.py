@@ -35,7 +35,7 @@ class RunPrediction:
     def describe(self) -> str:
         """The prediction in one line."""
         speed = f"{self._speed_words} tokens/s" if self.speed_interval else "no speed"
-        return f"memory {self._memory_words} a rank; {speed} ({self.speed_source})"
+        return f"memory {self._memory_words} per rank; {speed} ({self.speed_source})"
 
     def as_json(self) -> dict[str, Any]:
         """The fields, with memory in GiB."""

@@ -6,10 +6,10 @@ themselves are in objectives/.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from lmforge import registry
-from lmforge.config.align import AlignConfig
+from lmforge.config.align import AlignConfig, Method
 from lmforge.config.extend import own_options
 from lmforge.config.mixture import AnySourceOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -22,14 +22,12 @@ from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.objectives.preference import PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
 from lmforge.stages.alignment.rollouts import RolloutObjective, completion_metric_names
 
-ALIGNMENT_METHODS = ("dpo", "kto", "orpo", "simpo", "reward", "grpo")
-
 
 def build_objective(config: StageConfig) -> Objective:
     """The objective that a recipe chooses. Raises UserError for one that its stage has no data for."""
     default = config.align.method if isinstance(config, AlignConfig) else "next-token"
     name = config.objective.name or default
-    if name in ALIGNMENT_METHODS and name != default:
+    if name in get_args(Method) and name != default:
         raise UserError(f"objective.name = {name}: it is a method of alignment; choose it with align.method")
     if name == "next-token" and name != default:
         raise UserError(f"objective.name = {name}: it reads texts, and this is an alignment; use pretrain or sft")

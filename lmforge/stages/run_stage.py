@@ -56,8 +56,9 @@ def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode = NO_OWN_CODE) 
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
             with dist_ctx.raise_on_all():
+                has_reference = has_frozen_reference(config)
                 estimator = MemoryEstimator.of_run(
-                    config, inputs.model_config, inputs.batch_plan, dist_ctx, has_frozen_reference(config)
+                    config, inputs.model_config, inputs.batch_plan, dist_ctx, has_reference, point.step
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)

@@ -61,7 +61,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     low, high = (format_bytes(each) for each in prediction.memory_interval)
     room = format_bytes(budget)
     verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {room}; {advice}"
-    console.print(f"memory     {low} to {high} a rank, peak in: {prediction.peak_at}; {verdict}\n", soft_wrap=True)
+    console.print(f"memory     {low} to {high} per rank, peak in: {prediction.peak_at}; {verdict}\n", soft_wrap=True)
     console.print(_time_table(prediction))
     slow, fast = prediction.speed_interval
     console.print(

@@ -98,7 +98,7 @@ def with_reference(batch: Batch, reference: LanguageModel) -> Batch:
     return with_extras(batch, reference_logprobs=logprobs_under(reference, batch))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", IN_TRL)
 def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
     pairs = recorded_pairs(prompt=(1, 1), chosen=(8, 8)) if name == "orpo" else recorded_pairs()
     batch = with_reference(packed(one_row(pairs)), tiny_model(0.02, 1))
@@ -167,8 +167,9 @@ def plain_loss(name: str, chosen: list[Tensor], rejected: list[Tensor], before: 
             return -sigma(0.1 * a).log() - sigma(-0.1 * a).log() / 2 - sigma(-0.1 * b).log() / 2
         case "apo-zero":
             return 1 - sigma(0.1 * a) + sigma(0.1 * b)
-        case _:
+        case "apo-down":
             return sigma(0.1 * a) + 1 - sigma(u)
+    raise AssertionError(f"{name}: write its loss here, as the paper has it")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -173,6 +173,8 @@ def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_of
         model_config, plan = model_config_from_options(config.model, 512), plan_batches(config, 1)
         run = MemoryEstimator.of_run(config, model_config, plan, alone)
         assert run.setting.compiled == choose_compile(config, alone.device, steps)[0]
+        resumed = MemoryEstimator.of_run(config, model_config, plan, alone, step=1)
+        assert resumed.setting.compiled == choose_compile(config, alone.device, steps - 1)[0]
 
 
 def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen_weights(tmp_path: Path) -> None:

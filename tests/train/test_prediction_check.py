@@ -68,7 +68,7 @@ def test_a_cpu_without_measurements_gets_memory_and_no_speed(
     tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done, (before, after) = trained(tiny_tokens, tmp_path, capfd, **{"train.steps": 3})
-    assert "a rank; no speed (no measurements of this CPU; lmforge bench --calibrate makes them" in before
+    assert "per rank; no speed (no measurements of this CPU; lmforge bench --calibrate makes them" in before
     assert "(predicted " in after
     (compared,) = [record for record in done.read_metrics() if "predicted/memory_gib" in record]
     assert compared["step"] == 3  # the end of a run of fewer than 20 steps

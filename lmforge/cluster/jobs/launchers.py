@@ -1,5 +1,6 @@
 """Which of the modules beside this one carries out what, by `launch.on`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -7,6 +8,12 @@ from lmforge.cluster.jobs import pbs, scripts, sessions, slurm
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState, Session
 
 _MODULES: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs, "local": sessions, "ssh": sessions, "mpi": sessions}
+_SCRIPTS: dict[str, Callable[[JobPlan], str]] = {
+    "slurm": scripts.slurm_script,
+    "pbs": scripts.pbs_script,
+    "local": scripts.session_script,
+    "ssh": scripts.session_script,
+}
 
 
 def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
@@ -14,15 +21,11 @@ def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
 
     Raises UserError where mpiexec is not there.
     """
-    if plan.options.on == "slurm":
-        job_script = scripts.slurm_script(plan)
-    elif plan.options.on == "pbs":
-        job_script = scripts.pbs_script(plan)
-    elif plan.options.on == "mpi":
+    if plan.options.on == "mpi":
         assert hosts is not None
         job_script = scripts.mpi_script(plan, sessions.mpi_command(plan, hosts))
     else:
-        job_script = scripts.session_script(plan)
+        job_script = _SCRIPTS[plan.options.on](plan)
     node_script = scripts.rank_script if plan.options.on == "mpi" else scripts.node_script
     if plan.verb == "doctor":
         node_script = scripts.examination_script

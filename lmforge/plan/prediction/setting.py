@@ -17,7 +17,7 @@ class Setting:
 
     options: `[parallel]`; its engine is not auto.
     dtype, master_dtype: "fp32" or "bf16", of computation and of what is kept between steps.
-    on_gpu: whether the device is one; on a CPU, attention is given a dense mask, and nothing is compiled or asynchronous.
+    on_gpu: whether the device is one; on a CPU, attention is given a dense mask, and nothing is asynchronous.
     logit_bytes: None where head and loss go through the tokens in chunks, as in lmforge. Other programs, whose published
         figures predictions are compared with, keep so many bytes of each logit, and their backward pass holds so many more.
     reduce_dtype_bytes: of a number of a gradient while FSDP reduces it.
