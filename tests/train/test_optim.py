@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lmforge.train.optimizers.schedules  # noqa: F401  imported when first used: the time of that is no example's
+from lmforge import registry
+from lmforge.config.builtin_names import BUILT_IN_NAMES
 from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
 from lmforge.errors import UserError
 from lmforge.model import build_model
@@ -388,3 +390,8 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
     kept = exact.clone()
     stochastic_round_([kept], torch.tensor(3.0))
     assert torch.equal(kept, exact)
+
+
+@pytest.mark.parametrize("name", BUILT_IN_NAMES["optimizer"])
+def test_the_host_waits_for_the_device_in_no_step_of_an_optimizer_of_ours(name: str) -> None:
+    assert registry.get("optimizer", name).facts["reads_found_inf"]
