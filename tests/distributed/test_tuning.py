@@ -440,7 +440,7 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     [
         (["generate", "{}/reward", "--prompts", "Hm"], "a reward model, which generates no text"),
         (["evaluate", "{}/reward"], "a reward model, which generates no text"),
-        (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model: its head is new and is not part of the adapters"),
+        (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model: its head is new and is not part of the"),
         (
             ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
             "only align.method = reward goes on from",
