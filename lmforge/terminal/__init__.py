@@ -2,5 +2,5 @@
 
 `cells.py` has text for tables and panels; `live_area.py` keeps some lines at the bottom of a terminal while others are printed
 above them. What is shown is elsewhere: the panel of a training in train/progress_panel.py, the page of `lmforge top` in
-verbs/runs/top_screen.py.
+verbs/running/top_screen.py.
 """

@@ -26,7 +26,7 @@ from lmforge.config.operation import JobOptions, LaunchOptions
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import RunFailed, UserError
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.runs.launch import with_nodes
+from lmforge.verbs.running.launch import with_nodes
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
 # What a scheduler takes to say that a job has ended whose script has left its status.

@@ -15,7 +15,7 @@ from lmforge.config.verbs.models import DownloadOptions
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.interop.peft_folder import base_model_of, is_peft_folder
-from lmforge.verbs.runs.pipeline import plan_stages
+from lmforge.verbs.running.pipeline import plan_stages
 from lmforge.verbs.table import VERBS
 
 # Options of verbs that do not train which name a model, and what of it they read.

@@ -10,7 +10,7 @@ import pytest
 
 from lmforge.cli import run as command
 from lmforge.runs import Run
-from lmforge.verbs.runs.list_runs import TAIL_BYTES, read_runs
+from lmforge.verbs.running.list_runs import TAIL_BYTES, read_runs
 from tests.report.conftest import copied
 
 

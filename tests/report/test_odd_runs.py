@@ -14,7 +14,7 @@ from lmforge.report.run_data import MAX_SAMPLES, last_values, read_run, verdict
 from lmforge.runs import Run
 from lmforge.stages import attempt, run_stage
 from lmforge.train.run_events import RunEvents
-from lmforge.verbs.runs.list_runs import read_runs
+from lmforge.verbs.running.list_runs import read_runs
 from tests.report.conftest import add_event, copied
 from tests.report.test_page import opened
 

@@ -35,7 +35,7 @@ from lmforge.monitor.usage.remote_hosts import (
 )
 from lmforge.runs import Run
 from lmforge.untrusted import cut, describe_os_error, read_bounded
-from lmforge.verbs.runs.top_screen import Snapshot, render_screen
+from lmforge.verbs.running.top_screen import Snapshot, render_screen
 
 # Rates are between two samples.
 FIRST_SAMPLE_SECONDS = 0.5

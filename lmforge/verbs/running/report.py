@@ -8,7 +8,7 @@ from lmforge.config.verbs.watch import ReportOptions
 from lmforge.errors import UserError
 from lmforge.report.page import REPORT_FILE, write_report
 from lmforge.runs import Run
-from lmforge.verbs.runs.pipeline import plan_stages
+from lmforge.verbs.running.pipeline import plan_stages
 
 MAX_RUNS = 50
 

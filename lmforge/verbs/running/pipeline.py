@@ -23,7 +23,7 @@ from lmforge.config.verbs.pipeline import PipelineOptions, PipelineStageOptions,
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json
-from lmforge.verbs.runs.pipeline_nodes import PipelineNodes, environment_of_stage, follow, lead
+from lmforge.verbs.running.pipeline_nodes import PipelineNodes, environment_of_stage, follow, lead
 from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.

@@ -25,7 +25,7 @@ from lmforge.terminal.cells import (
     omitted,
     progress_line,
 )
-from lmforge.verbs.runs.top_hosts import cluster_line, device_table, host_table, process_table
+from lmforge.verbs.running.top_hosts import cluster_line, device_table, host_table, process_table
 
 # Of the strip of ranks. A straggler's letter is a capital.
 PHASE_LETTERS = {
