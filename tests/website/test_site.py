@@ -13,7 +13,7 @@ from threading import Thread
 from urllib.parse import unquote
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.browser import open_page
 from website.cut_down import shortened
@@ -97,19 +97,25 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert [each for each in loaded if each] == []
 
 
+def click_through(page: Page, link: Locator) -> None:
+    """Click a link, and wait for the page that it leads to."""
+    target = link.evaluate("link => link.href")
+    link.click()
+    page.wait_for_url(target)
+
+
 def test_every_page_of_the_navigation_opens_by_clicking(desk: Page) -> None:
     tabs = desk.locator(".md-tabs__link")
     seen = set()
     for name in tabs.all_inner_texts():
-        tabs.filter(has_text=name).click()
+        click_through(desk, tabs.filter(has_text=name))
         menu = desk.locator(".md-sidebar--primary .md-nav__item--active.md-nav__item--section > .md-nav > ul > li")
         for number in range(menu.count()):
             link = menu.nth(number).locator("a.md-nav__link").first
             if not link.is_visible():
                 continue
-            link.click()
-            heading = desk.locator("article h1")
-            expect(heading).to_be_visible()
+            click_through(desk, link)
+            expect(desk.locator("article h1")).to_be_visible()
             seen.add(desk.url.partition("#")[0])
     assert len(seen) > 40
 
