@@ -56,6 +56,10 @@ class FollowerOptions:
     last_seconds: float
 
 
+# A line of JSON on the standard output of this process.
+Report = dict[Literal["info", "problem"], str]
+
+
 @dataclass
 class Progress:
     """The content of NAME.json: the tracker's id of the run, and the bytes of each file that were sent."""
@@ -237,9 +241,9 @@ def follow(options: FollowerOptions, output: int) -> None:
             wait_seconds = min(2 * wait_seconds, MAX_RETRY_SECONDS)
 
 
-def _say(output: int, kind: str, text: str) -> None:
+def _say(output: int, kind: Literal["info", "problem"], text: str) -> None:
     with suppress(OSError):  # nobody listens any more
-        os.write(output, json.dumps({kind: text}).encode() + b"\n")
+        os.write(output, b"\n" + json.dumps({kind: text}).encode() + b"\n")  # others may have printed half a line
 
 
 def _end_this_process_after(seconds: float) -> None:
