@@ -68,20 +68,20 @@ def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
     """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
     ctx.watch.stop(final_phase)
     ctx.events.add("end", None, state=final_phase, error=error)
-    _write_report(ctx, says_where=final_phase == "done")
+    _write_report(ctx, final_phase)
     ctx.trackers.finish(final_phase)
     ctx.console.close()
     ctx.log.close()
 
 
-def _write_report(ctx: RunContext, says_where: bool) -> None:
+def _write_report(ctx: RunContext, final_phase: str) -> None:
     """On rank 0. A run that stopped ends with the line that says how to go on, so nothing is said there."""
     if not ctx.dist_ctx.is_rank0:
         return
     with suppress(OSError, ValueError):  # on a full disk there is no room in the log either
         try:
-            path = write_run_report(ctx.run)
-            if says_where:
+            path = write_run_report(ctx.run, final_phase)
+            if final_phase == "done":
                 ctx.console.info(f"report: {path}")
         except Exception as problem:  # how the run has ended is another matter
             ctx.console.warn(f"no report: {describe_failure(problem)}")

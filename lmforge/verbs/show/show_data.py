@@ -133,9 +133,9 @@ def _show_completions(source: Path, record: "BadStepFile", title: str, sample_ra
     first, after = parse_range(sample_range, (0, len(completions)))
     lines = [f"{title}; answers {first} to {min(after, len(completions)) - 1} of {record.answers}"]
     for number, completion in enumerate(completions[first:after], start=first):
-        cut = "" if completion["ended"] else ", cut"
-        lines.append(f"\nanswer {number}: reward {completion['reward']}, {completion['tokens']} tokens{cut}")
-        lines += [repr(completion["prompt"]), repr(completion["completion"])]
+        cut = "" if completion.ended else ", cut"
+        lines.append(f"\nanswer {number}: reward {completion.reward}, {completion.tokens} tokens{cut}")
+        lines += [repr(completion.prompt), repr(completion.completion)]
     return "\n".join(lines)
 
 
