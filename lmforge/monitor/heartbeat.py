@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 # What is left in the file when a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
+# Between two heartbeats; less where a stall must be reported sooner.
+MAX_HEARTBEAT_SECONDS = 2.0
 # While torch compiles, inside of whatever the rank does.
 COMPILING = "compiling"
 # A file server may show what another host wrote this much later.
