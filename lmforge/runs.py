@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import xxhash
-from pydantic import BaseModel, Field, FiniteFloat
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import read_record
@@ -36,16 +35,15 @@ from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.locks import is_at, remove_lock_alone, try_lock
+from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
 from lmforge.untrusted import (
     MAX_MANIFEST_BYTES,
     check_content,
     cut,
     describe_os_error,
-    open_file,
     parse_json,
     quoted,
     read_bounded,
-    read_lines,
 )
 
 STEP_PREFIX = "step-"
@@ -54,19 +52,11 @@ MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
 # What a run keeps in its directory beside the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "loss.png", "report.html")
-RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", "completions", "tensorboard", "trackers", "profile", "launch")
-MAX_METRICS_LINE_BYTES = 2**20
+RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"
 
 T = TypeVar("T")
-
-
-class MetricsRecord(BaseModel, extra="allow"):
-    """A line of metrics.jsonl: the step, and metrics by name."""
-
-    __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
-    step: int = Field(ge=0, le=2**53)  # a double has all of them
 
 
 def is_local(path: Path) -> bool:
@@ -340,21 +330,17 @@ class Run:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every record of metrics.jsonl; of a step that was trained twice (after a resume), the last one counts.
-
-        Lines that are no record with a step are skipped, such as half a line. Raises UserError for an unreadable file.
-        """
-        records: list[dict[str, Any]] = []
+        """`run_records.read_metrics` of the run; empty where there is no file. Raises UserError for an unreadable one."""
         if not self.metrics_path.exists():
-            return records
-        with storage_errors(self.metrics_path, "cannot be read", "move it away"), open_file(self.metrics_path) as file:
-            for line in read_lines(file, MAX_METRICS_LINE_BYTES):
-                with suppress(UserError):
-                    record = parse_json(line, MetricsRecord, str(self.metrics_path)).model_dump()
-                    while records and records[-1]["step"] >= record["step"]:
-                        records.pop()
-                    records.append(record)
-        return records
+            return []
+        with storage_errors(self.metrics_path, "cannot be read", "move it away"):
+            return read_metrics(self.metrics_path)
+
+    def read_last_metrics(self) -> dict[str, Any]:
+        """The newest value of each metric in the end of metrics.jsonl, None where that is not finite; empty without a file."""
+        with suppress(OSError):
+            return read_last_metrics(self.metrics_path)
+        return {}
 
 
 def describe_environment() -> dict[str, Any]:

@@ -287,7 +287,7 @@ def test_the_file_of_a_bad_step_with_any_content_is_refused_in_one_line_or_shown
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"prompt": "1 + 1 ="}\n', "record 1: no field 'completion'"),
+        (b'{"prompt": "1 + 1 ="}\n', "record 1: completion: missing"),
         (b"\xff\xfe\x00", ": not UTF-8 at byte 0"),
         (b'{"prompt": ', ":1: not valid JSON"),
         (b"", "set-000000-rank-*.jsonl: no such files"),

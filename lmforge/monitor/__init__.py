@@ -3,6 +3,6 @@
 Nothing here changes a run, apart from ending a process that cannot continue (`watch.timeout_seconds`). Metrics and the log
 are in train/metrics.py. Begin with watchdog.py, which the other files serve. What hosts and GPUs do is in `usage/`.
 
-For other packages: `watchdog.Watchdog`, `usage.disk.DiskMonitor`, `loss_curve.draw_loss_curve` and `LossCurveThread`,
+For other packages: `watchdog.Watchdog`, `loss_curve.draw_loss_curve` and `LossCurveThread`,
 `usage.other_trainings`.
 """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lmforge.monitor.heartbeat import MAX_HEARTBEAT_SECONDS
 from lmforge.monitor.log_files import LogFile, LogLine, rank_logs
 from lmforge.monitor.rank_log import FAILED, PEER_FAILED, PEER_LOST_PATTERN, TIMED_OUT_PATTERN
 from lmforge.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
@@ -29,8 +30,6 @@ STALL = "STALL: "
 CRASH_WORDS = b"Fatal Python error: ", b"terminate called ", b"Segmentation fault", b"CUDA error: ", b": Assertion "
 MARKS = (FAILED.encode(), STALL.encode(), b"*** Aborted ", *CRASH_WORDS)
 CONTEXT_BYTES = 2**13
-# A rank that is killed has written its last heartbeat up to this much earlier.
-HEARTBEAT_SECONDS = 2.0
 
 Kind = Literal["failed", "vanished", "stalled", "lost another rank"]
 CAUSES: tuple[Kind, ...] = ("failed", "vanished")
@@ -89,7 +88,8 @@ def _order(failure: Failure) -> int:
 
 
 def _latest_time(failure: Failure) -> float:
-    return failure.time + (HEARTBEAT_SECONDS if failure.kind == "vanished" else 0.0)
+    # A rank that is killed has written its last heartbeat before.
+    return failure.time + (MAX_HEARTBEAT_SECONDS if failure.kind == "vanished" else 0.0)
 
 
 def _failures_in(lines: Sequence[LogLine], rank: int, host: str) -> Iterator[Failure]:

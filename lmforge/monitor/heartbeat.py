@@ -9,6 +9,7 @@ a thousand ranks is work for its one metadata server, and old names stay in cach
 import json
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from typing import NamedTuple
 
 # What is left in the file when a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
+# Between two heartbeats; less where a stall must be reported sooner.
+MAX_HEARTBEAT_SECONDS = 2.0
 # While torch compiles, inside of whatever the rank does.
 COMPILING = "compiling"
 # A file server may show what another host wrote this much later.
@@ -61,11 +64,22 @@ class HeartbeatRecord:
     slow: str = ""
 
 
+def heartbeat_path(folder: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / f"rank-{rank}.json"
+
+
+def heartbeat_paths(folder: Path) -> dict[int, Path]:
+    """The files that there are, by rank."""
+    found = {path: re.fullmatch(r"rank-([0-9]{1,7})\.json", path.name) for path in folder.glob("rank-*.json")}
+    return {int(match[1]): path for path, match in found.items() if match}
+
+
 class Heartbeat:
     """This rank's heartbeat. `on_phase(phase, step)` is called as each phase is set."""
 
     def __init__(self, folder: Path, rank: int, world_size: int = 1) -> None:
-        self.path = folder / f"rank-{rank}.json"
+        self.path = heartbeat_path(folder, rank)
         self.current = PhaseMark(0, 0, "starting", time.time(), time.perf_counter())
         self.stall_noticed = self.stall_reported = False
         # Seconds in each phase since the last log step, without waiting for other ranks.

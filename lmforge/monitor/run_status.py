@@ -1,10 +1,8 @@
 """The state of a run, from its directory alone: heartbeats, the end of metrics.jsonl, what its hosts publish.
 
-For `lmforge top` and `lmforge logs`, on any machine that sees the directory. Nothing is written, and no rank is asked.
+For whatever shows a run, on any machine that sees the directory. Nothing is written, and no rank is asked.
 """
 
-import os
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,15 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmforge.errors import UserError
-from lmforge.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS
+from lmforge.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS, heartbeat_paths
 from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer
 from lmforge.monitor.usage.host import HostUsage, read_published
-from lmforge.runs import MetricsRecord, Run
+from lmforge.runs import Run
 from lmforge.terminal.cells import format_age
-from lmforge.untrusted import parse_json
-
-# Of metrics.jsonl: the last validation may be many log steps ago.
-METRICS_TAIL_BYTES = 2**18
 
 RankState = Literal["running", "missing", "ended", "gone", "stopped", "silent"]
 # not started: no rank has written a heartbeat; lost: all ranks are gone or silent, and have not said how they ended;
@@ -83,7 +77,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at a time. `metrics` has the newest value of each metric; `steps` is None where the recipe cannot be read."""
+    """A run at a time. `metrics` has the newest value of each metric that is finite; `steps` is None where the recipe cannot be
+    read."""
 
     path: str
     state: RunState
@@ -101,8 +96,10 @@ def read_run_status(run: Run) -> RunStatus:
     if not run.exists():
         raise UserError(f"{run.path}: no such run (it has no recipe.toml)")
     ranks = _read_ranks(run.health_folder)
-    metrics, metrics_age = _read_last_metrics(run.metrics_path)
-    steps = None
+    metrics = {name: value for name, value in run.read_last_metrics().items() if value is not None}
+    steps = metrics_age = None
+    with suppress(OSError):
+        metrics_age = max(0.0, time.time() - run.metrics_path.stat().st_mtime)
     with suppress(UserError, OSError):  # a recipe of another version
         steps = run.load_config().train.steps
     running = [rank.step for rank in ranks if rank.state == "running"]
@@ -129,10 +126,9 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
 def _read_ranks(folder: Path) -> list[RankStatus]:
     """Every rank that there should be, by rank: heartbeats say how many there are."""
     written: dict[int, float] = {}
-    for path in folder.glob("rank-*.json"):
-        if found := re.fullmatch(r"rank-([0-9]{1,7})\.json", path.name):
-            with suppress(OSError):
-                written[int(found[1])] = path.stat().st_mtime
+    for rank, path in heartbeat_paths(folder).items():
+        with suppress(OSError):
+            written[rank] = path.stat().st_mtime
     # The clock of a file server may be ahead of ours.
     now = max([time.time(), *written.values()])
     peers = [read_peer(folder, rank, now, SILENT_AFTER_SECONDS) for rank in sorted(written)]
@@ -163,19 +159,3 @@ def _rank_status(peer: PeerStatus, age: float | None, verdict: str) -> RankStatu
         beat.get("noticed", False) and beat["phase"] not in FINAL_PHASES,
         verdict,
     )
-
-
-def _read_last_metrics(path: Path) -> tuple[dict[str, float], float | None]:
-    """The newest value of each metric in the end of the file, and how many seconds ago it was written."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - METRICS_TAIL_BYTES))
-            lines, age = file.read(METRICS_TAIL_BYTES).split(b"\n"), time.time() - os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return {}, None
-    metrics: dict[str, float] = {}
-    for line in lines:  # the first may be half a line, and so may the last
-        with suppress(UserError):
-            record = parse_json(line, MetricsRecord, str(path)).model_dump()
-            metrics |= {name: value for name, value in record.items() if value is not None}
-    return metrics, max(0.0, age)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError
 from lmforge.monitor.flight_recorder import CollectiveRecord, recent_collectives
-from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord
+from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord, heartbeat_path
 from lmforge.untrusted import read_json
 
 # How many of the innermost calls of a stack are printed; the file has them all.
@@ -128,7 +128,7 @@ def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_secon
     A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
     `silent_after_seconds`.
     """
-    path = folder / f"rank-{rank}.json"
+    path = heartbeat_path(folder, rank)
     for _ in range(3):  # it may be read half-written
         with suppress(UserError, OSError):
             written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))

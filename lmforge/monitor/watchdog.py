@@ -17,15 +17,14 @@ from pathlib import Path
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import EXIT_PEER_LOST, UserError
 from lmforge.monitor import stall
-from lmforge.monitor.heartbeat import SILENT_AFTER_SECONDS, Heartbeat
+from lmforge.monitor.heartbeat import MAX_HEARTBEAT_SECONDS, SILENT_AFTER_SECONDS, Heartbeat
 from lmforge.monitor.rank_log import stamp_lines, write_to_terminal
 from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import StragglerMonitor
 from lmforge.monitor.usage.disk import DiskMonitor
 from lmforge.monitor.usage.host import HostPublisher
+from lmforge.runs import is_local
 
-# Between two heartbeats; less where a stall must be reported sooner.
-MAX_HEARTBEAT_SECONDS = 2.0
 # A stall is noticed this many heartbeats before it is reported: ranks that wait for each other notice it within one
 # heartbeat, and what they write must exist when one of them reports.
 HEARTBEATS_BEFORE_REPORT = 3
@@ -53,7 +52,7 @@ class _Stall:
 class Watchdog:
     """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
 
-    Rank 0 starts `disk_monitor` too. `add_event(kind, step, **fields)` keeps what the rank that reports a stall says of it.
+    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says of it.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Watchdog:
         *,
         stall_seconds: float = 30.0,
         timeout_seconds: float | None = None,
-        disk_monitor: DiskMonitor | None = None,
         add_event: Callable[..., None] = lambda kind, step, **fields: None,
     ) -> None:
         self._dist_ctx, self._folder, self._log_path = dist_ctx, folder, log_path
@@ -81,9 +79,8 @@ class Watchdog:
         self._stopped = threading.Event()
         self._stop_following: list[Callable[[], object]] = []
         dist_ctx.wait_context = self._heartbeat.barrier
-        self._disk_monitor, self._add_event = disk_monitor, add_event
-        if disk_monitor is not None and dist_ctx.is_rank0:
-            disk_monitor.start(self._log_lines)
+        self._disk_monitor: DiskMonitor | None = None
+        self._add_event = add_event
         self._host_publisher = HostPublisher(folder, self._rank) if dist_ctx.rank_info.local_rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -101,6 +98,12 @@ class Watchdog:
         callback_handler.register_end_callback(end)
         self._stop_following = [partial(callback_handler.remove_start_callback, begin)]
         self._stop_following += [partial(callback_handler.remove_end_callback, end)]
+
+    def watch_disk(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
+        """From now on rank 0 warns where the disk of the checkpoints has become full. A store does not say how much it has."""
+        if self._dist_ctx.is_rank0 and is_local(folder):
+            self._disk_monitor = DiskMonitor(folder, next_checkpoint_bytes)
+            self._disk_monitor.start(self._log_lines)
 
     def describe_progress(self) -> str:
         """Step and phase, in words."""

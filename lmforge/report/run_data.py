@@ -1,15 +1,13 @@
 """What a report shows of one run, read from its directory as values that JSON has. Everything but the recipe may be missing."""
 
-import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, FiniteFloat
 
 from lmforge.config.load import flat_options
 from lmforge.config.options import Options
@@ -18,17 +16,16 @@ from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.source_report import read_source
 from lmforge.errors import UserError, format_count, format_duration
 from lmforge.monitor.heartbeat import FINAL_PHASES
-from lmforge.monitor.run_status import read_run_status
-from lmforge.runs import MANIFEST, Run
+from lmforge.monitor.run_status import RunState, RunStatus, read_run_status
+from lmforge.run_records import completion_tables, newest_values, read_first_completions
+from lmforge.runs import Run, read_checkpoint_manifest
 from lmforge.untrusted import open_file, parse_json, read_json, read_lines
 
 # A page with more would take long to open; of a longer series every n-th point is shown, and the last.
 MAX_POINTS = 2000
 MAX_SAMPLES = 40
 MAX_TABLES, MAX_TABLE_ROWS, MAX_TEXT = 8, 8, 2000
-MAX_LINE_BYTES = 2**20  # of an event, or of a completion with its prompt; longer ones are left out
-# A rank writes its heartbeat every second; after this long without one it is not running any more.
-HEARTBEAT_SECONDS = 60.0
+MAX_LINE_BYTES = 2**20  # of an event; longer ones are left out
 MAX_LENGTHS_SOURCES = 20
 # Metrics that a run has once: they are no curves.
 PREDICTION_PREFIXES = ("predicted/", "measured/")
@@ -45,44 +42,47 @@ class RunEvent(BaseModel, extra="allow"):
     step: int | None = Field(ge=0, le=2**53)
 
 
-class CompletionRow(BaseModel):
-    """What is shown of a line of a table of completions."""
-
-    prompt: str | list[dict[str, Any]] = ""
-    completion: str = ""
-    reward: float | None = None
-    parts: Any = None
-    tokens: int | None = None
-    ended: bool | None = None
+class _SavedFile(BaseModel):
+    bytes: int
 
 
-def read_run(run: Run) -> dict[str, Any]:
-    """What page.js calls a run. Raises UserError where the recipe or the metrics cannot be read."""
-    config, records = run.load_config(), run.read_metrics()
+class _SavedCheckpoint(BaseModel):
+    """What is shown of a checkpoint's manifest."""
+
+    files: dict[str, _SavedFile]
+    metrics: dict[str, FiniteFloat | None] = Field(default_factory=dict)
+
+
+def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
+    """What page.js calls a run. `state`: of a run whose end is known before all of its ranks have ended.
+
+    Raises UserError where the recipe or the metrics cannot be read.
+    """
+    config, records, status = run.load_config(), run.read_metrics(), read_run_status(run)
     events, samples = read_events(run)
     models = [event for event in events if event["kind"] == "model"]
     return {
         "name": run.path.name,
         "path": str(run.path),
         "stage": config.of_stage,
-        "state": run_state(run),
+        "state": state or last_state(run, status),
         "model": models[-1] if models else {},
         "tasks": [Path(task).stem for task in config.validation.tasks],
         "steps": config.train.steps,
         "series": _series(records),
-        "last": last_values(records),
+        "last": newest_values(records),
         "prediction": _prediction(records),
         "axis": _axis(records),
         "step_times": _thinned(_step_times(records), MAX_POINTS),
         "events": [event for event in events if event["kind"] not in NOT_LISTED],
         "samples": _thinned(samples, MAX_SAMPLES),
-        "tables": _completion_tables(run.path / "completions"),
+        "tables": _completion_tables(run),
         "checkpoints": _checkpoints(run),
         "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
         "options": dict(flat_options(config)),
         "changed": [name for name, value in flat_options(config) if value != _defaults(type(config)).get(name)],
         "environment": _environment(run),
-        "ranks": _ranks(run),
+        "ranks": _ranks(status),
     }
 
 
@@ -115,24 +115,12 @@ def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return events, samples
 
 
-def last_values(records: Iterable[dict[str, float | None]]) -> dict[str, float | None]:
-    """The metrics of the last record, None where not finite. Validation is rarer: its last ones are those that it had."""
-    last: dict[str, float | None] = {}
-    for record in records:
-        validation = {name: value for name, value in last.items() if name.startswith("val/")}
-        last = validation | record
-    return last
-
-
-def run_state(run: Run) -> str:
-    """running, done, interrupted, failed, or lost where it neither runs nor said how it ended."""
-    with suppress(OSError, UserError, KeyError, TypeError, OverflowError):
-        beat = read_json(run.health_folder / "rank-0.json", dict[str, Any])
-        if beat["phase"] in FINAL_PHASES:
-            return str(beat["phase"])
-        return "running" if time.time() - beat["written"] < HEARTBEAT_SECONDS else "lost"
-    ended = [event.get("state") for event in read_events(run)[0] if event["kind"] == "end"]
-    return str(ended[-1]) if ended else "lost"
+def last_state(run: Run, status: RunStatus) -> str:
+    """The state of a run, from its `status`. Where its heartbeats are lost, its events say how its last attempt ended."""
+    if status.state != "not started":
+        return status.state
+    ends = [event.get("state") for event in read_events(run)[0] if event["kind"] in ("start", "end")]  # None of a start
+    return ends[-1] if ends and ends[-1] in FINAL_PHASES else status.state
 
 
 def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
@@ -189,9 +177,9 @@ def _thinned(points: list[Any], most: int) -> list[Any]:
     return [points[index] for index in np.linspace(0, len(points) - 1, most).round().astype(int).tolist()]
 
 
-def _ranks(run: Run) -> dict[str, Any]:
+def _ranks(status: RunStatus) -> dict[str, Any]:
     """What ranks did when they last said so: how many are in each phase, and those in the worst state."""
-    ranks = sorted(read_run_status(run).ranks, key=lambda rank: rank.severity)
+    ranks = sorted(status.ranks, key=lambda rank: rank.severity)
     worst = [
         {
             "rank": rank.rank,
@@ -206,24 +194,18 @@ def _ranks(run: Run) -> dict[str, Any]:
     return {"total": len(ranks), "counts": Counter(rank.phase or "missing" for rank in ranks), "worst": worst}
 
 
-def _completion_tables(folder: Path) -> list[dict[str, Any]]:
+def _completion_tables(run: Run) -> list[dict[str, Any]]:
     """The first rows of some tables of completions, in the order in which they were sampled."""
-    names = sorted(path.name for path in folder.glob("*-rank-0.jsonl"))
+    names = completion_tables(run.path)
     sampled = [name for name in names if name.startswith("set-")]
     validated = [name for name in names if name not in sampled]
     tables = []
     for name in [*_thinned(validated, MAX_TABLES // 2), *_thinned(sampled, MAX_TABLES)]:
-        rows = []
-        with suppress(OSError), open_file(folder / name) as file:
-            for line, _ in zip(read_lines(file, MAX_LINE_BYTES), range(MAX_TABLE_ROWS), strict=False):
-                with suppress(UserError):
-                    row = parse_json(line, CompletionRow, name)
-                    prompt = row.prompt
-                    if isinstance(prompt, list):
-                        prompt = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt)
-                    shown = {"prompt": prompt[:MAX_TEXT], "completion": row.completion[:MAX_TEXT]}
-                    rows.append(row.model_dump() | shown)
-        tables.append({"name": name.removesuffix("-rank-0.jsonl"), "rows": rows})
+        rows = [
+            row.model_dump() | {"prompt": row.prompt_text[:MAX_TEXT], "completion": row.completion[:MAX_TEXT]}
+            for row in read_first_completions(run.path, name, MAX_TABLE_ROWS)
+        ]
+        tables.append({"name": name, "rows": rows})
     return tables
 
 
@@ -232,10 +214,10 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     found = []
     with suppress(UserError):
         for step in run.checkpoint_steps():
-            with suppress(OSError, UserError, KeyError, TypeError, ValueError, AttributeError):
-                manifest = read_json(run.checkpoint_path(step) / MANIFEST, dict[str, Any])
-                size = sum(file["bytes"] for file in manifest["files"].values())
-                found.append({"step": step, "bytes": size, "metrics": dict(manifest.get("metrics", {}))})
+            with suppress(UserError):
+                manifest = read_checkpoint_manifest(run.checkpoint_path(step), _SavedCheckpoint)
+                size = sum(file.bytes for file in manifest.files.values())
+                found.append({"step": step, "bytes": size, "metrics": manifest.metrics})
     return found
 
 
@@ -324,12 +306,23 @@ def _from_to(points: list[list[float]]) -> str:
     return values[0] if len(values) == 1 else f"{values[0]} → {values[-1]}"
 
 
+STATE_WORDS: dict[RunState, str] = {
+    "not started": "Not started",
+    "running": "Running",
+    "stalled": "No rank makes progress",
+    "degraded": "Some ranks cannot go on",
+    "done": "Finished",
+    "interrupted": "Interrupted",
+    "failed": "Failed",
+    "lost": "Stopped without saying why",
+}
+
+
 def verdict(run: dict[str, Any]) -> str:
     """One or two sentences: how it ended, with what result, and what went wrong."""
     series, events = run["series"], run["events"]
     step = run["axis"]["step"][-1] if run["axis"]["step"] else 0
-    words = {"running": "Running", "done": "Finished", "interrupted": "Interrupted", "failed": "Failed"}
-    text = f"{words.get(run['state'], 'Stopped without saying why')}: {step:,} of {run['steps']:,} steps"
+    text = f"{STATE_WORDS[run['state']]}: {step:,} of {run['steps']:,} steps"
     for name, title in (("val/reward", "validation reward"), ("val/loss", "validation loss"), ("loss", "loss")):
         if points := series.get(name):
             text += f", {title} {_from_to(points)}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_CALL_SECONDS = 1.0
 # Of one response: rewards of a batch, or the output of a program, are far smaller.
 MAX_RESPONSE_BYTES = 64 << 20
 
@@ -69,7 +69,7 @@ class JsonLineProcess:
         line, deadline = bytearray(), time.monotonic() + timeout_seconds
         while not line.endswith(b"\n"):
             heartbeat()
-            if not poll.poll(1000 * max(0.0, min(HEARTBEAT_SECONDS, deadline - time.monotonic()))):
+            if not poll.poll(1000 * max(0.0, min(HEARTBEAT_CALL_SECONDS, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
                     raise TimeoutError
                 continue

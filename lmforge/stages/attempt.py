@@ -5,17 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from lmforge import checkpoint
 from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
 from lmforge.errors import PeerLost, RunFailed, UserError
 from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
-from lmforge.monitor.usage.disk import DiskMonitor
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report
-from lmforge.runs import Run, is_local, storage_errors
+from lmforge.runs import Run, storage_errors
 from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.inputs import RunContext
@@ -32,7 +30,6 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     record_launchers(run, dist_ctx)
     path = run.log_path(attempt, dist_ctx.rank_info.rank)
-    folder = run.checkpoints_folder
     # A rank's own host may see another folder, or none.
     with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
         log = RankLog(path, dist_ctx.rank_info, attempt)
@@ -42,7 +39,6 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
         path,
         stall_seconds=config.watch.stall_seconds,
         timeout_seconds=config.watch.timeout_seconds,
-        disk_monitor=DiskMonitor(folder, partial(next_checkpoint_bytes, run)) if is_local(folder) else None,
         add_event=RunEvents(run.events_path).add,  # any rank may be the one that reports a stall
     )
     events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
@@ -53,35 +49,24 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
     return RunContext(config, run, dist_ctx, watch, console, log, events, trackers)
 
 
-def next_checkpoint_bytes(run: Run) -> int:
-    """How large the next checkpoint will be: as large as the newest one; 0 where there is none yet."""
-    try:
-        if not (steps := run.checkpoint_steps()):
-            return 0
-        return sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(steps[-1])).files.values())
-    except (UserError, OSError):
-        # It is being written or deleted.
-        return 0
-
-
 def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
     """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
     ctx.watch.stop(final_phase)
     ctx.events.add("end", None, state=final_phase, error=error)
-    _write_report(ctx, says_where=final_phase == "done")
+    _write_report(ctx, final_phase)
     ctx.trackers.finish(final_phase)
     ctx.console.close()
     ctx.log.close()
 
 
-def _write_report(ctx: RunContext, says_where: bool) -> None:
+def _write_report(ctx: RunContext, final_phase: str) -> None:
     """On rank 0. A run that stopped ends with the line that says how to go on, so nothing is said there."""
     if not ctx.dist_ctx.is_rank0:
         return
     with suppress(OSError, ValueError):  # on a full disk there is no room in the log either
         try:
-            path = write_run_report(ctx.run)
-            if says_where:
+            path = write_run_report(ctx.run, final_phase)
+            if final_phase == "done":
                 ctx.console.info(f"report: {path}")
         except Exception as problem:  # how the run has ended is another matter
             ctx.console.warn(f"no report: {describe_failure(problem)}")

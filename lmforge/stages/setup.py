@@ -61,6 +61,7 @@ def build_trainer(
         assert point.manifest is not None
         detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.batch_offset)
     checkpointer = _build_checkpointer(ctx, inputs, parallel_model, dtype)
+    ctx.watch.watch_disk(ctx.run.checkpoints_folder, lambda: checkpointer.expected_bytes)
     trainer = Trainer(
         ctx,
         inputs,

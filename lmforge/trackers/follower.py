@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +27,10 @@ from lmforge.config.options import read_recipe, validate_options
 from lmforge.errors import UserError
 from lmforge.locks import hold_lock
 from lmforge.plugins import load_plugins
-from lmforge.runs import MetricsRecord, Run
+from lmforge.run_records import MetricsRecord, read_first_completions
+from lmforge.runs import Run
 from lmforge.trackers.tracker import Table, TrackedRun, Tracker
-from lmforge.untrusted import cut, open_file, parse_json, read_json
+from lmforge.untrusted import cut, parse_json, read_json
 
 POLL_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer and longer, and at most so long
@@ -56,6 +56,10 @@ class FollowerOptions:
     last_seconds: float
 
 
+# A line of JSON on the standard output of this process.
+Report = dict[Literal["info", "problem"], str]
+
+
 @dataclass
 class Progress:
     """The content of NAME.json: the tracker's id of the run, and the bytes of each file that were sent."""
@@ -73,16 +77,6 @@ class TextEvent(BaseModel):
     prompt: str = ""
     text: str = ""
     table: str = Field("", pattern=r"^[\w-]*$")
-
-
-class CompletionLine(BaseModel):
-    """A line of a table of completions."""
-
-    prompt: str | list[dict[str, Any]]
-    completion: str
-    reward: float | None
-    tokens: int
-    ended: bool
 
 
 class Follower:
@@ -112,7 +106,7 @@ class Follower:
             self._progress.metrics_bytes = end
             self._store()
         for lines, end in _new_lines(self._run.events_path, self._progress.events_bytes):
-            for table in _tables(lines, self._run.path / "completions"):
+            for table in _tables(lines, self._run.path):
                 self._tracker.log_table(table)
             self._progress.events_bytes = end
             self._store()
@@ -163,7 +157,7 @@ def _new_lines(path: Path, begin: int) -> Iterator[tuple[list[bytes], int]]:
             file.seek(begin)
 
 
-def _tables(lines: list[bytes], completions: Path) -> Iterator[Table]:
+def _tables(lines: list[bytes], run_folder: Path) -> Iterator[Table]:
     """The samples of each step, and the tables of completions that lines of events.jsonl announce."""
     events = []
     for line in lines:
@@ -177,20 +171,14 @@ def _tables(lines: list[bytes], completions: Path) -> Iterator[Table]:
         for event in group:
             name = "val/completions" if event.table.endswith("-validation") else "completions"
             # Those of the first rank, which writes before it announces; none where the folder was cleared.
-            if found := list(_completions(completions / f"{event.table}-rank-0.jsonl", step)):
+            if found := list(_completions(run_folder, event.table, step)):
                 yield Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), found)
 
 
-def _completions(path: Path, step: int) -> Iterator[tuple[Any, ...]]:
-    with suppress(OSError), open_file(path) as file:
-        for line in islice(iter(partial(file.readline, MAX_CHUNK_BYTES), b""), MAX_ROWS):
-            with suppress(UserError):
-                row = parse_json(line, CompletionLine, path.name)
-                prompt = row.prompt
-                if isinstance(prompt, list):
-                    prompt = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt)
-                texts = prompt[:MAX_TEXT_CHARACTERS], row.completion[:MAX_TEXT_CHARACTERS]
-                yield step, *texts, row.reward, row.tokens, row.ended
+def _completions(run_folder: Path, table: str, step: int) -> Iterator[tuple[Any, ...]]:
+    for row in read_first_completions(run_folder, table, MAX_ROWS):
+        texts = row.prompt_text[:MAX_TEXT_CHARACTERS], row.completion[:MAX_TEXT_CHARACTERS]
+        yield step, *texts, row.reward, row.tokens, row.ended
 
 
 class _Training:
@@ -237,9 +225,9 @@ def follow(options: FollowerOptions, output: int) -> None:
             wait_seconds = min(2 * wait_seconds, MAX_RETRY_SECONDS)
 
 
-def _say(output: int, kind: str, text: str) -> None:
+def _say(output: int, kind: Literal["info", "problem"], text: str) -> None:
     with suppress(OSError):  # nobody listens any more
-        os.write(output, json.dumps({kind: text}).encode() + b"\n")
+        os.write(output, b"\n" + json.dumps({kind: text}).encode() + b"\n")  # others may have printed half a line
 
 
 def _end_this_process_after(seconds: float) -> None:

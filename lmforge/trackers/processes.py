@@ -15,13 +15,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lmforge import registry
+from lmforge.errors import UserError
 from lmforge.plugins import files_of
 from lmforge.python_files import python_command
 from lmforge.runs import Run
-from lmforge.trackers.follower import FollowerOptions
+from lmforge.trackers.follower import FollowerOptions, Report
+from lmforge.untrusted import parse_json
 
 # In all, for trackers to send the end of a run.
 FINISH_SECONDS = 30.0
+MAX_REPORT_BYTES = 1 << 16  # of a line that a tracker's process says
 
 
 @dataclass
@@ -34,15 +37,23 @@ class _Child:
     is_lost: bool = False
 
     def read(self) -> list[tuple[str, str]]:
-        """(info or problem, text) of what it has said since the last call. Does not wait."""
+        """(info or problem, text) of what it has said since the last call. Does not wait.
+
+        Before our code runs in it, others may print: a sitecustomize.py, a .pth file. Lines that are no reports are left out.
+        """
         assert self.process.stdout is not None
         with suppress(BlockingIOError):
-            while not self.has_ended:
-                piece = os.read(self.process.stdout.fileno(), 1 << 16)
-                self.received += piece
-                self.has_ended = not piece
-        *lines, self.received = self.received.split(b"\n")
-        return [pair for line in lines for pair in json.loads(line).items()]
+            # Once: a process that prints without end is never read to the end.
+            piece = os.read(self.process.stdout.fileno(), MAX_REPORT_BYTES)
+            self.received += piece
+            self.has_ended = not piece
+        *lines, rest = self.received.split(b"\n")
+        self.received = rest[: MAX_REPORT_BYTES + 1]  # a longer line is refused, whatever follows
+        said: list[tuple[str, str]] = []
+        for line in lines:
+            with suppress(UserError):
+                said += parse_json(line, Report, "", max_bytes=MAX_REPORT_BYTES).items()
+        return said
 
 
 @dataclass

@@ -1,7 +1,12 @@
 """The disk of the checkpoints: a shortage is named once, and again when it is over."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.monitor.usage import disk as disk_module
 from lmforge.monitor.usage.disk import DiskMonitor
 
 
@@ -17,3 +22,13 @@ def test_a_disk_without_room_for_the_next_checkpoint_is_told_of_once_and_again_w
     [line] = disk.check()
     assert "enough for the next checkpoint" in line
     assert disk.check() == []
+
+
+def test_a_run_warns_before_its_first_checkpoint(
+    tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # To the monitor alone: set-up, which looks before it, refuses a disk without room.
+    nothing_free = SimpleNamespace(f_bavail=0, f_frsize=4096, f_files=0, f_favail=0)
+    monkeypatch.setattr(disk_module, "os", SimpleNamespace(statvfs=lambda folder: nothing_free))
+    assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]) == 0
+    assert capfd.readouterr().err.count("0.00 GiB free, and the next checkpoint needs") == 1

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as command
+from lmforge.monitor.run_status import read_run_status
+from lmforge.report.run_data import read_run
+from lmforge.run_records import METRICS_TAIL_BYTES
 from lmforge.runs import Run
-from lmforge.verbs.running.list_runs import TAIL_BYTES, read_runs
-from tests.report.conftest import copied
+from lmforge.verbs.running.list_runs import read_runs
+from tests.report.conftest import add_event, copied
 
 
 @pytest.fixture
@@ -36,16 +39,39 @@ def test_runs_that_run_come_first_and_each_has_its_last_values(folder: Path, fir
     assert rows[1].seconds_left is None
 
 
+@pytest.mark.parametrize(
+    ("beats", "state"),
+    [
+        ([{"phase": "forward", "written": time.time() - 300}], "running"),  # the clock of its host is behind
+        ([{"phase": "interrupted"}, {"phase": "failed"}], "failed"),
+        ([{"phase": "forward", "world_size": 2}], "degraded"),  # rank 1 has never joined
+        ([{"phase": "reduce", "noticed": True}, {"phase": "data", "noticed": True}], "stalled"),
+        ([], "not started"),  # it is being started again
+    ],
+)
+def test_the_state_of_a_run_is_that_of_its_ranks_wherever_it_is_shown(
+    first: Run, tmp_path: Path, beats: list[dict[str, object]], state: str
+) -> None:
+    run = copied(first, tmp_path)
+    add_event(run, kind="end", step=None, state="failed")
+    add_event(run, kind="start", step=6, ranks=1, hosts=1, device="cpu")
+    known = json.loads((run.health_folder / "rank-0.json").read_text()) | {"host": "elsewhere"}
+    (run.health_folder / "rank-0.json").unlink()
+    for rank, beat in enumerate(beats):
+        (run.health_folder / f"rank-{rank}.json").write_text(json.dumps(known | {"rank": rank} | beat))
+    assert (read_run_status(run).state, read_run(run)["state"], read_runs(tmp_path)[0].state) == (state, state, state)
+
+
 def test_of_long_metrics_the_end_is_read(folder: Path) -> None:
     path = folder / "first" / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": step + 0.5}) for step in range(100_000)]
     path.write_text("\n".join([*lines, '{"step": 100000, "lo']))
-    assert path.stat().st_size > 10 * TAIL_BYTES
+    assert path.stat().st_size > 10 * METRICS_TAIL_BYTES
     row = next(row for row in read_runs(folder) if row.name == "first")
     assert (row.step, row.loss) == (99_999, 99_999.5)
-    path.write_text("\n".join(lines) + "\n" + " " * TAIL_BYTES + json.dumps({"step": 100_000, "loss": 7.5}) + "\n")
+    path.write_text("\n".join(lines) + "\n" + " " * METRICS_TAIL_BYTES + json.dumps({"step": 100_000, "loss": 7.5}) + "\n")
     row = next(row for row in read_runs(folder) if row.name == "first")
-    assert row.loss is None, "what is before the last TAIL_BYTES is not read"
+    assert row.loss is None, "what is before the last METRICS_TAIL_BYTES is not read"
 
 
 def test_the_table_and_its_json_name_every_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ from playwright.sync_api import Browser
 
 from lmforge.cli import run as command
 from lmforge.report.page import render
-from lmforge.report.run_data import MAX_SAMPLES, last_values, read_run, verdict
+from lmforge.report.run_data import MAX_SAMPLES, read_run, verdict
+from lmforge.run_records import newest_values
 from lmforge.runs import Run
 from lmforge.stages import attempt, run_stage
 from lmforge.train.run_events import RunEvents
@@ -62,7 +63,7 @@ def test_whatever_a_report_fails_of_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     problem: Exception,
 ) -> None:
-    def fail(run: Run) -> Path:
+    def fail(run: Run, state: str) -> Path:
         raise problem
 
     monkeypatch.setattr(attempt, "write_run_report", fail)
@@ -108,7 +109,7 @@ def test_odd_content_is_left_out_of_the_report(first: Run, tmp_path: Path, brows
     with open(run.events_path, "a") as file:
         file.write("\n".join(events) + "\n")
     (run.path / "completions").mkdir()
-    rows = ["[]", DEEP, '{"prompt": [1]}', '{"prompt": "p", "completion": "good", "reward": 1}']
+    rows = ["[]", DEEP, '{"prompt": [1]}', '{"prompt": "p", "completion": "good", "reward": 1, "tokens": 1, "ended": true}']
     (run.path / "completions" / "set-000000-rank-0.jsonl").write_text("\n".join(rows))
     (run.path / "environment.json").write_text('{"packages": 1}')
     assert command(["report", str(run.path)]) == 0
@@ -136,7 +137,7 @@ def test_an_odd_record_does_not_stop_the_table(first: Run, tmp_path: Path, line:
     assert (row.step, row.state) == (6, "done")
     (run.health_folder / "rank-0.json").write_text(f'{{"phase": "x", "written": {HUGE}}}')
     (run.events_path).write_text(DEEP)
-    assert [row.state for row in read_runs(tmp_path)] == ["lost"]
+    assert [row.state for row in read_runs(tmp_path)] == ["not started"]
     assert command(["runs", str(tmp_path)]) == 0
 
 
@@ -155,9 +156,9 @@ def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_its_last_number(
         assert "not finite" in page.locator(".tile").filter(has_text="loss").first.inner_text()
 
 
-def test_last_values_are_those_of_the_last_record_but_for_validation() -> None:
+def test_the_newest_value_of_a_metric_may_be_in_an_earlier_record_and_is_none_where_it_is_not_finite() -> None:
     records: list[dict[str, float | None]] = [{"step": 1, "loss": 1.0, "mfu": 0.5, "val/loss": 2.0}, {"step": 2, "loss": None}]
-    assert last_values(records) == {"step": 2, "loss": None, "val/loss": 2.0}
+    assert newest_values(records) == {"step": 2, "loss": None, "mfu": 0.5, "val/loss": 2.0}
 
 
 @pytest.mark.timeout(60)

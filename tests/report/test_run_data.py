@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import lmforge
 from lmforge.cli import run as command
 from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
-from lmforge.runs import Run
+from lmforge.runs import Run, checkpoint_checksum
 from lmforge.stages import attempt
+from lmforge.untrusted import MAX_BYTES
 from tests.report.conftest import add_event, copied
 
 
@@ -71,14 +73,26 @@ def test_the_subject_names_the_model_the_data_and_the_time(first: Run) -> None:
     assert "validation loss 5.000." in verdict(shown | {"series": {"val/loss": [[0, 5.0]]}})
 
 
-def test_a_run_without_heartbeats_for_a_minute_is_lost_and_one_with_them_runs(first: Run, tmp_path: Path) -> None:
+def test_a_run_whose_heartbeats_have_stopped_is_lost_and_one_with_them_runs(first: Run, tmp_path: Path) -> None:
     run = copied(first, tmp_path)
     path = run.health_folder / "rank-0.json"
-    beat = json.loads(path.read_text()) | {"phase": "forward", "written": 1.0}
-    path.write_text(json.dumps(beat))
-    assert read_run(run)["state"] == "lost"
-    path.write_text(json.dumps(beat | {"written": 4e9}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "forward", "host": "elsewhere"}))
     assert read_run(run)["state"] == "running"
+    os.utime(path, (1, 1))
+    assert read_run(run)["state"] == "lost"
+
+
+def test_a_checkpoint_of_any_number_of_files_is_shown_with_its_size(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    path = run.checkpoint_path(6) / "manifest.json"
+    fields = json.loads(path.read_text())
+    size = sum(file["bytes"] for file in fields["files"].values())
+    fields["files"] |= {f"{'x' * 100}{number}": {"bytes": 10} for number in range(150_000)}
+    fields["xxh3"] = checkpoint_checksum({name: value for name, value in fields.items() if name != "xxh3"})
+    path.write_text(json.dumps(fields))
+    assert path.stat().st_size > MAX_BYTES
+    shown = read_run(run)["checkpoints"][-1]
+    assert (shown["step"], shown["bytes"], shown["metrics"]) == (6, size + 1_500_000, fields["metrics"])
 
 
 def test_options_that_differ_from_the_defaults_are_those_that_were_given(first: Run) -> None:
@@ -104,7 +118,7 @@ def test_what_is_missing_or_damaged_is_left_out(first: Run, tmp_path: Path) -> N
     (run.path / "completions").mkdir()
     (run.path / "completions" / "set-000000-rank-0.jsonl").write_text("no JSON")
     shown = read_run(run)
-    assert (shown["environment"], shown["checkpoints"], shown["state"]) == ({}, [], "lost")
+    assert (shown["environment"], shown["checkpoints"], shown["state"]) == ({}, [], "not started")
     assert [event["kind"] for event in shown["events"]] == ["start"]
     assert shown["tables"] == [{"name": "set-000000", "rows": []}]
     run.metrics_path.unlink()
@@ -116,9 +130,9 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
 ) -> None:
     written = attempt.write_run_report
 
-    def into_a_folder(run: Run) -> Path:
+    def into_a_folder(run: Run, state: str) -> Path:
         (run.path / "report.html").mkdir()
-        return written(run)
+        return written(run, state)
 
     monkeypatch.setattr(attempt, "write_run_report", into_a_folder)
     assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) == 0

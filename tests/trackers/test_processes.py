@@ -1,6 +1,7 @@
 """A tracker that is slow, fails or dies does not touch the run; what it missed is sent when the run is resumed."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -96,6 +97,21 @@ def test_a_tracker_whose_process_dies_is_reported_in_one_line(
     assert train(steps, "die open") == 0
     log = tmp_path / "a" / "trackers" / "recording.log"
     assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run goes on without it\n"
+
+
+def test_what_others_print_in_the_process_of_a_tracker_is_no_report_and_ends_no_training(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    lines = ["welcome", "7", '{"info": 1}', '{"other": "x"}', "[" * 2000, "x" * 200_000, "half a line"]
+    (folder / "sitecustomize.py").write_text(f'print("""{chr(10).join(lines)}""", end="", flush=True)\n')
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    assert train(50) == 0
+    assert len([each for each in recorded(tmp_path) if each[0] == "metrics"]) == 50
+    printed = capsys.readouterr()
+    assert printed.out.count("recording  http://example.org/run\n") == 1
+    assert printed.err == ""
 
 
 def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignment(tiny_run: Path, tmp_path: Path) -> None:

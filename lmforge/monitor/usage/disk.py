@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 class DiskMonitor:
-    """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint, 0 while it is unknown."""
+    """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint."""
 
     def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
         self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes

@@ -16,15 +16,15 @@ from torch import Tensor
 from lmforge.config.align import RolloutOptions
 from lmforge.data.batch import Batch
 from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
-from lmforge.data.sources.records import read_records, require_fields
+from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError, prefix_errors
+from lmforge.errors import UserError
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
 from lmforge.rewards.functions import FunctionResult, RewardFunctions
+from lmforge.run_records import CompletionRecord, completions_path
+from lmforge.untrusted import check_content
 
-FOLDER = "completions"
-TABLE_FIELDS = ("prompt", "completion", "reward", "tokens", "ended")
 SCORING_BATCH_SIZE = 16
 
 
@@ -63,7 +63,7 @@ class CompletionScorer:
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self.columns}
         scores = self.reward_functions([prompt.prompt for prompt in prompts], texts, columns)
         if table is not None:
-            path = self.run_folder / FOLDER / f"{table}-rank-{self.rank}.jsonl"
+            path = completions_path(self.run_folder, table, self.rank)
             path.parent.mkdir(exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
                 for index, (prompt, text, completion) in enumerate(zip(prompts, texts, completions, strict=True)):
@@ -132,11 +132,11 @@ def locate_completions(batch_index: int, options: RolloutOptions, world_size: in
     """
     set_index, iteration = divmod(batch_index, options.num_iterations)
     table = completions_table_name(set_index, options)
-    files = f"{FOLDER}/{table}-rank-*.jsonl" if table else None
+    files = str(completions_path(Path(), table, "*")) if table else None
     return {"completions": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
 
 
-def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[str, Any]]:
+def read_completions(run_folder: Path, location: dict[str, Any]) -> list[CompletionRecord]:
     """The records that `locate_completions` has located, rank by rank. Raises UserError where there are none or one is not
     such a record."""
     if location["completions"] is None:
@@ -145,18 +145,14 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[dict[st
             " every step"
         )
     part, parts = location["part"]
-    records: list[dict[str, Any]] = []
+    records: list[CompletionRecord] = []
     # Files of higher ranks are another attempt's.
     for rank in range(location["ranks"]):
         path = run_folder / location["completions"].replace("*", str(rank))
         if not path.exists():
             # On the disk of another host.
             continue
-        table = []
-        for place, record in read_records(path):
-            with prefix_errors(place):
-                require_fields(record, *TABLE_FIELDS)
-            table.append(record)
+        table = [check_content(record, CompletionRecord, place) for place, record in read_records(path)]
         size = len(table) // parts
         records += table[part * size : (part + 1) * size]
     if not records:

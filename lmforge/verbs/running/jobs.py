@@ -3,18 +3,16 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER, Job, JobState, read_job
 from lmforge.cluster.jobs.launchers import job_state, stop_job
-from lmforge.config.options import read_recipe
 from lmforge.config.verbs.launch import JobsOptions, StopOptions
 from lmforge.errors import UserError
+from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import Run
-from lmforge.untrusted import read_json
 
 # Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
 STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "red", JobState.LOST: "red"}
@@ -78,11 +76,9 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def _progress(path: Path) -> str:
-    """`STEP of STEPS` by the heartbeat of rank 0; empty for a pipeline, or before a run has begun."""
-    run = Run(path)
+    """`STEP of STEPS`; empty for a pipeline, or before a run has begun."""
     try:
-        record: dict[str, Any] = read_json(run.health_folder / "rank-0.json", dict[str, Any])
-        steps = read_recipe(run.recipe_path).get("train", {}).get("steps", "?")
-        return f"{record['step']} of {steps}"
-    except (OSError, UserError, KeyError):
+        status = read_run_status(Run(path))
+    except UserError:
         return ""
+    return "" if status.state == "not started" else f"{status.step} of {status.steps or '?'}"

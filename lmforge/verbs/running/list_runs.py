@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +15,14 @@ from rich.text import Text
 
 from lmforge.config.verbs.watch import RunsOptions
 from lmforge.errors import UserError, format_duration
-from lmforge.report.run_data import last_values, run_state
-from lmforge.runs import MetricsRecord, Run
-from lmforge.untrusted import cut, describe_os_error, parse_json
+from lmforge.monitor.run_status import RUN_ENDED, read_run_status
+from lmforge.report.run_data import last_state
+from lmforge.runs import Run
+from lmforge.terminal.cells import BAD
+from lmforge.untrusted import cut, describe_os_error
+from lmforge.verbs.runs.top_screen import STATE_STYLES
 
 REFRESH_SECONDS = 2.0
-# The last records of a run; its metrics may be gigabytes, and a table of a hundred runs is to be there at once.
-TAIL_BYTES = 1 << 16
-STYLES = {"running": "bold green", "done": "green", "interrupted": "yellow", "failed": "bold red", "lost": "red"}
 COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")
 LEFT_ALIGNED = COLUMNS[:3]
 # In a narrower terminal what can be left out is.
@@ -73,52 +72,40 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: those that are running first, then by when they last wrote, the newest first."""
+    """The runs of a folder: those that have not ended first, then by when they last wrote, the newest first."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError as problem:
         raise UserError(f"{describe_os_error(problem, folder)}; name the folder that holds the runs") from None
     rows = [_read_run(run) for name in names if (run := Run(folder / name)).exists()]
-    return sorted(rows, key=lambda row: (row.state != "running", -row.written))
+    return sorted(rows, key=lambda row: (row.state in RUN_ENDED, -row.written))
 
 
 def _read_run(run: Run) -> RunRow:
-    last: dict[str, float | None] = {}
-    written = 0.0
+    status = read_run_status(run)
+    state = last_state(run, status)
+    written = run.recipe_path.stat().st_mtime
     with suppress(OSError):
-        written = run.recipe_path.stat().st_mtime
         written = max(written, run.metrics_path.stat().st_mtime)
-        last = last_values(_last_records(run.metrics_path))
-    state, step = run_state(run), int(last.get("step") or 0)
     try:
         config = run.load_config()
     except UserError as problem:
-        return RunRow(run.path.name, "?", state, step, 0, None, None, None, None, None, written, str(problem))
+        return RunRow(run.path.name, "?", state, status.step, 0, None, None, None, None, None, written, str(problem))
+    last = status.metrics
     return RunRow(
         run.path.name,
         config.of_stage,
         state,
-        step,
+        status.step,
         config.train.steps,
         last.get("loss"),
         last.get("val/loss", last.get("val/reward")),
         last.get("tokens_per_second"),
         last.get("mfu"),
-        last.get("seconds_left") if state == "running" else None,
+        last.get("seconds_left") if state not in RUN_ENDED else None,
         written,
     )
-
-
-def _last_records(path: Path) -> Iterator[dict[str, float | None]]:
-    """The records in the last TAIL_BYTES of the file, oldest first."""
-    with open(path, "rb") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-        file.seek(start)
-        lines = file.read().split(b"\n")
-    for line in lines[1:] if start else lines:
-        with suppress(UserError):
-            yield parse_json(line, MetricsRecord, str(path)).model_dump()
 
 
 def _table(rows: list[RunRow], width: int) -> RenderableType:
@@ -131,7 +118,7 @@ def _table(rows: list[RunRow], width: int) -> RenderableType:
         cells: dict[str, str | Text] = {
             "run": Text(cut(row.name, 60)),
             "stage": row.stage,
-            "state": Text(row.state, STYLES.get(row.state, "")),
+            "state": Text(row.state, STATE_STYLES.get(row.state, BAD)),
             "step": f"{row.step:,}/{row.steps:,}" if row.steps else f"{row.step:,}",
             "loss": _number(row.loss, ".4f"),
             "val": _number(row.validation, ".4f"),

@@ -17,6 +17,7 @@ from lmforge.hub import is_hub_name
 from lmforge.interop.resolve import model_config_from_json, resolve_model_config
 from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
+from lmforge.run_records import newest_values
 from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
 from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
 from lmforge.verbs.dry_run import describe_recipe
@@ -166,9 +167,9 @@ def _describe_run(run: Run) -> str:
     records = run.read_metrics()
     lines = [f"run {run.path}: {records[-1]['step'] if records else 0:,} of {config.train.steps:,} steps"]
     if records:
-        last = {name: value for record in records for name, value in record.items() if value is not None}
+        last = newest_values(records)
         shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
-        values = {name: last[name] for name in shown if name in last}
+        values = {name: last[name] for name in shown if last.get(name) is not None}
         words = (f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}" for name, value in values.items())
         lines.append(f"last       {', '.join(words)}")
     if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):

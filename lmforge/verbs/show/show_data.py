@@ -137,9 +137,9 @@ def _show_completions(source: Path, record: "BadStepFile", title: str, sample_ra
     first, after = parse_range(sample_range, (0, len(completions)))
     lines = [f"{title}; completions {first} to {min(after, len(completions)) - 1} of {record.completions}"]
     for number, completion in enumerate(completions[first:after], start=first):
-        cut = "" if completion["ended"] else ", cut"
-        lines.append(f"\ncompletion {number}: reward {completion['reward']}, {completion['tokens']} tokens{cut}")
-        lines += [repr(completion["prompt"]), repr(completion["completion"])]
+        cut = "" if completion.ended else ", cut"
+        lines.append(f"\ncompletion {number}: reward {completion.reward}, {completion.tokens} tokens{cut}")
+        lines += [repr(completion.prompt), repr(completion.completion)]
     return "\n".join(lines)
 
 

@@ -1,0 +1,102 @@
+"""Records of a run that are read again: the lines of metrics.jsonl and of its tables of completions. No torch here.
+
+train/metrics.py and stages/alignment/completions.py write them.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, FiniteFloat
+
+from lmforge.errors import UserError
+from lmforge.untrusted import open_file, parse_json, read_lines
+
+MAX_METRICS_LINE_BYTES = 2**20
+# Of metrics.jsonl, which may be gigabytes: the last validation may be many log steps ago.
+METRICS_TAIL_BYTES = 2**18
+COMPLETIONS_FOLDER = "completions"  # in the run
+MAX_COMPLETION_LINE_BYTES = 2**22  # with its prompt; longer ones are left out
+
+
+class MetricsRecord(BaseModel, extra="allow"):
+    """A line of metrics.jsonl: the step, and metrics by name."""
+
+    __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
+    step: int = Field(ge=0, le=2**53)  # a double has all of them
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every record of a file; of a step that was trained twice (after a resume), the last one counts.
+
+    Lines that are no record with a step are skipped, such as half a line. Raises OSError.
+    """
+    records: list[dict[str, Any]] = []
+    with open_file(path) as file:
+        for record in _parsed(read_lines(file, MAX_METRICS_LINE_BYTES)):
+            while records and records[-1]["step"] >= record["step"]:
+                records.pop()
+            records.append(record)
+    return records
+
+
+def read_last_metrics(path: Path) -> dict[str, Any]:
+    """`newest_values` of the last METRICS_TAIL_BYTES of a file. Raises OSError."""
+    with open_file(path) as file:
+        begin = file.seek(max(0, file.seek(0, os.SEEK_END) - METRICS_TAIL_BYTES))
+        lines = file.read(METRICS_TAIL_BYTES).split(b"\n")
+    return newest_values(_parsed(lines[1:] if begin else lines))
+
+
+def newest_values(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The newest value of each metric, None where that is not finite; validation is rarer than other metrics."""
+    return {name: value for record in records for name, value in record.items()}
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(UserError):
+            yield parse_json(line, MetricsRecord, "").model_dump()
+
+
+class CompletionRecord(BaseModel):
+    """A line of a table of completions: the reward, None where there is none, as a whole and by function (`parts`), and
+    whether a stop token ended the completion."""
+
+    prompt: str | list[dict[str, Any]]
+    completion: str
+    reward: float | None
+    parts: dict[str, float | None] = Field(default_factory=dict)
+    tokens: int
+    ended: bool
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text: turns of a conversation after their roles."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in self.prompt)
+
+
+def completions_path(run_folder: Path, table: str, rank: int | str) -> Path:
+    """The file of a table of completions that a rank has written."""
+    return run_folder / COMPLETIONS_FOLDER / f"{table}-rank-{rank}.jsonl"
+
+
+def completion_tables(run_folder: Path) -> list[str]:
+    """The names of the tables that rank 0 has written."""
+    paths, ending = run_folder.glob(str(completions_path(Path(), "*", 0))), completions_path(Path(), "", 0).name
+    return sorted(path.name.removesuffix(ending) for path in paths)
+
+
+def read_first_completions(run_folder: Path, table: str, most: int) -> Iterator[CompletionRecord]:
+    """Those of rank 0 in the first `most` lines of a table. Lines that are none are left out; of a missing file there are
+    none."""
+    path = completions_path(run_folder, table, 0)
+    with suppress(OSError), open_file(path) as file:
+        for line in islice(read_lines(file, MAX_COMPLETION_LINE_BYTES), most):
+            with suppress(UserError):
+                yield parse_json(line, CompletionRecord, path.name)
