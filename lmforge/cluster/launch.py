@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN
-from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, threads_per_rank
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE, NODE_RANK_VARIABLE, TORCHRUN
+from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import EXIT_PEER_LOST, UserError
 
 # After SIGTERM a rank finishes its step and saves; after this time it is killed.
@@ -140,7 +140,7 @@ def launch_plainly(num_processes: int, arguments: list[str], node: int, num_node
     for local_rank in range(num_processes):
         variables = common | {"RANK": node * num_processes + local_rank, "LOCAL_RANK": local_rank}
         environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-        environment.pop("LMFORGE_NODE_RANK", None)
+        environment.pop(NODE_RANK_VARIABLE, None)
         processes.append(subprocess.Popen([sys.executable, "-m", "lmforge", *arguments], env=environment))
 
     def end(number: int, frame: FrameType | None) -> None:

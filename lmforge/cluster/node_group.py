@@ -22,18 +22,14 @@ from typing import Any, TypeVar
 
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
 from lmforge.cluster.launch import INTERRUPTED_STATUSES, Rendezvous, launcher_environment, start_ranks
+from lmforge.cluster.rendezvous import free_port
 from lmforge.cluster.waiting import await_listener, call_bounded, describe_connection_error, print_line, wait_until
 from lmforge.config.operation import MAX_PORT
-from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError
+from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.untrusted import cut, quoted
 
-# What a launcher script sets: names of the machines in order, separated by commas; HOST:PORT of the first one; and which of
-# them this is (without it: SLURM_NODEID, else the one that has this host's name).
-NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE_ADDRESS", "LMFORGE_NODE_RANK"
-# A file in which the first machine writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
-# after it has passed on a signal, and that of srun is that of machines which it has killed.
-STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
 JOIN_SECONDS = 600.0
 # A machine whose launcher has not been heard of for so long is lost, and so is the first one that does not answer.
 LOST_AFTER_SECONDS = 60.0
@@ -58,8 +54,11 @@ class NodeGroup:
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Names of some of the machines, cut where there are many."""
-        shown = ", ".join(self.names[rank] for rank in ranks[:8])
-        return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+        return name_some([self.names[rank] for rank in ranks])
+
+    def peer_lost(self, rank: int) -> PeerLost:
+        """The error to raise where the launcher of a node does not answer."""
+        return PeerLost(f"{self.names[rank]} does not answer: lost, or its launcher has ended")
 
 
 def read_node_group(environ: Mapping[str, str] = os.environ) -> NodeGroup | None:
@@ -161,7 +160,7 @@ class NodeMeeting:
             except (RuntimeError, TimeoutError):
                 # A call that has not returned keeps the store to itself: the next ones would wait for it.
                 self._is_cut_off = True
-        raise PeerLost(f"{self.group.names[0]} does not answer: lost, or its launcher has ended")
+        raise self.group.peer_lost(0)
 
     def check_in(self, num_processes: int) -> None:
         """Wait for all machines, saying which are missing. Raises PeerLost when the time is over, UserError where the versions
@@ -205,7 +204,7 @@ class NodeMeeting:
     def get(self, key: str, seconds: float) -> str:
         """A value that the first machine sets. Raises PeerLost where it does not come in time."""
         if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
-            raise PeerLost(f"{self.group.names[0]} does not answer: lost, or its launcher has ended")
+            raise self.group.peer_lost(0)
         return self.call(lambda store: str(store.get(key).decode()))
 
     def attempt(self, number: int) -> "_Attempt":
@@ -223,9 +222,7 @@ class _Attempt:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                port = str(free.getsockname()[1])
+            port = str(free_port())
             meeting.call(lambda store: store.set(f"{self._prefix}/port", port))
         else:
             port = meeting.get(f"{self._prefix}/port", JOIN_SECONDS)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from lmforge.cluster.environment import MAX_RANKS, RankInfo, read_environment, read_number, requested_environment
 
-# Set for ranks that `--launch.processes` starts: the id of the process that started them.
-LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 

@@ -23,8 +23,8 @@ from lmforge.errors import RunFailed, UserError
 from lmforge.untrusted import describe_os_error, quoted
 
 NUM_CANDIDATE_PORTS = 8
-# Below those that systems give to outgoing connections.
-FIRST_PORT, LAST_PORT = 20_000, 32_000
+# Below those that systems give to outgoing connections. docs/clusters.md tells a firewall to let them pass.
+PORTS = range(20_000, 32_000)
 # The host of rank 0 is the first one, unless ranks were distributed in another order.
 MAX_HOSTS_ASKED = 16
 ANSWER_SECONDS, MAX_WAIT_SECONDS = 5.0, 1800.0
@@ -131,7 +131,7 @@ def candidate_ports(identity: str) -> list[int]:
     """The ports on which rank 0 of a job may answer, in order."""
     digest = hashlib.sha256(identity.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * NUM_CANDIDATE_PORTS, 4)]
-    return [FIRST_PORT + number % (LAST_PORT - FIRST_PORT) for number in numbers]
+    return [PORTS[number % len(PORTS)] for number in numbers]
 
 
 def listen(port: int) -> socket.socket:
@@ -146,10 +146,10 @@ def free_port() -> int:
 
     It is not one of those that systems give to outgoing connections: one of them could take it until then. Raises RunFailed.
     """
-    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), 100):
+    for port in random.SystemRandom().sample(PORTS, 100):
         with suppress(OSError), listen(port):
             return port
-    raise RunFailed(f"none of a hundred ports between {FIRST_PORT:,} and {LAST_PORT:,} is free on this host")
+    raise RunFailed(f"none of a hundred ports between {PORTS.start:,} and {PORTS.stop:,} is free on this host")
 
 
 class PortAnswer:

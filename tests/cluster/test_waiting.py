@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from lmforge.cluster import waiting
-from lmforge.cluster.rendezvous import FIRST_PORT, LAST_PORT, free_port, listen
+from lmforge.cluster.rendezvous import PORTS, free_port, listen
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
 
 
@@ -51,5 +51,5 @@ def test_a_port_where_nobody_listens_is_waited_for_no_longer_than_asked() -> Non
 def test_a_free_port_is_not_one_that_an_outgoing_connection_could_take() -> None:
     with listen(free_port()) as taken:
         port = taken.getsockname()[1]
-        assert FIRST_PORT <= port < LAST_PORT
+        assert port in PORTS
         assert len({free_port() for _ in range(20)} - {port}) > 10  # two programs that begin together have two

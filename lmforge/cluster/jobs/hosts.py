@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmforge.errors import UserError
+from lmforge.errors import UserError, name_some
 from lmforge.untrusted import cut, quoted, read_bounded
 
 SSH_SECONDS = 60
@@ -103,7 +103,6 @@ def raise_for_hosts(answers: Sequence[Answer], after: str) -> None:
     """Raise UserError where a host has refused; `after` says what follows from it."""
     failed = [answer for answer in answers if answer.status != 0]
     if failed:
-        shown = "; ".join(f"{answer.host or 'this machine'}: {answer.message}" for answer in failed[:3])
-        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        shown = name_some([f"{answer.host or 'this machine'}: {answer.message}" for answer in failed], most=3, separator="; ")
         count = f" ({len(failed)} of {len(answers)} hosts)" if len(answers) > 1 else ""
-        raise UserError(f"{shown}{more}{count}; {after}")
+        raise UserError(f"{shown}{count}; {after}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE
 from lmforge.cluster.jobs.hosts import (
     Answer,
     export_lines,
@@ -24,7 +25,7 @@ from lmforge.cluster.jobs.hosts import (
 )
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, Job, JobPlan, JobState, Session
 from lmforge.cluster.jobs.scripts import IMPORT_CHECK
-from lmforge.cluster.rendezvous import FIRST_PORT, LAST_PORT, free_port
+from lmforge.cluster.rendezvous import PORTS, free_port
 from lmforge.errors import UserError
 from lmforge.untrusted import parse_json
 
@@ -105,7 +106,7 @@ def _check_script(plan: JobPlan, environment: str, port: int) -> str:
     echo {shlex.quote(python)} "does not run lmforge there (${{reason##*$'\\n'}}); see launch.python and launch.setup" >&2
     exit 3
 }}
-{python} -c {shlex.quote(HOST_CHECK)} {port} {FIRST_PORT} {LAST_PORT}
+{python} -c {shlex.quote(HOST_CHECK)} {port} {PORTS.start} {PORTS.stop}
 """
 
 
@@ -146,8 +147,8 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
             group, node = divmod(rank, plan.nodes)
             members = labels[group * plan.nodes : (group + 1) * plan.nodes]
             address, port = hosts.endpoints[group]
-            variables |= {"LMFORGE_NODES": ",".join(members), "LMFORGE_NODE_RANK": str(node)}
-            variables |= {"LMFORGE_ADDRESS": f"{address}:{port}"}
+            variables |= {NODES_VARIABLE: ",".join(members), NODE_RANK_VARIABLE: str(node)}
+            variables |= {ADDRESS_VARIABLE: f"{address}:{port}"}
             if plan.is_sweep:
                 variables |= {"LMFORGE_GROUP": str(group), "LMFORGE_GROUPS": str(len(hosts.endpoints))}
         log = plan.log if rank == 0 else plan.folder / f"output-{label}.log"
