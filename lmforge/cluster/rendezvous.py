@@ -9,15 +9,14 @@ import hashlib
 import os
 import random
 import re
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from lmforge.cluster.environment import LAUNCHERS, MPICH, RankInfo
+from lmforge.cluster.processes import NOT_INSTALLED, read_process_stat, try_call
 from lmforge.cluster.waiting import wait_until
 from lmforge.errors import RunFailed, UserError
 from lmforge.untrusted import describe_os_error, quoted
@@ -57,16 +56,15 @@ def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
 def _expand_slurm_hosts(nodes: str) -> list[str]:
     if not re.search(r"[\[,]", nodes):
         return [nodes]
-    if shutil.which("scontrol") is None:
+    status, printed, message = try_call(["scontrol", "show", "hostnames", nodes])
+    if status == NOT_INSTALLED:
         raise UserError(
             f"environment: the hosts of this job, {quoted(nodes)}: scontrol is not here (in a container?); set MASTER_ADDR in"
             ' the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
         )
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
-    if done.returncode or not done.stdout.split():
-        reason = quoted(" ".join((done.stderr or done.stdout).split()))
-        raise UserError(f"environment: scontrol show hostnames {quoted(nodes)} failed ({reason}); set MASTER_ADDR")
-    return done.stdout.split()
+    if status or not printed.split():
+        raise UserError(f"environment: scontrol show hostnames {quoted(nodes)} failed ({quoted(message)}); set MASTER_ADDR")
+    return printed.split()
 
 
 def _read_hosts(variable: str, file: str) -> list[str]:
@@ -97,14 +95,14 @@ def _identity_from_hydra() -> str:
     It also answers on the socket that ranks inherit, but then takes the end of a rank for a crash, and kills the others.
     """
     process = os.getpid()
-    while process > 1:
+    while process > 1 and (stat := read_process_stat(process)):
         try:
             words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # no Linux, or another user's
+        except OSError:  # another user's
             break
         if "--control-port" in words[:-1]:
             return f"mpich-{words[words.index('--control-port') + 1]}"
+        process = stat.parent
     raise UserError(_set_both_hint("mpiexec does not say which job this is"))
 
 

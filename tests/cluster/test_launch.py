@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cluster import processes
 from lmforge.config.operation import parse_time_limit
 from lmforge.runs import Run
 from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
@@ -395,8 +396,8 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         ("--on ssh --hosts hosts --nodes 4", "launch.nodes = 4: hosts names 2 hosts"),
         ("--on ssh --hosts hosts", "no-such-host.invalid: Could not resolve hostname no-such-host.invalid: "),
         ("--on slurm --nodes 8", "8 ranks for a global batch of 4 sequences: a rank would have none; use at most 4 ranks"),
-        ("--on slurm", "sbatch refuses the job: sbatch is not installed here; submit from a login node of the cluster"),
-        ("--on pbs", "qsub refuses the job: qsub is not installed here; submit from a login node of the cluster"),
+        ("--on slurm", "sbatch refuses the job: sbatch is not installed here; use a login node of the cluster"),
+        ("--on pbs", "qsub refuses the job: qsub is not installed here; use a login node of the cluster"),
         ("--on mpi", "mpiexec is not installed here; load the cluster's module for MPI first"),
         ("--sweep optimizer.lt=1,2", "--sweep optimizer.lt: no such option; did you mean optimizer.lr?"),
         ("--on ssh --hosts hosts --nodes 1 --address a --sweep train.seed=1,2", "launch.address: of one host, and the sweep"),
@@ -429,6 +430,15 @@ def test_what_cannot_be_launched_is_refused_in_one_line_and_leaves_nothing(
     monkeypatch.setenv("PATH", str(programs))
     assert refused("launch", recipe.name, *words.split()).startswith(message)
     assert not (recipe.parent / "runs").exists() or not any((recipe.parent / "runs").iterdir())
+
+
+def test_an_mpiexec_that_does_not_answer_is_named(recipe: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = recipe.parent / "bin" / "mpiexec"
+    silent.parent.mkdir()
+    write_executable(silent, f"#!/bin/sh\nexec {shutil.which('sleep')} 60\n")
+    monkeypatch.setenv("PATH", str(silent.parent))
+    monkeypatch.setattr(processes, "COMMAND_SECONDS", 0.2)
+    assert refused("launch", recipe.name, "--on", "mpi") == f"{silent} has not answered for 0.2 s"
 
 
 def test_a_pipeline_with_mpiexec_is_refused(recipe: Path, refused: Refusal) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from lmforge.cluster.jobs.hosts import (
 )
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, Job, JobPlan, JobState, Session
 from lmforge.cluster.jobs.scripts import IMPORT_CHECK
+from lmforge.cluster.processes import NO_ANSWER, try_call
 from lmforge.cluster.rendezvous import PORTS, free_port
 from lmforge.errors import UserError
 from lmforge.untrusted import parse_json
@@ -242,7 +242,9 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     found = shutil.which("mpiexec")
     if found is None:
         raise UserError("mpiexec is not installed here; load the cluster's module for MPI first")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    status, version, message = try_call([found, "--version"])
+    if status == NO_ANSWER:
+        raise UserError(message)
     ranks, per_node = plan.nodes * options.processes, options.processes
     # Of several nodes of an allocation the ranks find the first by themselves (rendezvous.py).
     variables = {}

@@ -19,6 +19,7 @@ from typing import IO
 
 from pydantic import BaseModel
 
+from lmforge.cluster.processes import call
 from lmforge.errors import UserError
 from lmforge.monitor.usage.host import STALE_SECONDS, HostUsage
 from lmforge.untrusted import cut, parse_json
@@ -67,23 +68,11 @@ def srun_words(job: int, host: str, line: str) -> list[str]:
 
 def slurm_hosts(job: int) -> list[str]:
     """The hosts of a running Slurm job. Raises UserError."""
-    names = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N").strip()
+    option = "--slurm_job"
+    names = call(["squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N"], option).strip()
     if not names:
-        raise UserError(f"--slurm_job: job {job} does not run")
-    return _slurm_output("scontrol", "show", "hostnames", names).split()
-
-
-def _slurm_output(*words: str) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        raise UserError(f"--slurm_job: there is no {words[0]} here; run it where Slurm's commands are") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"--slurm_job: {words[0]} does not answer") from None
-    if done.returncode != 0:
-        problem = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise UserError(f"--slurm_job: {words[0]}: {cut(problem)}")
-    return done.stdout
+        raise UserError(f"{option}: job {job} does not run")
+    return call(["scontrol", "show", "hostnames", names], option).split()
 
 
 def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:
