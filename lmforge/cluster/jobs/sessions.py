@@ -78,7 +78,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
     names = names[: plan.nodes * min(len(plan.recipes), len(names) // plan.nodes)]
     firsts = names[:: plan.nodes]
     if options.address and len(firsts) > 1:
-        raise UserError(f"launch.address: of one host, and the sweep runs on {len(firsts)} groups of hosts; leave it out")
+        raise UserError(f"launch.address names one host, and this sweep uses {len(firsts)} groups of hosts; leave it out")
     ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
     environment = export_lines(forwarded_variables(options.forward))
     scripts = [_check_script(plan, environment, (options.port or 0) if name in firsts else 0) for name in names]

@@ -5,7 +5,6 @@ lines nobody waits; what a host said last keeps its time.
 """
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -27,9 +26,6 @@ from lmforge.untrusted import cut, parse_json
 # An answer of a host: some 300 bytes a GPU or process.
 MAX_ANSWER_BYTES = 2**20
 RECONNECT_SECONDS = 5.0
-# A connection that has died is noticed after three of these.
-KEEPALIVE_SECONDS = 5
-HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:-]{0,253}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True)
@@ -51,13 +47,6 @@ class RemoteOutput(BaseModel, extra="ignore"):
     """The part of the output of `top --json` that is read here."""
 
     hosts: list[HostAnswer]
-
-
-def ssh_words(ssh_command: str, host: str, line: str, patience_seconds: float) -> list[str]:
-    """The command that runs a shell line on a host, and never asks for a password."""
-    options = ["BatchMode=yes", f"ConnectTimeout={max(1, int(patience_seconds))}", f"ServerAliveInterval={KEEPALIVE_SECONDS}"]
-    options.append("ServerAliveCountMax=3")
-    return [*shlex.split(ssh_command), *(word for each in options for word in ("-o", each)), host, "--", line]
 
 
 def srun_words(job: int, host: str, line: str) -> list[str]:
