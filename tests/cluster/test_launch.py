@@ -382,7 +382,7 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
     ("words", "message"),
     [
         ("--on somewhere", "--launch.on: expected 'local', 'ssh', 'slurm', 'pbs' or 'mpi', got \"somewhere\""),
-        ("--nodes 2", "launch.nodes = 2: this machine is one; say who starts the others, such as --on slurm"),
+        ("--nodes 2", "launch.nodes = 2: --on local starts one, this machine; choose another, such as --on slurm"),
         ("--hosts hosts", "launch.hosts = hosts has no effect with --on local; choose --on ssh or mpi"),
         ("--partition gpu", "launch.partition = gpu has no effect with --on local; choose --on slurm or pbs"),
         ("--time soon", 'recipe.toml: launch.time = "soon": expected minutes, HH:MM:SS or DAYS-HH:MM:SS'),

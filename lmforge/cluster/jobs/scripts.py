@@ -208,7 +208,7 @@ def session_script(plan: JobPlan) -> str:
     """What runs without a terminal on this machine, or on each host that ssh reaches: one run, or those of a sweep in order."""
     lines = [
         "#!/bin/bash",
-        f"# Written by lmforge {__version__} launch. It starts the ranks of this machine ({NODE_SCRIPT}).",
+        f"# Written by lmforge {__version__} launch. It starts the ranks of this node ({NODE_SCRIPT}).",
         f"folder={shlex.quote(str(plan.folder))}",
         "",
         _forward_signals(),

@@ -82,7 +82,9 @@ def with_nodes(options: LaunchOptions) -> LaunchOptions:
         readers = "ssh or mpi" if unused[0] == "hosts" else "slurm or pbs"
         raise UserError(f"{given} has no effect with --on local; choose --on {readers}")
     if options.on == "local" and (options.nodes or 1) > 1:
-        raise UserError(f"launch.nodes = {options.nodes}: this machine is one; say who starts the others, such as --on slurm")
+        raise UserError(
+            f"launch.nodes = {options.nodes}: --on local starts one, this machine; choose another, such as --on slurm"
+        )
     nodes = options.nodes or (len(read_hosts(options.hosts)) if options.on == "ssh" and options.hosts else 1)
     return options.model_copy(update={"nodes": nodes})
 

@@ -185,7 +185,7 @@ def environment_of_stage() -> dict[str, str]:
 
 
 def describe_inputs(words: Sequence[str]) -> dict[str, str]:
-    """A digest of what each local path that a training command line reads holds, as this host sees it, by path."""
+    """A digest of what each local path that a training command line reads holds, as this node sees it, by path."""
     config: StageConfig = parse_config(STAGES[words[0]], list(words[1:]))
     paths = [config.model.source] if config.model.source is not None else []
     if isinstance(config, PretrainConfig):
@@ -208,7 +208,7 @@ def _digest(path: Path) -> str:
 
 
 def _first_difference(inputs: dict[str, str]) -> str:
-    """The first path that this host does not see as the first node does; empty where there is none."""
+    """The first path that this node does not see as the first one does; empty where there is none."""
     for path, digest in inputs.items():
         if not wait_until(lambda path=path, digest=digest: _digest(Path(path)) == digest, VISIBLE_SECONDS):  # type: ignore[misc]
             return path
