@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
 from lmforge.cluster.node_group import NodeGroup, read_node_group
-from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, count_restarts, read_rank_info
+from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.help_text import format_help
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
 from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe

@@ -4,7 +4,7 @@ a defect of ours (see `cli.run`)."""
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,6 +66,12 @@ def format_bytes(count: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """A number of things: `1 document`, `2,000 documents`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def name_some(names: Sequence[object], most: int = 8, separator: str = ", ") -> str:
+    """The first `most` names, and how many there are besides: `node1, node2 and 3 more`."""
+    shown = separator.join(map(str, names[:most]))
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def format_duration(seconds: float) -> str:

@@ -21,6 +21,7 @@ from lmforge.bench.doctor.host_checks import compare_clocks, compare_hosts, desc
 from lmforge.bench.doctor.network_checks import judge_network, rounds_of_pairs
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
+from lmforge.cluster import host_memory
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.cluster.rendezvous import free_port
 from lmforge.config.load import load_config
@@ -93,6 +94,33 @@ def test_this_machine_is_examined(capfd: pytest.CaptureFixture[str]) -> None:
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1].startswith("lmforge can train here")
     assert [line[6:].partition("  ")[0] for line in lines[:-1]] == list(findings)
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cached"),
+    [
+        (".", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_cached_files_of_a_container_count_as_free_memory(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    folder: str,
+    limit: str,
+    used: str,
+    cached: str,
+) -> None:
+    values = {limit: f"{100 * 2**20}", used: f"{95 * 2**20}", "memory.stat": f"anon {5 * 2**20}\n{cached} {90 * 2**20}"}
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for name, text in values.items():
+        (tmp_path / folder / name).write_text(f"{text}\n")
+    monkeypatch.setattr(host_memory, "CGROUP_FOLDER", tmp_path)
+    monkeypatch.setattr(machine_checks, "LOW_MEMORY_BYTES", 50 * 2**20)
+    finding = examined(capfd)["memory"]
+    assert (finding["status"], finding["description"]) == ("pass", "95.0 MiB free of 100 MiB of this container")
 
 
 @pytest.mark.needs("a C++ compiler")

@@ -12,7 +12,7 @@ import torch
 from lmforge.cli import run
 from lmforge.cluster import memory
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.memory import AvailableMemory
+from lmforge.cluster.host_memory import AvailableMemory
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.load import load_config
 from lmforge.data.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def test_what_a_model_and_a_cache_need_is_compared_with_what_is_free(
 ) -> None:
     free = AvailableMemory(0, 2**28, "the memory of this host")
     monkeypatch.setattr(memory, "available_memory", lambda device, ranks: free)
-    monkeypatch.setattr(memory, "_read_kib_table", lambda path: {})
+    monkeypatch.setattr(memory, "read_kib_table", lambda path: {})
     build_model(get_preset("nano"))
     with pytest.raises(
         UserError, match=r"^a model of 123,551,232 parameters in fp32: needs 471 MiB, and 256 MiB are left of the"

@@ -20,10 +20,11 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from lmforge.cluster.environment import LAUNCHER_PID_VARIABLE
 from lmforge.cluster.folder_marker import FolderMarker
 from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, find_rank0, report_missing_ranks
 from lmforge.cluster.memory import set_allocator_defaults
-from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, RankInfo, read_rank_info, threads_per_rank
+from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
 from lmforge.cluster.standby import release_standby
 from lmforge.cluster.waiting import start_in_thread
 from lmforge.errors import RunFailed, UserError

@@ -17,6 +17,14 @@ from lmforge.untrusted import quoted
 
 # What `--environment` says, for this process and those that it starts.
 ENVIRONMENT_VARIABLE = "LMFORGE_ENVIRONMENT"
+# What the script of a job sets on each node: names of the nodes in order, separated by commas; HOST:PORT of the first one; and
+# which of them this is (without it: SLURM_NODEID, else the one that has this host's name).
+NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE_ADDRESS", "LMFORGE_NODE_RANK"
+# A file in which the first node writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
+# after it has passed on a signal, and that of srun is that of nodes whose processes it has killed.
+STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
+# Set for ranks that `--launch.processes` starts: the id of the process that started them.
+LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
 MAX_RANKS: int = RANKS["le"]
 # From here on Slurm counts what is no step of tasks: the batch script, an interactive shell, the prolog.
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0

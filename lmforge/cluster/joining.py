@@ -17,6 +17,7 @@ from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN, RankInfo
 from lmforge.cluster.rank_info import RESTARTS_VARIABLE
 from lmforge.cluster.rendezvous import PortAnswer, ask_rank0, hosts_to_ask, job_identity, listen, own_address
 from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line
+from lmforge.errors import name_some
 
 # gloo groups of all ranks: for host memory, for decisions, for checkpoints. Each connects every rank with every other.
 GLOO_GROUPS = 3
@@ -160,6 +161,6 @@ def report_missing_ranks(
 
 
 def _missing_message(missing: list[int], world_size: int) -> str:
-    shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
     have = "has" if len(missing) == 1 else "have"
-    return f"{len(missing)} of {world_size} ranks {have} not joined yet ({shown}): not started, still importing, or cut off"
+    number = f"{len(missing)} of {world_size} ranks {have} not joined yet"
+    return f"{number} ({name_some(missing)}): not started, still importing, or cut off"

@@ -1,6 +1,6 @@
 """Starts ranks on this machine with torch's elastic launcher, and turns how they ended into one exit status.
 
-How the machines of a run on several do so together is in `node_group.py`.
+How the nodes of a run on several do so together is in `node_group.py`.
 """
 
 import logging
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN
-from lmforge.cluster.rank_info import LAUNCHER_PID_VARIABLE, threads_per_rank
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE, NODE_RANK_VARIABLE, TORCHRUN
+from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import EXIT_PEER_LOST, UserError
 
 # After SIGTERM a rank finishes its step and saves; after this time it is killed.
@@ -29,7 +29,7 @@ LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT,
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the launchers of `num_nodes` machines meet: `endpoint` is HOST:PORT of the first."""
+    """Where the launchers of `num_nodes` nodes meet: `endpoint` is HOST:PORT of the first."""
 
     num_nodes: int
     node_rank: int
@@ -43,7 +43,7 @@ def check_num_processes(number: int) -> None:
     most = max(MIN_PROCESSES_LIMIT, PROCESSES_PER_CORE * cores)
     if number > most:
         raise UserError(
-            f"{number:,} processes: this machine has {cores} cores; start at most {most}, or use more machines (lmforge launch)"
+            f"{number:,} processes: this machine has {cores} cores; start at most {most}, or use more nodes (lmforge launch)"
         )
 
 
@@ -74,7 +74,7 @@ def launch_local(
 def start_ranks(
     num_processes: int, arguments: list[str], interruption: "Interruption", rendezvous: Rendezvous | None = None
 ) -> int:
-    """Start the ranks of this machine once. Returns the exit status: EXIT_PEER_LOST where a rank was killed or gave up on
+    """Start the ranks of this node once. Returns the exit status: EXIT_PEER_LOST where a rank was killed or gave up on
     another. Call it within `launcher_environment`."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -140,7 +140,7 @@ def launch_plainly(num_processes: int, arguments: list[str], node: int, num_node
     for local_rank in range(num_processes):
         variables = common | {"RANK": node * num_processes + local_rank, "LOCAL_RANK": local_rank}
         environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-        environment.pop("LMFORGE_NODE_RANK", None)
+        environment.pop(NODE_RANK_VARIABLE, None)
         processes.append(subprocess.Popen([sys.executable, "-m", "lmforge", *arguments], env=environment))
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,21 +1,20 @@
 """How much memory this process may still allocate, whether something fits into it, and errors that say that there was none.
 
-What a run needs, and what would have fitted, is arithmetic on its recipe (plan/).
+What a run needs, and what would have fitted, is arithmetic on its recipe (plan/). Limits of the host are in `host_memory.py`.
 """
 
 import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import torch
 
+from lmforge.cluster.host_memory import AvailableMemory, available_host_memory, format_memory, read_kib_table
 from lmforge.errors import UserError
 
-GIB = 2**30
 # Allocations and frees that are remembered with their stacks.
 MAX_MEMORY_EVENTS = 100_000
 # Both are read by torch; the second is the older name.
@@ -59,15 +58,6 @@ def write_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
-@dataclass(frozen=True)
-class AvailableMemory:
-    """Bytes that this process has and may still allocate, and what limits them, in words."""
-
-    used_bytes: int
-    free_bytes: int
-    limited_by: str
-
-
 def available_memory(device: torch.device, local_world_size: int) -> AvailableMemory | None:
     """The tightest limit on the memory in which a model trains on `device`; None where the system does not report it.
 
@@ -77,42 +67,7 @@ def available_memory(device: torch.device, local_world_size: int) -> AvailableMe
         free, total = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return AvailableMemory(total - free - idle, free + idle, f"this GPU's {format_memory(total)}")
-    status = _read_kib_table(Path("/proc/self/status"))
-    if not status:
-        return None
-    resident = status["VmRSS"]
-    on_host = _read_kib_table(Path("/proc/meminfo"))["MemAvailable"] // local_world_size
-    limits = [AvailableMemory(resident, on_host, "the memory of this host")]
-    for which, used, words in (
-        (resource.RLIMIT_AS, status["VmSize"], "address space (ulimit -v)"),
-        (resource.RLIMIT_DATA, status["VmData"], "data (ulimit -d)"),
-    ):
-        limit, _ = resource.getrlimit(which)
-        if limit != resource.RLIM_INFINITY:
-            limits.append(AvailableMemory(used, max(0, limit - used), f"{format_memory(limit)} of {words}"))
-    for limit, used in _container_limits():
-        free = max(0, limit - used) // local_world_size
-        limits.append(AvailableMemory(resident, free, f"{format_memory(limit)} of this container"))
-    return min(limits, key=lambda limit: limit.free_bytes)
-
-
-def _container_limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of this process's container. Cached files do not count: the kernel drops them when it must."""
-    for folder, limit_name, used_name, cached in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
-        (
-            "/sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            ("total_active_file", "total_inactive_file"),
-        ),
-    ):
-        try:
-            limit, used = (int(Path(folder, name).read_text()) for name in (limit_name, used_name))
-            statistics = dict(re.findall(r"^(\w+) (\d+)$", Path(folder, "memory.stat").read_text(), re.M))
-        except (OSError, ValueError):  # "max"
-            continue
-        yield limit, used - sum(int(statistics.get(name, 0)) for name in cached)
+    return available_host_memory(local_world_size)
 
 
 def peak_resident_bytes() -> int:
@@ -130,21 +85,8 @@ def check_fits(
     Asked before anything is built: the kernel would let it begin, and then kill the process without a word.
     """
     available = available_memory(device, num_ranks)
-    swap = 0 if device.type == "cuda" else _read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)
+    swap = 0 if device.type == "cuda" else read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)
     if available is not None and required_bytes > available.free_bytes + swap:
         need, free = format_memory(required_bytes), format_memory(available.free_bytes)
         way = way if isinstance(way, str) else way(available.free_bytes)
         raise UserError(f"{what}: needs {need}, and {free} are left of {available.limited_by}; {way}")
-
-
-def format_memory(count: float) -> str:
-    """A number of bytes in MiB or GiB."""
-    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
-
-
-def _read_kib_table(path: Path) -> dict[str, int]:
-    """Bytes by name, from a file in the form of /proc/meminfo; empty where there is none."""
-    try:
-        return {name: int(kib) * 2**10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.M)}
-    except OSError:
-        return {}

@@ -1,7 +1,7 @@
-"""The machines of one run: how their launchers meet, who is missing, who is lost, and how all end with one status.
+"""The nodes of one run: how their launchers meet, who is missing, who is lost, and how all end with one status.
 
-On each machine one launcher (`lmforge pretrain …` with the variables below) starts the ranks of that machine. The first
-one serves a store for the others. torch's launcher, which starts the ranks, does not name a machine that is missing, nor
+On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts the ranks of that node. The
+first one serves a store for the others. torch's launcher, which starts the ranks, does not name a node that is missing, nor
 does it tell an interruption from bad input; that is what this store is for. Ranks themselves are in `distributed.py`.
 """
 
@@ -22,34 +22,30 @@ from typing import Any, TypeVar
 
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
 from lmforge.cluster.launch import INTERRUPTED_STATUSES, Rendezvous, launcher_environment, start_ranks
+from lmforge.cluster.rendezvous import free_port
 from lmforge.cluster.waiting import await_listener, call_bounded, describe_connection_error, print_line, wait_until
 from lmforge.config.operation import MAX_PORT
-from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError
+from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.untrusted import cut, quoted
 
-# What a launcher script sets: names of the machines in order, separated by commas; HOST:PORT of the first one; and which of
-# them this is (without it: SLURM_NODEID, else the one that has this host's name).
-NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE_ADDRESS", "LMFORGE_NODE_RANK"
-# A file in which the first machine writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
-# after it has passed on a signal, and that of srun is that of machines which it has killed.
-STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
 JOIN_SECONDS = 600.0
-# A machine whose launcher has not been heard of for so long is lost, and so is the first one that does not answer.
+# A node whose launcher has not been heard of for so long is lost, and so is the first one that does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
-# What ranks have to end by themselves once another machine's have failed; and again, after SIGTERM.
+# What ranks have to end by themselves once another node's have failed; and again, after SIGTERM.
 PATIENCE_SECONDS = 30.0
-# The first machine waits so long for the others to read what it has decided.
+# The first node waits so long for the others to read what it has decided.
 READ_SECONDS = 10.0
-# Which status counts where machines end with different ones: bad input, interrupted, failed, a lost peer.
+# Which status counts where nodes end with different ones: bad input, interrupted, failed, a lost peer.
 PRECEDENCE = [2, *INTERRUPTED_STATUSES, 1, EXIT_PEER_LOST]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The machines of a run, by name; `rank` is this one's index, `address` and `port` are of the first."""
+    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the first."""
 
     names: tuple[str, ...]
     rank: int
@@ -57,13 +53,16 @@ class NodeGroup:
     port: int
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Names of some of the machines, cut where there are many."""
-        shown = ", ".join(self.names[rank] for rank in ranks[:8])
-        return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+        """Names of some of the nodes, cut where there are many."""
+        return name_some([self.names[rank] for rank in ranks])
+
+    def peer_lost(self, rank: int) -> PeerLost:
+        """The error to raise where the launcher of a node does not answer."""
+        return PeerLost(f"{self.names[rank]} does not answer: lost, or its launcher has ended")
 
 
 def read_node_group(environ: Mapping[str, str] = os.environ) -> NodeGroup | None:
-    """The machines as a launcher script says; None where there is no such script, or this is a rank already.
+    """The nodes as a launcher script says; None where there is no such script, or this is a rank already.
 
     Raises UserError where the variables do not fit together.
     """
@@ -103,11 +102,11 @@ def launch_on_node(
     restart_arguments: Sequence[str],
     has_begun: Callable[[], bool],
 ) -> int:
-    """As `launch_local`, together with the launchers of the other machines: all return the same status. Where STATUS_VARIABLE
-    names a file, the first machine writes it there.
+    """As `launch_local`, together with the launchers of the other nodes: all return the same status. Where STATUS_VARIABLE
+    names a file, the first node writes it there.
 
-    Returns EXIT_PEER_LOST where a machine was lost: whoever has started the launchers may start them again. Raises UserError
-    where the machines do not fit together or the port is taken, PeerLost where some do not come.
+    Returns EXIT_PEER_LOST where a node was lost: whoever has started the launchers may start them again. Raises UserError
+    where the nodes do not fit together or the port is taken, PeerLost where some do not come.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -138,13 +137,13 @@ def launch_on_node(
 
 
 def write_status(group: NodeGroup, status: int) -> None:
-    """On the first machine, leave the status of all where STATUS_VARIABLE says."""
+    """On the first node, leave the status of all where STATUS_VARIABLE says."""
     if group.rank == 0 and (path := os.environ.get(STATUS_VARIABLE)):
         atomic_write_text(Path(path), f"{status}\n")
 
 
 class NodeMeeting:
-    """The store of a run's launchers, from this machine's point of view."""
+    """The store of a run's launchers, from this node's point of view."""
 
     def __init__(self, group: NodeGroup) -> None:
         self.group, self._store = group, _open_store(group)
@@ -152,7 +151,7 @@ class NodeMeeting:
         self.lost: set[int] = set()
 
     def call(self, fn: Callable[[Any], T]) -> T:
-        """`fn` of the store. Raises PeerLost where the first machine, which serves it, does not answer."""
+        """`fn` of the store. Raises PeerLost where the first node, which serves it, does not answer."""
         if not self._is_cut_off:
             try:
                 if self.group.rank == 0:
@@ -161,10 +160,10 @@ class NodeMeeting:
             except (RuntimeError, TimeoutError):
                 # A call that has not returned keeps the store to itself: the next ones would wait for it.
                 self._is_cut_off = True
-        raise PeerLost(f"{self.group.names[0]} does not answer: lost, or its launcher has ended")
+        raise self.group.peer_lost(0)
 
     def check_in(self, num_processes: int) -> None:
-        """Wait for all machines, saying which are missing. Raises PeerLost when the time is over, UserError where the versions
+        """Wait for all nodes, saying which are missing. Raises PeerLost when the time is over, UserError where the versions
         or numbers of processes differ."""
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
@@ -178,7 +177,7 @@ class NodeMeeting:
             raise (PeerLost if problem.endswith("not joined") else UserError)(problem)
 
     def _await_nodes(self) -> str | None:
-        """What to say where not all machines have come; on the first machine."""
+        """What to say where not all nodes have come; on the first node."""
         group, missing = self.group, list(range(len(self.group.names)))
 
         def are_all_here() -> bool:
@@ -203,18 +202,18 @@ class NodeMeeting:
         return None
 
     def get(self, key: str, seconds: float) -> str:
-        """A value that the first machine sets. Raises PeerLost where it does not come in time."""
+        """A value that the first node sets. Raises PeerLost where it does not come in time."""
         if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
-            raise PeerLost(f"{self.group.names[0]} does not answer: lost, or its launcher has ended")
+            raise self.group.peer_lost(0)
         return self.call(lambda store: str(store.get(key).decode()))
 
     def attempt(self, number: int) -> "_Attempt":
-        """One start of all ranks; every machine enters the block."""
+        """One start of all ranks; every node enters the block."""
         return _Attempt(self, number)
 
 
 class _Attempt:
-    """One start of all ranks. In the block, a thread watches the other machines and ends this one's ranks where one fails."""
+    """One start of all ranks. In the block, a thread watches the other nodes and ends this one's ranks where one fails."""
 
     def __init__(self, meeting: NodeMeeting, number: int) -> None:
         self._meeting, self._group, self._prefix = meeting, meeting.group, f"attempt/{number}"
@@ -223,9 +222,7 @@ class _Attempt:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                port = str(free.getsockname()[1])
+            port = str(free_port())
             meeting.call(lambda store: store.set(f"{self._prefix}/port", port))
         else:
             port = meeting.get(f"{self._prefix}/port", JOIN_SECONDS)
@@ -243,7 +240,7 @@ class _Attempt:
             self.status = EXIT_PEER_LOST
 
     def agree(self, may_restart: bool) -> tuple[int, bool]:
-        """(status of all machines, whether all start again). The first machine decides."""
+        """(status of all nodes, whether all start again). The first node decides."""
         if self._group.rank == 0:
             return self._meeting.call(partial(self._decide, may_restart))
         meeting, prefix = self._meeting, self._prefix
@@ -258,7 +255,7 @@ class _Attempt:
         return int(status), bool(again)
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
-        """What `agree` returns on all machines, from the status of each; on the first machine."""
+        """What `agree` returns on all nodes, from the status of each; on the first node."""
         meeting, num_nodes, beats = self._meeting, len(self._group.names), _Beats()
         statuses = {0: self.status}
         store.set(f"{self._prefix}/status/0", str(self.status))
@@ -282,7 +279,7 @@ class _Attempt:
         return status, again
 
     def _watch(self) -> None:
-        """Tell the others that this machine is there; end its ranks when another one's have failed or it is lost."""
+        """Tell the others that this node is there; end its ranks when another one's have failed or it is lost."""
         beats, failed_at = _Beats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
@@ -300,7 +297,7 @@ class _Attempt:
                 return
 
     def _look(self, beats: "_Beats", store: Any) -> tuple[list[int], bool]:
-        """(machines that are lost, whether ranks of another machine have failed)."""
+        """(nodes that are lost, whether ranks of another node have failed)."""
         group, prefix = self._group, self._prefix
         store.set(f"beat/{group.rank}", str(time.monotonic()))
         others = [rank for rank in range(len(group.names)) if rank != group.rank]
@@ -327,13 +324,13 @@ class _Attempt:
 
 
 class _Beats:
-    """When the other machines were last heard of, by this machine's clock."""
+    """When the other nodes were last heard of, by this node's clock."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def is_lost(self, store: Any, rank: int) -> bool:
-        """Whether a machine has been silent for LOST_AFTER_SECONDS, as far as this object has been asked."""
+        """Whether a node has been silent for LOST_AFTER_SECONDS, as far as this object has been asked."""
         key, now = f"beat/{rank}", time.monotonic()
         value = store.get(key) if store.check([key]) else b""
         last, since = self._seen.get(rank, (None, now))
@@ -344,7 +341,7 @@ class _Beats:
 
 
 def _open_store(group: NodeGroup) -> Any:
-    """The store that the first machine serves. Raises UserError where it cannot, PeerLost where it is not reached."""
+    """The store that the first node serves. Raises UserError where it cannot, PeerLost where it is not reached."""
     import torch.distributed as dist
 
     where = f"{group.address}:{group.port}"

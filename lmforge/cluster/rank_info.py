@@ -6,13 +6,10 @@ No torch here: the rank is needed before torch is imported. Which variables say 
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 
 from lmforge.cluster.environment import MAX_RANKS, RankInfo, read_environment, read_number, requested_environment
+from lmforge.cluster.processes import read_process_stat
 
-# Set for ranks that `--launch.processes` starts: the id of the process that started them.
-LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -37,10 +34,10 @@ def launcher_identity(environ: Mapping[str, str] = os.environ) -> str | None:
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    parent, started = os.getppid(), ""
-    with suppress(OSError):  # no Linux. A process number is used again, but not at the same time of the same boot
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{platform.node()} {parent} {started}"
+    parent = os.getppid()
+    stat = read_process_stat(parent)
+    # A process number is used again, but not at the same time of the same boot.
+    return f"{platform.node()} {parent} {stat.started if stat else ''}"
 
 
 def threads_per_rank(local_world_size: int) -> int:

@@ -9,22 +9,21 @@ import hashlib
 import os
 import random
 import re
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from lmforge.cluster.environment import LAUNCHERS, MPICH, RankInfo
+from lmforge.cluster.processes import NOT_INSTALLED, read_process_stat, try_call
 from lmforge.cluster.waiting import wait_until
 from lmforge.errors import RunFailed, UserError
 from lmforge.untrusted import describe_os_error, quoted
 
 NUM_CANDIDATE_PORTS = 8
-# Below those that systems give to outgoing connections.
-FIRST_PORT, LAST_PORT = 20_000, 32_000
+# Below those that systems give to outgoing connections. docs/clusters.md tells a firewall to let them pass.
+PORTS = range(20_000, 32_000)
 # The host of rank 0 is the first one, unless ranks were distributed in another order.
 MAX_HOSTS_ASKED = 16
 ANSWER_SECONDS, MAX_WAIT_SECONDS = 5.0, 1800.0
@@ -57,16 +56,15 @@ def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
 def _expand_slurm_hosts(nodes: str) -> list[str]:
     if not re.search(r"[\[,]", nodes):
         return [nodes]
-    if shutil.which("scontrol") is None:
+    status, printed, message = try_call(["scontrol", "show", "hostnames", nodes])
+    if status == NOT_INSTALLED:
         raise UserError(
             f"environment: the hosts of this job, {quoted(nodes)}: scontrol is not here (in a container?); set MASTER_ADDR in"
             ' the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
         )
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
-    if done.returncode or not done.stdout.split():
-        reason = quoted(" ".join((done.stderr or done.stdout).split()))
-        raise UserError(f"environment: scontrol show hostnames {quoted(nodes)} failed ({reason}); set MASTER_ADDR")
-    return done.stdout.split()
+    if status or not printed.split():
+        raise UserError(f"environment: scontrol show hostnames {quoted(nodes)} failed ({quoted(message)}); set MASTER_ADDR")
+    return printed.split()
 
 
 def _read_hosts(variable: str, file: str) -> list[str]:
@@ -97,14 +95,14 @@ def _identity_from_hydra() -> str:
     It also answers on the socket that ranks inherit, but then takes the end of a rank for a crash, and kills the others.
     """
     process = os.getpid()
-    while process > 1:
+    while process > 1 and (stat := read_process_stat(process)):
         try:
             words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # no Linux, or another user's
+        except OSError:  # another user's
             break
         if "--control-port" in words[:-1]:
             return f"mpich-{words[words.index('--control-port') + 1]}"
+        process = stat.parent
     raise UserError(_set_both_hint("mpiexec does not say which job this is"))
 
 
@@ -131,7 +129,7 @@ def candidate_ports(identity: str) -> list[int]:
     """The ports on which rank 0 of a job may answer, in order."""
     digest = hashlib.sha256(identity.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * NUM_CANDIDATE_PORTS, 4)]
-    return [FIRST_PORT + number % (LAST_PORT - FIRST_PORT) for number in numbers]
+    return [PORTS[number % len(PORTS)] for number in numbers]
 
 
 def listen(port: int) -> socket.socket:
@@ -146,10 +144,10 @@ def free_port() -> int:
 
     It is not one of those that systems give to outgoing connections: one of them could take it until then. Raises RunFailed.
     """
-    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), 100):
+    for port in random.SystemRandom().sample(PORTS, 100):
         with suppress(OSError), listen(port):
             return port
-    raise RunFailed(f"none of a hundred ports between {FIRST_PORT:,} and {LAST_PORT:,} is free on this host")
+    raise RunFailed(f"none of a hundred ports between {PORTS.start:,} and {PORTS.stop:,} is free on this host")
 
 
 class PortAnswer:

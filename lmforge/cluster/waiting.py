@@ -1,4 +1,4 @@
-"""Waiting for other processes and machines: polling that says so, and calls that a cut network leaves without an answer.
+"""Waiting for other processes and nodes: polling that says so, and calls that a cut network leaves without an answer.
 
 No torch here: `rendezvous.py` waits before torch is imported.
 """

@@ -65,12 +65,12 @@ class WatchOptions(Options):
 class JobOptions(Options):
     """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
 
-    processes: int = option(1, "ranks to start on each machine (torchrun: --nproc-per-node); not under torchrun", **RANKS)
+    processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
     environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
         "local", "who starts them: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
     )
-    nodes: int | None = option(None, "machines (default: 1; with ssh those of launch.hosts)", **RANKS)
+    nodes: int | None = option(None, "nodes to run on (default: 1; with ssh the hosts of launch.hosts)", **RANKS)
     time: str | None = option(None, "time limit of the job: MINUTES, HH:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)")
     account: str | None = option(None, "account that is charged (slurm, pbs)")
     partition: str | None = option(None, "partition of slurm, or queue of pbs")
@@ -85,12 +85,12 @@ class JobOptions(Options):
     )
     setup: tuple[str, ...] = option((), "shell lines before the run on each node, such as module load cuda")
     container: str | None = option(None, "command in front of Python, such as apptainer exec --nv image.sif")
-    python: str | None = option(None, "Python of the nodes (default: the one that runs this command)")
+    python: str | None = option(None, "Python on the nodes (default: the one that runs this command)")
     hosts: Path | None = option(None, "file with a host a line (ssh, mpi)")
     address: str | None = option(None, "name or address by which the others reach the first node (default: found)")
     port: int | None = option(None, "port of the first node at which the nodes meet (default: chosen)", ge=1024, le=MAX_PORT)
     forward: tuple[str, ...] = option(
-        FORWARDED_VARIABLES, "environment variables that hosts get by ssh; * stands for any characters"
+        FORWARDED_VARIABLES, "environment variables that the hosts get with ssh; * stands for any characters"
     )
 
     def problems(self) -> Iterator[str]:
@@ -118,7 +118,7 @@ class JobOptions(Options):
 
     @property
     def world_size(self) -> int:
-        """Ranks on all machines; with ssh and no number of nodes, on one."""
+        """Ranks on all nodes; with ssh and no number of nodes, on one."""
         return (self.nodes or 1) * self.processes
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmforge.errors import UserError
+from lmforge.errors import UserError, name_some
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
@@ -149,20 +149,16 @@ def _resolve_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], f
 
 def _reject_differences(folder: Path, expected: Mapping[str, nn.Parameter], files: StoredFiles) -> None:
     if missing := [name for name in expected if name not in files]:
-        raise _mismatch(folder, f"missing {_first_three(missing, ', ')}")
+        raise _mismatch(folder, f"missing {name_some(missing, most=3)}")
     if unexpected := [name for name in files if name not in expected]:
-        raise _mismatch(folder, f"unexpected {_first_three(unexpected, ', ')}")
+        raise _mismatch(folder, f"unexpected {name_some(unexpected, most=3)}")
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
         for name, (file, stored) in files.items()
         if (shape := file.entries[stored].shape) != expected[name].shape
     ]
     if misshaped:
-        raise _mismatch(folder, _first_three(misshaped, "; "))
-
-
-def _first_three(names: list[str], separator: str) -> str:
-    return separator.join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise _mismatch(folder, name_some(misshaped, most=3, separator="; "))
 
 
 def _reject_quantized(dtype: torch.dtype, where: str) -> None:

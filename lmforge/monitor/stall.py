@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.processes import read_process_stat
 from lmforge.errors import UserError
 from lmforge.monitor.flight_recorder import CollectiveRecord, recent_collectives
 from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord, heartbeat_path
@@ -152,12 +153,10 @@ def _process_state(heartbeat: dict[str, Any]) -> str:
     """The state of the process of a heartbeat. On another host it is taken to be running."""
     if heartbeat["host"] != platform.node() or not os.path.isdir("/proc/self"):
         return "running"
-    try:
-        with open(f"/proc/{heartbeat['process']}/stat", encoding="utf-8", errors="replace") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
-    except OSError:
+    stat = read_process_stat(heartbeat["process"])
+    if stat is None:
         return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "running")
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(stat.state, "running")
 
 
 def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:

@@ -16,11 +16,11 @@ from typing import Self
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.host_memory import format_memory
 from lmforge.cluster.memory import (
     available_memory,
     check_fits,
     describe_request,
-    format_memory,
     is_out_of_memory,
     peak_resident_bytes,
     write_memory_snapshot,

@@ -5,8 +5,8 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from lmforge.config.mixture import phase_samples, tokens_by_length
-from lmforge.config.stage import PretrainConfig
+from lmforge.config.mixture import TokenSourceOptions, phase_samples, tokens_by_length
+from lmforge.config.stage import PretrainConfig, PretrainDataOptions
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, proportions_of
 from lmforge.data.order import Lanes
@@ -28,17 +28,7 @@ class TokenSources:
     @classmethod
     def open(cls, config: PretrainConfig) -> "TokenSources":
         """Raises UserError where a folder is damaged, or two have different tokenizers or the same tokens."""
-        data = config.data
-        cache_bytes = int(data.cache_gib * 2**30)
-        folders = tuple(
-            TokenFolder.open(
-                _staged(data.stage_to, each.folder),
-                quarantine=each.quarantine,
-                cache_folder=data.cache_folder,
-                cache_bytes=cache_bytes,
-            )
-            for each in data.all_sources
-        )
+        folders = tuple(open_source(config.data, each) for each in config.data.all_sources)
         by_tokens: dict[str, TokenFolder] = {}
         for folder in folders:
             if folder.manifest.tokenizer != folders[0].manifest.tokenizer:
@@ -145,7 +135,12 @@ def find_missing_folders(config: PretrainConfig) -> list[str]:
     return [folder for folder in folders if not (Path(folder) / SHARDS_MANIFEST).exists()]
 
 
-def _staged(stage_to: Path | None, folder: str) -> str | Path:
-    """The copy of a folder on this host's own disk, where there is one."""
-    path = parse_location(folder)
-    return find_staged(stage_to, path) if is_local(path) else folder
+def open_source(data: PretrainDataOptions, source: TokenSourceOptions, *, staged: bool = True) -> TokenFolder:
+    """A token folder of a recipe: where `staged`, the copy on this host's own disk if there is one. Raises UserError."""
+    path = parse_location(source.folder)
+    return TokenFolder.open(
+        find_staged(data.stage_to, path) if staged and is_local(path) else source.folder,
+        quarantine=source.quarantine,
+        cache_folder=data.cache_folder,
+        cache_bytes=int(data.cache_gib * 2**30),
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cluster import processes
 from lmforge.config.operation import parse_time_limit
 from lmforge.runs import Run
 from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
@@ -381,25 +382,28 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
     ("words", "message"),
     [
         ("--on somewhere", "--launch.on: expected 'local', 'ssh', 'slurm', 'pbs' or 'mpi', got \"somewhere\""),
-        ("--nodes 2", "launch.nodes = 2: this machine is one; say who starts the others, such as --on slurm"),
-        ("--hosts hosts", "launch.hosts = hosts: not for this machine; say who starts the run, such as --on ssh"),
-        ("--partition gpu", "launch.partition = gpu: not for this machine; say who starts the run, such as --on slurm"),
+        ("--nodes 2", "launch.nodes = 2: --on local starts one, this machine; choose another, such as --on slurm"),
+        ("--hosts hosts", "launch.hosts = hosts has no effect with --on local; choose --on ssh or mpi"),
+        ("--partition gpu", "launch.partition = gpu has no effect with --on local; choose --on slurm or pbs"),
         ("--time soon", 'recipe.toml: launch.time = "soon": expected minutes, HH:MM:SS or DAYS-HH:MM:SS'),
         ("--time 1", "recipe.toml: launch.time = 1: not longer than the 120 s of launch.signal_seconds, which are left for"),
         ("--account a;b --on ssh", "launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt"),
         ("--partition -x", 'recipe.toml: launch.partition = "-x": expected one word, without quotes'),
-        ("--on ssh --hosts absent", "launch.hosts: absent: No such file or directory"),
+        ("--on ssh --hosts absent", "absent: No such file or directory"),
         ("--on ssh --hosts twice", "twice: line 3: node1 is named twice; a host is started once"),
         ("--on ssh --hosts option", 'option: line 1: expected one host, such as node1 or user@10.0.0.7, got "-oProxy'),
-        ("--on ssh --hosts empty", "empty: names no host; give one a line"),
+        ("--on ssh --hosts empty", "empty: expected 1 to 10,000 hosts, one a line, got 0"),
         ("--on ssh --hosts hosts --nodes 4", "launch.nodes = 4: hosts names 2 hosts"),
         ("--on ssh --hosts hosts", "no-such-host.invalid: Could not resolve hostname no-such-host.invalid: "),
         ("--on slurm --nodes 8", "8 ranks for a global batch of 4 sequences: a rank would have none; use at most 4 ranks"),
-        ("--on slurm", "sbatch refuses the job: sbatch is not installed here; submit from a login node of the cluster"),
-        ("--on pbs", "qsub refuses the job: qsub is not installed here; submit from a login node of the cluster"),
+        ("--on slurm", "sbatch refuses the job: sbatch is not installed here; use a login node of the cluster"),
+        ("--on pbs", "qsub refuses the job: qsub is not installed here; use a login node of the cluster"),
         ("--on mpi", "mpiexec is not installed here; load the cluster's module for MPI first"),
         ("--sweep optimizer.lt=1,2", "--sweep optimizer.lt: no such option; did you mean optimizer.lr?"),
-        ("--on ssh --hosts hosts --nodes 1 --address a --sweep train.seed=1,2", "launch.address: of one host, and the sweep"),
+        (
+            "--on ssh --hosts hosts --nodes 1 --address a --sweep train.seed=1,2",
+            "launch.address names one host, and",
+        ),
         ("--run.resume required", "runs/recipe: there is no such run to resume"),
         ("more", "unexpected argument 'more'; give one recipe, such as lmforge launch recipe.toml --on slurm"),
     ],
@@ -429,6 +433,15 @@ def test_what_cannot_be_launched_is_refused_in_one_line_and_leaves_nothing(
     monkeypatch.setenv("PATH", str(programs))
     assert refused("launch", recipe.name, *words.split()).startswith(message)
     assert not (recipe.parent / "runs").exists() or not any((recipe.parent / "runs").iterdir())
+
+
+def test_an_mpiexec_that_does_not_answer_is_named(recipe: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = recipe.parent / "bin" / "mpiexec"
+    silent.parent.mkdir()
+    write_executable(silent, f"#!/bin/sh\nexec {shutil.which('sleep')} 60\n")
+    monkeypatch.setenv("PATH", str(silent.parent))
+    monkeypatch.setattr(processes, "COMMAND_SECONDS", 0.2)
+    assert refused("launch", recipe.name, "--on", "mpi") == f"{silent} has not answered for 0.2 s"
 
 
 def test_a_pipeline_with_mpiexec_is_refused(recipe: Path, refused: Refusal) -> None:

@@ -1,11 +1,14 @@
 """Which launcher started a process, and as which rank: recorded variables of each, alone and in contradiction."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lmforge.cluster import processes
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, RankInfo, read_environment
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.cluster.rendezvous import candidate_ports, hosts_to_ask, job_identity, list_hosts, own_address
@@ -162,6 +165,30 @@ def test_a_list_of_slurm_hosts_is_expanded_by_slurm_alone(tmp_path: Path, monkey
     scontrol.write_text("#!/bin/sh\necho bad list >&2\nexit 1\n")
     with pytest.raises(UserError, match=r"scontrol show hostnames .node\[1-2\]. failed \(.bad list.\); set MASTER_ADDR"):
         list_hosts(SRUN)
+
+
+def test_a_scontrol_that_does_not_answer_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\nexec {shutil.which('sleep')} 60\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(processes, "COMMAND_SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"failed \(.scontrol has not answered for 0.2 s.\); set MASTER_ADDR"):
+        list_hosts(SRUN)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_whose_name_is_not_text_can_be_looked_up() -> None:
+    own_name = Path("/proc/self/comm")
+    before = own_name.read_bytes()
+    own_name.write_bytes(b"\xff) \xfe (")
+    try:
+        with pytest.raises(UserError, match="mpiexec does not say which job this is; set MASTER_ADDR"):
+            job_identity(read_rank_info(MPICH), {})
+        stat = processes.read_process_stat(os.getpid())
+    finally:
+        own_name.write_bytes(before)
+    assert stat is not None
+    assert stat.parent == os.getppid()
 
 
 def test_where_rank_0_may_be() -> None:

@@ -3,12 +3,16 @@
 import socket
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from lmforge.cluster import waiting
-from lmforge.cluster.rendezvous import FIRST_PORT, LAST_PORT, free_port, listen
+from lmforge.cluster.environment import ADDRESS_VARIABLE
+from lmforge.cluster.node_group import NodeGroup, NodeMeeting
+from lmforge.cluster.rendezvous import PORTS, free_port, listen
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
+from lmforge.verbs.running.pipeline_nodes import PipelineNodes
 
 
 def test_a_call_that_does_not_come_back_is_given_up_and_what_one_raises_is_raised() -> None:
@@ -51,5 +55,13 @@ def test_a_port_where_nobody_listens_is_waited_for_no_longer_than_asked() -> Non
 def test_a_free_port_is_not_one_that_an_outgoing_connection_could_take() -> None:
     with listen(free_port()) as taken:
         port = taken.getsockname()[1]
-        assert FIRST_PORT <= port < LAST_PORT
+        assert port in PORTS
         assert len({free_port() for _ in range(20)} - {port}) > 10  # two programs that begin together have two
+
+
+def test_the_ports_of_ranks_and_stages_that_begin_later_are_such_ports(tmp_path: Path) -> None:
+    meeting = NodeMeeting(NodeGroup(("localhost",), 0, "localhost", free_port()))
+    endpoints = [meeting.attempt(number).rendezvous.endpoint for number in range(3)]
+    nodes = PipelineNodes(NodeGroup(("localhost",), 0, "localhost", free_port()), tmp_path)
+    endpoints += [nodes.start_stage(["pretrain"])[ADDRESS_VARIABLE] for _ in range(3)]
+    assert all(int(endpoint.rpartition(":")[2]) in PORTS for endpoint in endpoints), endpoints

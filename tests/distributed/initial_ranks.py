@@ -17,11 +17,12 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model, weight_rng
+from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.model.rng import weight_rng
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
 from lmforge.parallel.parallelize import parallelize

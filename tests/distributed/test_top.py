@@ -25,11 +25,13 @@ SHELL = """#!/bin/sh
 for line; do host=$before; before=$line; done
 case "$*" in
     *" silent -- "*) exec sleep 60 ;;
-    *" refuses -- "*) echo "Permission denied (publickey)." >&2; exit 255 ;;
+    *" refuses -- "* | *"::"*) echo "Permission denied (publickey)." >&2; exit 255 ;;
     *" greets -- "*) echo "Welcome to node7 [N/A]" ;;
 esac
 exec sh -c "$line"
 """
+# As `lmforge launch --hosts` takes them too.
+ADDRESSES = ("[2001:db8::7]", "user@[fe80::1]", "fe80::1%eth0")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -95,12 +97,12 @@ def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
     shell.write_text(SHELL)
     shell.chmod(0o755)
     hosts = tmp_path / "hosts"
-    hosts.write_text("# my cluster\nsilent slots=8\nrefuses\n\ngreets\n")
+    hosts.write_text("# my cluster\nsilent slots=8\nrefuses\n\ngreets\nrefuses\n" + "\n".join(ADDRESSES))
     python = f"env PYTHONPATH={Path(__file__).parents[2]} {sys.executable} -m lmforge"
     words = (hosts, "--ssh_command", shell, "--remote_command", python, "--timeout_seconds", 5)
     found = {host["name"]: host for host in answer(capsys, *words)["hosts"]}
     assert re.fullmatch(r"no answer for \d+ s", found["silent"]["error"])
-    assert found["refuses"]["error"] == "Permission denied (publickey)."
+    assert {found[name]["error"] for name in ("refuses", *ADDRESSES)} == {"Permission denied (publickey)."}
     assert found["greets"]["error"] == ""
     assert found["greets"]["usage"]["cpu_percent"] is not None
     assert found["silent"]["usage"] is found["refuses"]["usage"] is None
@@ -128,7 +130,7 @@ def test_what_is_neither_a_run_nor_a_host_is_refused(refused: Refusal, word: str
 def test_a_folder_or_a_file_of_something_else_is_refused(tmp_path: Path, refused: Refusal) -> None:
     assert refused("top", tmp_path, "--once") == f"{tmp_path}: no such run (it has no recipe.toml)"
     (tmp_path / "hosts").write_text("node1\n$(reboot)\n")
-    assert refused("top", tmp_path / "hosts").startswith(f"{tmp_path / 'hosts'}: '$(reboot)' is not the name of a host")
+    assert refused("top", tmp_path / "hosts").startswith(f"{tmp_path / 'hosts'}: line 2: expected one host, such as ")
 
 
 @pytest.mark.slow

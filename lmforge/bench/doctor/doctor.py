@@ -14,9 +14,7 @@ from lmforge.bench.doctor.machine_checks import examine_machine
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.load import read_config
 from lmforge.config.verbs.examine import DoctorOptions
-from lmforge.errors import RunFailed
-
-MAX_NAMED = 8
+from lmforge.errors import RunFailed, name_some
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -54,8 +52,7 @@ def _print_findings(findings: Sequence[Finding], output: str) -> None:
         return
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        named, more = finding.where[:MAX_NAMED], len(finding.where) - MAX_NAMED
-        where = f"{', '.join(named)}{f' and {more} more' if more > 0 else ''}: " if named else ""
+        where = f"{name_some(finding.where)}: " if finding.where else ""
         todo = f"; {finding.todo}" if finding.todo else ""
         print(f"{finding.status}  {finding.name:<{width}}  {where}{finding.description}{todo}")
     warned = sum(finding.status == "warn" for finding in findings)

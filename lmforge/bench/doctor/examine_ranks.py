@@ -20,17 +20,16 @@ from lmforge.bench.doctor.network_checks import judge_network, measure_network
 from lmforge.bench.doctor.rank_reports import RankReports, run_bounded
 from lmforge.bench.doctor.storage_checks import check_storage, checkpoint_folder, compare_contents
 from lmforge.cluster.distributed import choose_device
+from lmforge.cluster.environment import NODES_VARIABLE
 from lmforge.cluster.folder_marker import FolderMarker
 from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface
-from lmforge.cluster.node_group import NODES_VARIABLE
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
 from lmforge.config.stage import StageConfig
-from lmforge.errors import UserError, format_count
+from lmforge.errors import UserError, format_count, name_some
 from lmforge.runs import is_local
 
 # Beyond the time that a rank takes for a phase: for its answer to arrive.
 ANSWER_SECONDS = 2.0
-MAX_NAMED = 8
 
 Reports = dict[int, dict[str, Any]]
 
@@ -183,12 +182,11 @@ class Examination:
             names = os.environ.get(NODES_VARIABLE, "").split(",")  # of the hosts of a job, where its script says so
             each = info.local_world_size
             known = len(names) * each == info.world_size
-            shown = ", ".join(f"{rank} ({names[rank // each]})" if known else str(rank) for rank in missing[:16])
-            shown += f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+            shown = name_some([f"{rank} ({names[rank // each]})" if known else rank for rank in missing])
             what = "rank" if len(missing) == 1 else "ranks"
             text = f"{what} {shown} of {info.world_size} did not answer {where} within {self.timeout_seconds:g} s"
             todo = "not started, still importing, cut off by a firewall, or stopped: see its host"
-            yield Finding("ranks", "fail", text, todo, tuple(f"rank {rank}" for rank in missing[:MAX_NAMED]))
+            yield Finding("ranks", "fail", text, todo, tuple(f"rank {rank}" for rank in missing))
         else:
             count = len(set(hosts.values()))
             text = f"{info.world_size} on {format_count(count, 'host')} met {where} in {time.monotonic() - began:.1f} s"
@@ -201,12 +199,12 @@ class Examination:
             if "error" in report:
                 by_error.setdefault(report["error"][:300], []).append(rank)
         for error, ranks in by_error.items():
-            where = tuple(names[rank] for rank in ranks[:MAX_NAMED])
+            where = tuple(names[rank] for rank in ranks)
             yield Finding(phase, "fail", error, "see the logs of these ranks" if phase == "network" else "", where)
         late = [rank for rank in self.reports.missing if rank in names and rank not in reports]
         if phase != "host" and (new := [rank for rank in late if rank not in self._named]):
             self._named.update(new)
-            where = tuple(names[rank] for rank in new[:MAX_NAMED])
+            where = tuple(names[rank] for rank in new)
             yield Finding(phase, "fail", f"no answer within {self.timeout_seconds:g} s", "it stopped or was cut off", where)
         self._named.update(late)
 

@@ -17,6 +17,7 @@ import xxhash
 
 import lmforge
 from lmforge.bench.doctor.finding import Finding
+from lmforge.cluster.environment import LAUNCHER_PID_VARIABLE
 from lmforge.cluster.joining import GLOO_GROUPS, OTHER_OPEN_FILES, interface_towards
 from lmforge.cluster.rank_info import RankInfo
 
@@ -24,7 +25,7 @@ PACKAGES = ("lmforge", "torch", "numpy", "tokenizers", "safetensors", "triton", 
 # Variables by which libraries choose how they communicate. One that only some ranks have makes them wait for each other.
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "OMP_", "CUDA_DEVICE_", "HF_", "PYTORCH_", "LMFORGE_")
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-OF_A_PROCESS = ("LMFORGE_LAUNCHER", "LMFORGE_TEST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+OF_A_PROCESS = (LAUNCHER_PID_VARIABLE, "LMFORGE_TEST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 LOW_PROCESSES, LOW_LOCKED_BYTES, LOW_SHARED_BYTES = 4096, 2**30, 2**30
 LIMITS = {

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from lmforge.bench.doctor.finding import Finding
+from lmforge.cluster.host_memory import available_host_memory
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import format_bytes, how_to_install
 from lmforge.runs import processor_name
@@ -162,20 +163,14 @@ def _check_compiler() -> Finding:
 
 
 def _check_memory() -> Finding:
-    """What is free of the machine's memory, and of the limit of this process's group."""
-    with suppress(OSError, ValueError):
-        lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        sizes = {words[0]: 1024 * int(words[1]) for words in lines if len(words) == 3}
-        total, free = sizes["MemTotal:"], sizes["MemAvailable:"]
-        with suppress(OSError, ValueError):  # "max" where there is no limit
-            limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-            total, free = min(total, limit), min(free, limit - used)
-        text = f"{format_bytes(free)} free of {format_bytes(total)}"
-        if free < LOW_MEMORY_BYTES:
-            return Finding("memory", "warn", text, "enough for small models only; end other programs")
-        return Finding("memory", "pass", text)
-    return Finding("memory", "pass", "unknown on this system")
+    """What a training could allocate of the machine's memory, within the limits of this process and its container."""
+    available = available_host_memory(1)
+    if available is None:
+        return Finding("memory", "pass", "unknown on this system")
+    text = f"{format_bytes(available.free_bytes)} free of {available.limited_by}"
+    if available.free_bytes < LOW_MEMORY_BYTES:
+        return Finding("memory", "warn", text, "enough for small models only; end other programs")
+    return Finding("memory", "pass", text)
 
 
 def _check_disk() -> Finding:

@@ -28,6 +28,7 @@ from lmforge.plan.parameter_counts import count_parameters
 from lmforge.runs import Run, is_local
 from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.stages.run import open_pretrain_inputs
+from lmforge.stages.training_data import open_source
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
 SLOW_BYTES_PER_SECOND = 50e6
@@ -66,12 +67,8 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
     contents = {}
     if isinstance(config, PretrainConfig):
         for source in config.data.all_sources:
-            folder = TokenFolder.open(
-                source.folder,
-                quarantine=source.quarantine,
-                cache_folder=config.data.cache_folder,
-                cache_bytes=int(config.data.cache_gib * 2**30),
-            )
+            # The original, of which a run makes its copy on this host: doctor is asked before, and compares the hosts.
+            folder = open_source(config.data, source, staged=False)
             contents[source.folder], text = _read_tokens(folder)
             findings.append(Finding("data", "pass", text))
     elif isinstance(config, TunedConfig):

@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmforge.errors import UserError
-from lmforge.untrusted import cut, quoted, read_bounded
+from lmforge.errors import UserError, name_some
+from lmforge.untrusted import cut, describe_os_error, quoted, read_bounded
 
 SSH_SECONDS = 60
-MAX_HOSTS_BYTES = 2**20
+CONNECT_SECONDS = 10
+# A connection that has died is noticed after three of these.
+KEEPALIVE_SECONDS = 5
+MAX_HOSTS_BYTES, MAX_HOSTS = 2**20, 10_000
 AT_ONCE = 64
 HOST_PATTERN = re.compile(r"[\w.@:\[\]%][\w.@:\[\]%-]*")
 
@@ -29,17 +32,17 @@ class Answer:
     message: str
 
 
-def read_hosts(path: Path) -> list[str]:
+def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
     """The hosts of a file: one a line, as ssh takes them; `slots=N` after a host, empty lines and comments are skipped.
 
-    Raises UserError where the file cannot be read, a line is none, a host is named twice, or there is none.
+    Raises UserError where the file cannot be read, a line is none, a host repeats and may not, or there is none or too many.
     """
     try:
         text = read_bounded(path, MAX_HOSTS_BYTES).decode()
     except OSError as problem:
-        raise UserError(f"launch.hosts: {path}: {problem.strerror}") from None
+        raise UserError(describe_os_error(problem, path)) from None
     except UnicodeDecodeError:
-        raise UserError(f"launch.hosts: {path}: not UTF-8 text") from None
+        raise UserError(f"{path}: not UTF-8 text") from None
     hosts: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -48,11 +51,11 @@ def read_hosts(path: Path) -> list[str]:
         host, *rest = words
         if not HOST_PATTERN.fullmatch(host) or any(not re.fullmatch(r"(max_)?slots=[0-9]+", word) for word in rest):
             raise UserError(f"{path}: line {number}: expected one host, such as node1 or user@10.0.0.7, got {quoted(line)}")
-        if host in hosts:
+        if host in hosts and not may_repeat:
             raise UserError(f"{path}: line {number}: {cut(host)} is named twice; a host is started once")
         hosts.append(host)
-    if not hosts:
-        raise UserError(f"{path}: names no host; give one a line")
+    if not 1 <= len(hosts) <= MAX_HOSTS:
+        raise UserError(f"{path}: expected 1 to {MAX_HOSTS:,} hosts, one a line, got {len(hosts):,}")
     return hosts
 
 
@@ -70,6 +73,18 @@ def export_lines(variables: Mapping[str, str]) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
+def ssh_command(
+    host: str, line: str, *, program: Sequence[str] = ("ssh",), connect_seconds: float = CONNECT_SECONDS
+) -> list[str]:
+    """The command that runs a shell line on a host, and never asks for a password: nobody is there to type it.
+
+    program: ssh with options of the user's own, which count before ours.
+    """
+    options = ["BatchMode=yes", f"ConnectTimeout={max(1, int(connect_seconds))}"]
+    options += [f"ServerAliveInterval={KEEPALIVE_SECONDS}", "ServerAliveCountMax=3"]
+    return [*program, *(word for each in options for word in ("-o", each)), host, "--", line]
+
+
 def run_on_hosts(
     hosts: Sequence[str | None], scripts: Sequence[str], ssh_options: Sequence[str], seconds: float = SSH_SECONDS
 ) -> list[Answer]:
@@ -82,10 +97,7 @@ def run_on_hosts(
 
 
 def _run_on_host(host: str | None, script: str, ssh_options: Sequence[str], seconds: float) -> Answer:
-    command = ["bash", "-s"]
-    if host is not None:
-        # Nobody is there to type a password, on one of a hundred hosts.
-        command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *ssh_options, host, "bash -s"]
+    command = ["bash", "-s"] if host is None else ssh_command(host, "bash -s", program=("ssh", *ssh_options))
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=seconds, errors="replace")
     except FileNotFoundError:
@@ -103,7 +115,6 @@ def raise_for_hosts(answers: Sequence[Answer], after: str) -> None:
     """Raise UserError where a host has refused; `after` says what follows from it."""
     failed = [answer for answer in answers if answer.status != 0]
     if failed:
-        shown = "; ".join(f"{answer.host or 'this machine'}: {answer.message}" for answer in failed[:3])
-        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        shown = name_some([f"{answer.host or 'this machine'}: {answer.message}" for answer in failed], most=3, separator="; ")
         count = f" ({len(failed)} of {len(answers)} hosts)" if len(answers) > 1 else ""
-        raise UserError(f"{shown}{more}{count}; {after}")
+        raise UserError(f"{shown}{count}; {after}")

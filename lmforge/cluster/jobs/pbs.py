@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.cluster.jobs.commands import call, try_call
 from lmforge.cluster.jobs.job import STOP_FILE, Job, JobPlan, JobState
+from lmforge.cluster.processes import NOT_INSTALLED, call, try_call
 from lmforge.errors import UserError
 
 ACTIVE_STATES = {
@@ -26,7 +26,7 @@ def state(job: Job) -> tuple[JobState, str]:
     """The state of a job, and what PBS says about it."""
     job_id = _task_id(job)
     status, printed, message = try_call(["qstat", "-f", job_id])
-    if status == 127 or (status != 0 and not ENDED_PATTERN.search(message)):
+    if status == NOT_INSTALLED or (status != 0 and not ENDED_PATTERN.search(message)):
         raise UserError(f"{job.name}: job {job_id}: {message}")
     found = re.search(r"job_state = (\w)", printed) if status == 0 else None
     if found and found[1] in ACTIVE_STATES:

@@ -6,11 +6,12 @@ They are written to be read: whoever would write such a script by hand finds its
 import shlex
 
 from lmforge import __version__
+from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, STOP_FILE, JobPlan
+from lmforge.cluster.rendezvous import PORTS
+from lmforge.config.operation import JobOptions
 from lmforge.errors import EXIT_PEER_LOST
 
-# Ports that no operating system gives to connections by itself.
-FIRST_PORT, NUM_PORTS = 20_000, 10_000
 # What a node needs; torch itself takes seconds to import.
 IMPORT_CHECK = 'import importlib.util, lmforge.cli; importlib.util.find_spec("torch") or exit("torch is not installed")'
 # What doctor prints on each node, and its status there.
@@ -22,6 +23,9 @@ FIRST_STATUS_FILE = "first-status"
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
 # mpiexec passes it on to its processes; for SIGTERM it kills them.
 MPI_STOP_SIGNAL = "USR1"
+# The first node writes the status of all into a file.
+SET_STATUS_FILE = f'export {STATUS_VARIABLE}="$folder/node-status$suffix"\nrm -f "${STATUS_VARIABLE}"\n'
+READ_STATUS_FILE = f'[ -s "${STATUS_VARIABLE}" ] && status=$(cat "${STATUS_VARIABLE}")\n'
 
 
 def _forward_signals(terminate: str = "TERM") -> str:
@@ -116,13 +120,8 @@ def slurm_script(plan: JobPlan) -> str:
         f"--output={log}",
         *options.directive_options,
     ]
-    port = f"{options.port}" if options.port else f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
-    address = shlex.quote(options.address) if options.address else "${LMFORGE_NODES%%,*}"
     # When a node ends, srun kills the others and gives their status. Each stage of a pipeline would write one of its own.
-    status_file = read_status = ""
-    if plan.verb != "run":
-        status_file = 'export LMFORGE_STATUS_FILE="$folder/node-status$suffix"\nrm -f "$LMFORGE_STATUS_FILE"\n'
-        read_status = '[ -s "$LMFORGE_STATUS_FILE" ] && status=$(cat "$LMFORGE_STATUS_FILE")\n'
+    set_status_file, read_status_file = (SET_STATUS_FILE, READ_STATUS_FILE) if plan.verb != "run" else ("", "")
     # srun does not take the number of CPUs from the job by itself.
     cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
     tasks = f"--nodes={plan.nodes} --ntasks={plan.nodes}{cpus}"
@@ -131,12 +130,11 @@ def slurm_script(plan: JobPlan) -> str:
 {"".join(f"#SBATCH {line}" + chr(10) for line in lines)}
 # Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
-export LMFORGE_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-export LMFORGE_ADDRESS={address}:{port}
+{_meeting_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
 
 {_forward_signals()}
-{status_file}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
-{read_status}
+{set_status_file}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
+{read_status_file}
 # The time was up: the run has saved, and goes on when the job's turn comes again. Or a rank was lost for good on a node that
 # Slurm takes for healthy.
 again=
@@ -169,8 +167,7 @@ def pbs_script(plan: JobPlan) -> str:
         *options.directive_options,
     ]
     setup = "".join(f"{line}\n" for line in options.setup)
-    port = f"{options.port}" if options.port else f"$(({FIRST_PORT} + ${{PBS_JOBID%%[!0-9]*}} % {NUM_PORTS}))"
-    address = shlex.quote(options.address) if options.address else "${LMFORGE_NODES%%,*}"
+    meeting = _meeting_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
     alarm = again = ""
     if options.time_seconds:
         seconds = options.time_seconds - options.signal_seconds
@@ -192,8 +189,7 @@ kill $alarm 2>/dev/null
 # Written by lmforge {__version__} launch. On each node one process starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "PBS_ARRAY_INDEX")}
 exec >>"$folder/output$suffix.log" 2>&1
-{setup}export LMFORGE_NODES=$(awk '!seen[$0]++' "$PBS_NODEFILE" | paste -sd,)
-export LMFORGE_ADDRESS={address}:{port}
+{setup}{meeting}
 
 {_forward_signals(MPI_STOP_SIGNAL)}
 # One process a node, which may use all of its cores, in the words of whose mpiexec this is.
@@ -203,11 +199,8 @@ case $(mpiexec --version 2>&1) in
     *) place="--ppn 1 --cpu-bind none" ;;
 esac
 {alarm}# After a signal the status of mpiexec says little: the first node writes its own.
-export LMFORGE_STATUS_FILE="$folder/node-status$suffix"
-rm -f "$LMFORGE_STATUS_FILE"
-run mpiexec -n {plan.nodes} $place bash "$folder/{NODE_SCRIPT}" "$recipe"
-[ -s "$LMFORGE_STATUS_FILE" ] && status=$(cat "$LMFORGE_STATUS_FILE")
-{again}
+{SET_STATUS_FILE}run mpiexec -n {plan.nodes} $place bash "$folder/{NODE_SCRIPT}" "$recipe"
+{READ_STATUS_FILE}{again}
 {_end_lines()}"""
 
 
@@ -215,7 +208,7 @@ def session_script(plan: JobPlan) -> str:
     """What runs without a terminal on this machine, or on each host that ssh reaches: one run, or those of a sweep in order."""
     lines = [
         "#!/bin/bash",
-        f"# Written by lmforge {__version__} launch. It starts the ranks of this machine ({NODE_SCRIPT}).",
+        f"# Written by lmforge {__version__} launch. It starts the ranks of this node ({NODE_SCRIPT}).",
         f"folder={shlex.quote(str(plan.folder))}",
         "",
         _forward_signals(),
@@ -256,7 +249,8 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
     Of a sweep on hosts by ssh, each group of them takes every n-th run. A run that was stopped by itself is passed over.
     """
     # Of several hosts the first one's counts: the launchers of all end with the same.
-    keep = '[ "${LMFORGE_NODE_RANK:-0}" = 0 ] && echo $status >'
+    is_first = f'[ "${{{NODE_RANK_VARIABLE}:-0}}" = 0 ]'
+    keep = f"{is_first} && echo $status >"
     if not plan.is_sweep:
         return [f"recipe={shlex.quote(str(plan.recipes[0]))}", line, f'{keep}"$folder/status"', "exit $status"]
     return [
@@ -266,13 +260,23 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
         "    [ $((number % ${LMFORGE_GROUPS:-1})) = ${LMFORGE_GROUP:-0} ] || continue",
         f'    [ -e "$folder/{STOP_FILE}-$number" ] && continue',
         "    log=$folder/output-$number",
-        '    [ "${LMFORGE_NODE_RANK:-0}" = 0 ] || log=$log-node-$LMFORGE_NODE_RANK',
+        f"    {is_first} || log=$log-node-${NODE_RANK_VARIABLE}",
         f'    {line} >"$log.log" 2>&1',
         f'    {keep}"$folder/status-$number"',
         f"    [ $status = {EXIT_PEER_LOST} ] && exit $status  # a host is lost",
         f'    [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}-$number" ] && exit $status',
         f'done <"$folder/{RECIPE_LIST}"',
     ]
+
+
+def _meeting_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
+    """Lines of a scheduler's script that say which nodes the job has, and where they meet.
+
+    `list_nodes` is a command that prints the nodes, one a line. The port follows from the job's number, in the shell's words.
+    """
+    port = options.port or f"$(({PORTS.start} + {job_number} % {len(PORTS)}))"
+    address = shlex.quote(options.address) if options.address else f"${{{NODES_VARIABLE}%%,*}}"
+    return f"export {NODES_VARIABLE}=$({list_nodes} | paste -sd,)\nexport {ADDRESS_VARIABLE}={address}:{port}"
 
 
 def _common_lines(plan: JobPlan, array_variable: str) -> str:

@@ -7,13 +7,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
+from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE
 from lmforge.cluster.jobs.hosts import (
     Answer,
     export_lines,
@@ -24,7 +24,8 @@ from lmforge.cluster.jobs.hosts import (
 )
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, Job, JobPlan, JobState, Session
 from lmforge.cluster.jobs.scripts import IMPORT_CHECK
-from lmforge.cluster.rendezvous import FIRST_PORT, LAST_PORT, free_port
+from lmforge.cluster.processes import NO_ANSWER, try_call
+from lmforge.cluster.rendezvous import PORTS, free_port
 from lmforge.errors import UserError
 from lmforge.untrusted import parse_json
 
@@ -77,7 +78,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
     names = names[: plan.nodes * min(len(plan.recipes), len(names) // plan.nodes)]
     firsts = names[:: plan.nodes]
     if options.address and len(firsts) > 1:
-        raise UserError(f"launch.address: of one host, and the sweep runs on {len(firsts)} groups of hosts; leave it out")
+        raise UserError(f"launch.address names one host, and this sweep uses {len(firsts)} groups of hosts; leave it out")
     ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
     environment = export_lines(forwarded_variables(options.forward))
     scripts = [_check_script(plan, environment, (options.port or 0) if name in firsts else 0) for name in names]
@@ -105,7 +106,7 @@ def _check_script(plan: JobPlan, environment: str, port: int) -> str:
     echo {shlex.quote(python)} "does not run lmforge there (${{reason##*$'\\n'}}); see launch.python and launch.setup" >&2
     exit 3
 }}
-{python} -c {shlex.quote(HOST_CHECK)} {port} {FIRST_PORT} {LAST_PORT}
+{python} -c {shlex.quote(HOST_CHECK)} {port} {PORTS.start} {PORTS.stop}
 """
 
 
@@ -146,8 +147,8 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
             group, node = divmod(rank, plan.nodes)
             members = labels[group * plan.nodes : (group + 1) * plan.nodes]
             address, port = hosts.endpoints[group]
-            variables |= {"LMFORGE_NODES": ",".join(members), "LMFORGE_NODE_RANK": str(node)}
-            variables |= {"LMFORGE_ADDRESS": f"{address}:{port}"}
+            variables |= {NODES_VARIABLE: ",".join(members), NODE_RANK_VARIABLE: str(node)}
+            variables |= {ADDRESS_VARIABLE: f"{address}:{port}"}
             if plan.is_sweep:
                 variables |= {"LMFORGE_GROUP": str(group), "LMFORGE_GROUPS": str(len(hosts.endpoints))}
         log = plan.log if rank == 0 else plan.folder / f"output-{label}.log"
@@ -241,7 +242,9 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     found = shutil.which("mpiexec")
     if found is None:
         raise UserError("mpiexec is not installed here; load the cluster's module for MPI first")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    status, version, message = try_call([found, "--version"])
+    if status == NO_ANSWER:
+        raise UserError(message)
     ranks, per_node = plan.nodes * options.processes, options.processes
     # Of several nodes of an allocation the ranks find the first by themselves (rendezvous.py).
     variables = {}

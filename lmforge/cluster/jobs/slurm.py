@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from lmforge.cluster.jobs.commands import call, try_call
 from lmforge.cluster.jobs.job import Job, JobPlan, JobState
+from lmforge.cluster.processes import NOT_INSTALLED, call, try_call
 from lmforge.errors import UserError
 
 ACTIVE_STATES = {
@@ -39,7 +39,7 @@ def state(job: Job) -> tuple[JobState, str]:
     """The state of a job, and what Slurm says about it."""
     job_id = _task_id(job)
     status, printed, message = try_call(["squeue", "--noheader", "--jobs", job_id, "--format", "%T|%r|%N"])
-    if status == 127:
+    if status == NOT_INSTALLED:
         raise UserError(f"{job.name}: job {job_id}: {message}")
     if status != 0 and "Invalid job id" not in message:
         raise UserError(f"{job.name}: job {job_id}: squeue: {message}")

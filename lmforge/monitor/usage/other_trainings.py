@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from lmforge.cluster.processes import read_process_stat
 from lmforge.config.load import STAGES
 
 # Pipelines and the quickstart train in their own process, or start ranks.
@@ -15,11 +16,12 @@ def other_trainings() -> list[int]:
     """Process ids of other trainings, of each the first: the launcher of its ranks. Empty where the system has no /proc."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):  # it has ended
+        process = int(folder.name)
+        with suppress(OSError):  # it has ended
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-            if _is_training([os.path.basename(word).decode(errors="replace") for word in words]):
-                parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            is_training = _is_training([os.path.basename(word).decode(errors="replace") for word in words])
+            if is_training and (stat := read_process_stat(process)):
+                parents[process] = stat.parent
 
     def first(process: int) -> int:
         while parents.get(process) in parents:

@@ -5,7 +5,6 @@ lines nobody waits; what a host said last keeps its time.
 """
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import IO
 
 from pydantic import BaseModel
 
+from lmforge.cluster.processes import call
 from lmforge.errors import UserError
 from lmforge.monitor.usage.host import STALE_SECONDS, HostUsage
 from lmforge.untrusted import cut, parse_json
@@ -26,9 +26,6 @@ from lmforge.untrusted import cut, parse_json
 # An answer of a host: some 300 bytes per GPU or process.
 MAX_ANSWER_BYTES = 2**20
 RECONNECT_SECONDS = 5.0
-# A connection that has died is noticed after three of these.
-KEEPALIVE_SECONDS = 5
-HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:-]{0,253}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,6 @@ class RemoteOutput(BaseModel, extra="ignore"):
     hosts: list[HostAnswer]
 
 
-def ssh_words(ssh_command: str, host: str, line: str, timeout_seconds: float) -> list[str]:
-    """The command that runs a shell line on a host, and never asks for a password."""
-    options = ["BatchMode=yes", f"ConnectTimeout={max(1, int(timeout_seconds))}", f"ServerAliveInterval={KEEPALIVE_SECONDS}"]
-    options.append("ServerAliveCountMax=3")
-    return [*shlex.split(ssh_command), *(word for each in options for word in ("-o", each)), host, "--", line]
-
-
 def srun_words(job: int, host: str, line: str) -> list[str]:
     """The command that runs a shell line on a host of a Slurm job, beside what the job does there."""
     step = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--gres=none", "--quiet"]
@@ -67,23 +57,11 @@ def srun_words(job: int, host: str, line: str) -> list[str]:
 
 def slurm_hosts(job: int) -> list[str]:
     """The hosts of a running Slurm job. Raises UserError."""
-    names = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N").strip()
+    option = "--slurm_job"
+    names = call(["squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N"], option).strip()
     if not names:
-        raise UserError(f"--slurm_job: job {job} does not run")
-    return _slurm_output("scontrol", "show", "hostnames", names).split()
-
-
-def _slurm_output(*words: str) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        raise UserError(f"--slurm_job: there is no {words[0]} here; run it where Slurm's commands are") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"--slurm_job: {words[0]} does not answer") from None
-    if done.returncode != 0:
-        problem = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise UserError(f"--slurm_job: {words[0]}: {cut(problem)}")
-    return done.stdout
+        raise UserError(f"{option}: job {job} does not run")
+    return call(["scontrol", "show", "hostnames", names], option).split()
 
 
 def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:

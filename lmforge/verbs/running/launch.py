@@ -79,11 +79,12 @@ def with_nodes(options: LaunchOptions) -> LaunchOptions:
     unused = [name for name in ("hosts", "account", "partition") if getattr(options, name) is not None]
     if unused and "on" not in options.model_fields_set:
         given = f"launch.{unused[0]} = {getattr(options, unused[0])}"
-        raise UserError(
-            f"{given}: not for this machine; say who starts the run, such as --on {'ssh' if options.hosts else 'slurm'}"
-        )
+        readers = "ssh or mpi" if unused[0] == "hosts" else "slurm or pbs"
+        raise UserError(f"{given} has no effect with --on local; choose --on {readers}")
     if options.on == "local" and (options.nodes or 1) > 1:
-        raise UserError(f"launch.nodes = {options.nodes}: this machine is one; say who starts the others, such as --on slurm")
+        raise UserError(
+            f"launch.nodes = {options.nodes}: --on local starts one, this machine; choose another, such as --on slurm"
+        )
     nodes = options.nodes or (len(read_hosts(options.hosts)) if options.on == "ssh" and options.hosts else 1)
     return options.model_copy(update={"nodes": nodes})
 
@@ -95,7 +96,7 @@ def _plan_runs(request: LaunchRequest, options: LaunchOptions) -> tuple[str, lis
     """(the batch arithmetic in lines, the runs). Raises UserError where a recipe would be refused for its options."""
     if isinstance(request.config, PipelineOptions):
         if request.command.sweep:
-            raise UserError("--sweep: of a recipe, not of a pipeline; launch its stages one by one")
+            raise UserError("--sweep needs a recipe, and this is a pipeline; launch its stages one by one")
         if options.on == "mpi":
             raise UserError(
                 "launch.on = mpi: mpiexec starts single ranks, and a pipeline needs one process on each node; launch its stages"

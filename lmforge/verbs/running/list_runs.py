@@ -20,7 +20,7 @@ from lmforge.report.run_data import last_state
 from lmforge.runs import Run
 from lmforge.terminal.cells import BAD
 from lmforge.untrusted import cut, describe_os_error
-from lmforge.verbs.runs.top_screen import STATE_STYLES
+from lmforge.verbs.running.top_screen import STATE_STYLES
 
 REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")

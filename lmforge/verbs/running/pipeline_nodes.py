@@ -7,7 +7,6 @@ runs on the first node. What stages hand over are files, so before a stage all n
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,21 +16,15 @@ from types import FrameType
 
 import xxhash
 
+from lmforge.cluster.environment import ADDRESS_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
 from lmforge.cluster.folder_marker import FolderMarker
-from lmforge.cluster.node_group import (
-    ADDRESS_VARIABLE,
-    NODES_VARIABLE,
-    READ_SECONDS,
-    STATUS_VARIABLE,
-    NodeGroup,
-    NodeMeeting,
-    write_status,
-)
+from lmforge.cluster.node_group import READ_SECONDS, NodeGroup, NodeMeeting, write_status
+from lmforge.cluster.rendezvous import free_port
 from lmforge.cluster.waiting import LAST_PAUSE_SECONDS, wait_until
 from lmforge.config.load import STAGES, parse_config
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
-from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.errors import RunFailed, UserError
 from lmforge.runs import is_local, parse_location
 
 # A network file system may show a new file late to other hosts.
@@ -80,10 +73,7 @@ class PipelineNodes:
             return environment_of_first_node()
         key = f"stage/{self._number}"
         self._number += 1
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        inputs = describe_inputs(words)
+        port, inputs = free_port(), describe_inputs(words)
         self._set(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
         problems = {rank: answer for rank, answer in self._answers(key).items() if answer}
         self._set(f"{key}/go", "" if problems else "go")
@@ -99,7 +89,7 @@ class PipelineNodes:
         answers = {}
         for rank in range(1, len(self._group.names)):
             if not wait_until(lambda rank=rank: has(self._meeting, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
-                raise PeerLost(f"{self._group.names[rank]} does not answer: lost, or its launcher has ended")
+                raise self._group.peer_lost(rank)
             answers[rank] = read(self._meeting, f"{key}/{rank}")
         return answers
 
@@ -195,7 +185,7 @@ def environment_of_stage() -> dict[str, str]:
 
 
 def describe_inputs(words: Sequence[str]) -> dict[str, str]:
-    """A digest of what each local path that a training command line reads holds, as this host sees it, by path."""
+    """A digest of what each local path that a training command line reads holds, as this node sees it, by path."""
     config: StageConfig = parse_config(STAGES[words[0]], list(words[1:]))
     paths = [config.model.source] if config.model.source is not None else []
     if isinstance(config, PretrainConfig):
@@ -218,7 +208,7 @@ def _digest(path: Path) -> str:
 
 
 def _first_difference(inputs: dict[str, str]) -> str:
-    """The first path that this host does not see as the first node does; empty where there is none."""
+    """The first path that this node does not see as the first one does; empty where there is none."""
     for path, digest in inputs.items():
         if not wait_until(lambda path=path, digest=digest: _digest(Path(path)) == digest, VISIBLE_SECONDS):  # type: ignore[misc]
             return path

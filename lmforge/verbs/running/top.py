@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import select
+import shlex
 import shutil
 import sys
 import time
@@ -20,27 +21,19 @@ from rich.console import Console
 from rich.live import Live
 
 from lmforge import __version__
+from lmforge.cluster.jobs.hosts import HOST_PATTERN, read_hosts, ssh_command
 from lmforge.config.verbs.watch import TopOptions
 from lmforge.errors import UserError
 from lmforge.monitor.run_status import read_run_status
 from lmforge.monitor.usage.host import HostSampler
-from lmforge.monitor.usage.remote_hosts import (
-    HOST_NAME,
-    HostAnswer,
-    RemoteHost,
-    remote_line,
-    slurm_hosts,
-    srun_words,
-    ssh_words,
-)
+from lmforge.monitor.usage.remote_hosts import HostAnswer, RemoteHost, remote_line, slurm_hosts, srun_words
 from lmforge.runs import Run
-from lmforge.untrusted import cut, describe_os_error, read_bounded
+from lmforge.untrusted import cut
 from lmforge.verbs.running.top_screen import Snapshot, render_screen
 
 # Rates are between two samples.
 FIRST_SAMPLE_SECONDS = 0.5
 NUM_PROCESSES = 5
-MAX_HOSTS = 10_000
 # Of the page when it is not on a terminal and COLUMNS does not say.
 PLAIN_COLUMNS = 120
 
@@ -54,7 +47,12 @@ def run_top(options: TopOptions) -> int:
     once = options.once or not (options.output == "json" or sys.stdout.isatty())  # a page needs a terminal
     interval = None if once else options.interval_seconds
     line = remote_line(options.remote_command, interval)
-    commands = {host: ssh_words(options.ssh_command, host, line, options.timeout_seconds) for host in hosts if host not in here}
+    ssh = shlex.split(options.ssh_command)
+    commands = {
+        host: ssh_command(host, line, program=ssh, connect_seconds=options.timeout_seconds)
+        for host in hosts
+        if host not in here
+    }
     commands |= {host: srun_words(options.slurm_job, host, line) for host in slurm if options.slurm_job is not None}
     for run in runs:
         read_run_status(run)  # a directory that is not a run is refused here
@@ -80,27 +78,12 @@ def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
         if path.is_dir():
             runs.append(Run(path))
         elif path.is_file():
-            hosts += _read_hosts(path)
-        elif HOST_NAME.fullmatch(name):
+            hosts += read_hosts(path, may_repeat=True)
+        elif HOST_PATTERN.fullmatch(name):
             hosts.append(name)
         else:
             raise UserError(f"{cut(name)}: no such run, nor a file of host names, nor a host name")
     return runs, list(dict.fromkeys(hosts))
-
-
-def _read_hosts(path: Path) -> list[str]:
-    """The first word of each line, as in the host files of MPI and ssh launchers. Raises UserError."""
-    try:
-        lines = read_bounded(path).decode(errors="replace").splitlines()
-    except OSError as problem:
-        raise UserError(describe_os_error(problem, path)) from None
-    hosts = [words[0] for line in lines if (words := line.partition("#")[0].split())]
-    for host in hosts:
-        if not HOST_NAME.fullmatch(host):
-            raise UserError(f"{path}: {cut(host)!r} is not the name of a host; one is expected on each line")
-    if not hosts or len(hosts) > MAX_HOSTS:
-        raise UserError(f"{path}: expected 1 to {MAX_HOSTS:,} names of hosts, got {len(hosts):,}")
-    return hosts
 
 
 @dataclass
