@@ -95,6 +95,7 @@ def test_activations_are_those_of_the_formula(
 OPTIMIZERS = [
     {"name": "adamw"},
     {"name": "adamw", "state_dtype": "bf16"},
+    {"name": "adamw", "implementation": "foreach"},
     {"name": "muon"},
     {"name": "muon", "state_dtype": "bf16"},
     {"name": "sgd"},

@@ -56,7 +56,7 @@ def build_optimizer(
 
 def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     common, foreach = _common_numbers(options), options.implementation == "foreach"
-    if foreach or options.state_dtype != "fp32":
+    if options.uses_state_dtype:
         return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], foreach=foreach, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 
