@@ -7,7 +7,15 @@ reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
-from lmforge.plan.prediction.block import BlockCost, block_shapes, count_block, embedded_bytes, forward_kernels, mask_bytes
+from lmforge.plan.prediction.block import (
+    BlockCost,
+    block_shapes,
+    count_block,
+    embedded_bytes,
+    forward_kernels,
+    is_checkpointed,
+    mask_bytes,
+)
 from lmforge.plan.prediction.head import count_head
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.setting import Setting
@@ -34,11 +42,8 @@ class StepProgram:
         self.replica_group = make_group(setting.replicas, tensor * setting.shards, hosts)
         self.reshards = setting.is_fsdp and setting.dims.reshard_after_forward
         self.reduces_once = options.reduce_every_micro_batch is False
-        every = options.activation_checkpointing_every if options.activation_checkpointing == "selective-blocks" else 1
-        checkpoints = options.activation_checkpointing != "none"
-        self.plain = count_block(setting, checkpointed=False)
-        self.saving = count_block(setting, checkpointed=True) if checkpoints else self.plain
-        self.costs = [self.saving if number % every == 0 else self.plain for number in range(1, stage.blocks + 1)]
+        plain, saving = (count_block(setting, checkpointed=each) for each in (False, True))
+        self.costs = [saving if is_checkpointed(setting, number) else plain for number in range(1, stage.blocks + 1)]
         by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
         width, flat = model.hidden_size, options.engine == "fsdp1"
         tables = [(model.vocab_size // by_vocabulary, width)]
