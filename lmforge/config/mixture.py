@@ -112,9 +112,16 @@ class PhaseOptions(Options):
         return {pair.partition("=")[0]: self._weight_of(pair) or Fraction(0) for pair in self.weights}
 
 
+def is_remote(folder: str) -> bool:
+    """Whether a folder in options is an address in a store, such as s3://bucket/tokens; file:///tokens is a local path."""
+    scheme, separator, _ = folder.partition("://")
+    return bool(separator) and scheme not in ("file", "local")
+
+
 def folder_problems(folder: str, name: str) -> Iterator[str]:
     """What is wrong with a path that is no address."""
-    if "://" not in folder and ("\0" in folder or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(folder).parts)):
+    too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(folder).parts)
+    if not is_remote(folder) and ("\0" in folder or too_long):
         yield f"{name}: expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL"
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from lmforge.config.mixture import phase_samples, tokens_by_length
+from lmforge.config.mixture import is_remote, phase_samples, tokens_by_length
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, proportions_of
@@ -15,7 +15,7 @@ from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
-from lmforge.runs import is_local, parse_location
+from lmforge.runs import parse_location
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,10 @@ class TokenSources:
 
 def find_missing_folders(config: PretrainConfig) -> list[str]:
     """The recipe's folders on this machine that are not prepared yet. What lies in an object store is not looked at."""
-    folders = [source.folder for source in config.data.all_sources if "://" not in source.folder]
-    return [folder for folder in folders if not (Path(folder) / SHARDS_MANIFEST).exists()]
+    folders = [source.folder for source in config.data.all_sources if not is_remote(source.folder)]
+    return [folder for folder in folders if not (parse_location(folder) / SHARDS_MANIFEST).exists()]
 
 
 def _staged(stage_to: Path | None, folder: str) -> str | Path:
     """The copy of a folder on this host's own disk, where there is one."""
-    path = parse_location(folder)
-    return find_staged(stage_to, path) if is_local(path) else folder
+    return folder if is_remote(folder) else find_staged(stage_to, parse_location(folder))
