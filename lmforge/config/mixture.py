@@ -10,7 +10,7 @@ from typing import Literal
 
 from lmforge.config.options import MAX_NAME_BYTES, Options, option
 from lmforge.config.ranges import COUNT, LENGTH, SCALE, TOKENS
-from lmforge.errors import UserError
+from lmforge.errors import UserError, nearest_multiples
 from lmforge.untrusted import quoted
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -151,8 +151,7 @@ def phase_samples(phase: PhaseOptions, global_batch_size: int, sequence_length: 
         return None if phase.steps is None else phase.steps * global_batch_size
     step = global_batch_size * sequence_length
     if phase.tokens % step:
-        below = phase.tokens // step * step
-        near = f"{below:,} or {below + step:,}" if below else f"{step:,}"
+        near = nearest_multiples(phase.tokens, step)
         raise UserError(f"{phase.tokens:,} tokens are not a whole number of steps of {step:,} tokens; nearest: {near}")
     return phase.tokens // sequence_length
 
