@@ -41,8 +41,9 @@ from lmforge.model.init_weights import init_weights
 from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.precision import DTYPES
 from lmforge.runs import Run
-from lmforge.stages.build_model import MASTER_DTYPES, build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.bad_steps import BadStepDetector
@@ -58,7 +59,6 @@ LOG_EVERY_STEPS = 10
 ENDLESS_STEPS = 1_000_000
 LR = 1e-3
 OPTIMIZER = OptimizerOptions(lr=LR)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def transformers_llama(contest: Contest) -> nn.Module:
     with torch.device(contest.device):
         model = LlamaForCausalLM(LlamaConfig(**{**to_config_json(contest.shape), "use_cache": False}))
     for parameter in model.parameters():  # not its buffers: among them are the frequencies of positions
-        parameter.data = parameter.data.to(MASTER_DTYPES[contest.master_dtype])
+        parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
     weights = init_weights(build_model(contest.shape), 0).state_dict()  # on the CPU: the device may have room for one copy only
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
     if contest.activation_checkpointing != "none":

@@ -74,9 +74,17 @@ def name_some(names: Sequence[object], most: int = 8, separator: str = ", ") -> 
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` below and above `value`, which is none: `768 or 1024`; 0 is not among them."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
 def format_duration(seconds: float) -> str:
-    """Seconds as 42s, 3m05s or 2h07m."""
+    """Seconds as 42s, 3m05s, 2h07m or 3d04h."""
     whole = int(max(0.0, seconds) + 0.5)
     if whole < 60:
         return f"{whole}s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m" if whole < 86400 else f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text
+from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX, atomic_write_json, atomic_write_text
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, read_json
 
@@ -288,7 +288,7 @@ def _list_files(name: str, revision: str, kind: Kind) -> tuple[str, dict[str, Hu
 
 def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Report, kind: Kind) -> None:
     """Download one file to `path`, resuming what an earlier attempt left. Raises UserError; OSError on a full disk."""
-    unfinished = path.with_name(f".{file.digest}.partial")
+    unfinished = path.with_name(f".{file.digest}{PARTIAL_SUFFIX}")
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         resumed = unfinished.exists() and unfinished.stat().st_size > 0

@@ -31,6 +31,7 @@ import xxhash
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import read_record
+from lmforge.config.mixture import is_remote
 from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 def is_local(path: Path) -> bool:
     """Whether this is a path of this machine, and not an address through fsspec."""
-    return getattr(path, "protocol", "") in ("", "file", "local")
+    return not getattr(path, "protocol", "")
 
 
 def checkpoint_name(step: int) -> str:
@@ -119,11 +120,11 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def parse_location(text: str) -> Path:
-    """A folder given in options: a path, or an address such as s3://bucket/runs. Raises UserError."""
+    """A folder given in options: a path (file:///runs too), or an address such as s3://bucket/runs. Raises UserError."""
     if "\0" in text:
         raise UserError(f"{quoted(text)}: no path has a NUL character")
-    if "://" not in text:
-        return Path(text)
+    if not is_remote(text):
+        return Path(text.rpartition("://")[2])
     try:
         from upath import UPath
 

@@ -70,17 +70,16 @@ def read_json(
     schema: type[T],
     *,
     max_bytes: int = MAX_BYTES,
-    error: Callable[[str], Exception] = UserError,
     hint: str = "",
     allow_nan: bool = False,
 ) -> T:
     """The content of a JSON file as a `schema`.
 
-    Raises `error` with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
+    Raises UserError with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
     JSON or not of the schema. OSError passes: only the caller knows what a missing file means.
     """
-    content = read_bounded(path, max_bytes, error)
-    return parse_json(content, schema, str(path), max_bytes=max_bytes, error=error, hint=hint, allow_nan=allow_nan)
+    content = read_bounded(path, max_bytes)
+    return parse_json(content, schema, str(path), max_bytes=max_bytes, hint=hint, allow_nan=allow_nan)
 
 
 def parse_json(

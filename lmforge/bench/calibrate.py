@@ -22,12 +22,11 @@ from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.errors import UserError, format_duration
 from lmforge.model.attention import attend, create_attention_mask
-from lmforge.parallel.precision import FLOAT8_MIN_CAPABILITY, has_native_bf16
+from lmforge.parallel.precision import DTYPES, FLOAT8_MIN_CAPABILITY, has_native_bf16
 from lmforge.plan.activations import num_mask_elements
 from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
 from lmforge.runs import describe_environment, is_local, processor_name
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # With fewer seconds for everything the largest of each size are left out.
 FEW_SECONDS = 10.0
 # What is computed in turn lies in more memory than caches hold: in a step, operands come from memory too. With two small

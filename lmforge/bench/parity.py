@@ -18,6 +18,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.order import token_rng_keys
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
@@ -102,11 +103,11 @@ class ParityData:
         positions = torch.where(slots >= cut, slots - cut, slots)
         # A prediction that can be learned: the label depends on the token alone.
         labels = (tokens * 7 + 3) % vocab_size
-        labels[document_ids < 0] = -100
-        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+        labels[document_ids < 0] = IGNORE_INDEX
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORE_INDEX
         # In every other step the first ranks have nothing to score.
         if step % 2:
-            labels[: count // 2] = -100
+            labels[: count // 2] = IGNORE_INDEX
         keys = torch.from_numpy(token_rng_keys(self.seed, step * count, (step + 1) * count, length))
         return Batch(tokens, labels, positions, document_ids, keys)
 

@@ -14,7 +14,7 @@ from lmforge.bench.parity import ParityCase, ParityData, ParityResult
 from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import UserError, format_count
-from lmforge.parallel.precision import missing_for_compile
+from lmforge.parallel.precision import DTYPES, missing_for_compile
 
 # For fp32 sums in another order, over ten steps. The kernels of a GPU also choose the order by the shapes of their inputs.
 TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
@@ -22,7 +22,6 @@ TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
 # ones under FSDP: one rounding more. It shows least in a mean over all tokens, less than once in the norm of all gradients,
 # and most in the one element, of all weights, that ten steps moved most differently.
 BF16_TOLERANCES = {"loss": 2**-12, "gradient_norm": 2**-8, "weights": 2**-6}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SEQUENCES_PER_RANK = 8
 MIB = 2**20
 # What a rank holds: the first three between steps, the last between forward and backward.

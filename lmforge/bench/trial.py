@@ -34,7 +34,7 @@ from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights,
 from lmforge.stages.training_data import TokenSources, find_missing_folders
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
-from lmforge.train.metrics import peak_memory_gib
+from lmforge.train.metrics import describe_device, peak_memory_gib
 
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
@@ -148,7 +148,7 @@ class _Trial:
 
     def _row(self, seconds: list[float]) -> dict[str, Any]:
         """What was timed, its rates, and what they hold for. The lower median of an even number of steps is one of them."""
-        median, on_gpu = statistics.median_low(seconds), self._device.type == "cuda"
+        median = statistics.median_low(seconds)
         tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
         flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
         peak = rank_peak_flops(self._model.dist_ctx, self._dtype)  # that of bf16 for float8 too, so that the two compare
@@ -156,7 +156,7 @@ class _Trial:
         return {
             "engine": self._model.description,
             "ranks": world_size,
-            "device": torch.cuda.get_device_name(self._device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank",
+            "device": describe_device(self._device),
             "dtype": str(self._dtype).removeprefix("torch.") + float8,
             "compiled": self._compiled,
             "parameters": parameter_count(self._model_config).total,

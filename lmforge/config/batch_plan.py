@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, DEFAULT_GLOBAL_BATCH_SIZE, TrainOptions
-from lmforge.errors import UserError
+from lmforge.errors import UserError, nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def batch_plan(train: TrainOptions, length: int, ranks: int, group: int = 1) -> 
     if size % group:
         raise UserError(
             f"train.global_batch_size = {size}: groups of rollout.num_generations = {group} completions need a multiple of"
-            f" {group}; nearest: {max(1, round(size / group)) * group}"
+            f" {group}; nearest: {nearest_multiples(size, group)}"
         )
     if size // group < ranks and group > 1:
         raise UserError(
@@ -68,10 +68,9 @@ def batch_plan(train: TrainOptions, length: int, ranks: int, group: int = 1) -> 
         )
     micro = train.micro_batch_size
     if micro and size % micro:
-        below = size // micro * micro
-        near = f"{below} or {below + micro}" if below else str(micro)
         raise UserError(
-            f"a global batch of {size} sequences does not divide by micro-batches of {micro}; nearest global_batch_size: {near}"
+            f"a global batch of {size} sequences does not divide by micro-batches of {micro};"
+            f" nearest global_batch_size: {nearest_multiples(size, micro)}"
         )
     per_rank = math.ceil(size / group / ranks) * group
     if micro is None:

@@ -117,16 +117,12 @@ def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> Sta
     options_class = cast("type[StageConfigT]", options_class.FOR_STAGE.get(stage or "", options_class))
     # Before options that only the other stage has are refused.
     if stage not in (None, options_class.of_stage):
-        raise UserError(f"{recipe}: this recipe is for `lmforge {stage}`, not for `lmforge {_verb_of(options_class)}`")
+        verb = options_class.of_verb or options_class.of_stage
+        raise UserError(f"{recipe}: this recipe is for `lmforge {stage}`, not for `lmforge {verb}`")
     options_class = load_extended(options_class, table, recipe, rest)
     config = parse_options(options_class, _expand_short_options(options_class, rest), table, str(recipe or ""))
     absolute = tuple(str(Path(path).expanduser().absolute()) for path in config.plugins)
     return config.model_copy(update={"plugins": absolute}).with_name(recipe.stem if recipe else "run")
-
-
-def _verb_of(options_class: type[StageConfig]) -> str:
-    """The verb that takes these options: their docstring begins with `lmforge VERB`."""
-    return (options_class.__doc__ or "").split()[1]
 
 
 def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = None) -> StageConfig:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from lmforge.config.options import MAX_NAME_BYTES, Options, option
 from lmforge.config.ranges import COUNT, LENGTH, SCALE, TOKENS
-from lmforge.errors import UserError
+from lmforge.errors import UserError, nearest_multiples
 from lmforge.untrusted import quoted
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -110,9 +110,16 @@ class PhaseOptions(Options):
         return {pair.partition("=")[0]: self._weight_of(pair) or Fraction(0) for pair in self.weights}
 
 
+def is_remote(folder: str) -> bool:
+    """Whether a folder in options is an address in a store, such as s3://bucket/tokens; file:///tokens is a local path."""
+    scheme, separator, _ = folder.partition("://")
+    return bool(separator) and scheme not in ("file", "local")
+
+
 def folder_problems(folder: str, name: str) -> Iterator[str]:
     """What is wrong with a path that is no address."""
-    if "://" not in folder and ("\0" in folder or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(folder).parts)):
+    too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(folder).parts)
+    if not is_remote(folder) and ("\0" in folder or too_long):
         yield f"{name}: expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL"
 
 
@@ -142,8 +149,7 @@ def phase_samples(phase: PhaseOptions, global_batch_size: int, sequence_length: 
         return None if phase.steps is None else phase.steps * global_batch_size
     step = global_batch_size * sequence_length
     if phase.tokens % step:
-        below = phase.tokens // step * step
-        near = f"{below:,} or {below + step:,}" if below else f"{step:,}"
+        near = nearest_multiples(phase.tokens, step)
         raise UserError(f"{phase.tokens:,} tokens are not a whole number of steps of {step:,} tokens; nearest: {near}")
     return phase.tokens // sequence_length
 

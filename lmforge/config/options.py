@@ -87,6 +87,11 @@ def option(default: Any, description: str, **bounds: Any) -> Any:
     return Field(default, description=description, **bounds)
 
 
+def with_default(options_class: type[BaseModel], name: str, default: Any) -> Any:
+    """An option of `options_class` with another default, and the same meaning and bounds."""
+    return FieldInfo.merge_field_infos(options_class.model_fields[name], default=default)
+
+
 def choice(default: Any, description: str, kind: str) -> Any:
     """Declare an option whose values are the names that are registered of a kind (`registry.KINDS`), or a list of them."""
     return Field(default, description=description, json_schema_extra={"registered": kind})

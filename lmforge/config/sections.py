@@ -303,6 +303,12 @@ class OptimizerOptions(Options):
         "fused", "adamw with fp32 states: torch's fused kernel, or one operator after another on lists of tensors (foreach)"
     )
 
+    @property
+    def uses_state_dtype(self) -> bool:
+        """Whether states are in `state_dtype`; else in the dtype of the master weights, as torch's fused AdamW keeps them."""
+        foreach = self.name == "adamw" and self.implementation == "foreach"
+        return self.name == "muon" or foreach or self.state_dtype != "fp32"
+
     def problems(self) -> Iterator[str]:
         if self.name == "sgd" and self.state_dtype != "fp32":
             yield "optimizer.state_dtype = bf16: not with optimizer.name = sgd; use adamw or muon, or leave it out"

@@ -33,7 +33,7 @@ from lmforge.config.sections import (
     TrainOptions,
     ValidationOptions,
 )
-from lmforge.errors import UserError
+from lmforge.errors import UserError, nearest_multiples
 from lmforge.untrusted import name_problem
 
 # What `--help` lists of every stage after what is its own.
@@ -59,9 +59,10 @@ ESSENTIAL_TO_TRAINING = (
 
 
 class StageConfig(Options):
-    """The options of one run of any stage; `of_stage` is the verb that trains it."""
+    """The options of one run of any stage; `of_stage` is the verb that trains it, `of_verb` another verb that takes them."""
 
     of_stage: ClassVar[Stage] = "pretrain"
+    of_verb: ClassVar[str | None] = None
     # The class that a verb takes instead for a recipe of another stage.
     FOR_STAGE: ClassVar[Mapping[str, "type[StageConfig]"]] = {}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("model.preset", "model.source", *ESSENTIAL_TO_TRAINING)
@@ -94,8 +95,7 @@ class StageConfig(Options):
             yield f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge {self.of_stage}`"
         tokens, length = self.train.global_batch_tokens, self.data.sequence_length
         if tokens and tokens % length:
-            below = tokens // length * length
-            near = f"{below} or {below + length}" if below else str(length)
+            near = nearest_multiples(tokens, length)
             yield f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
         size, most = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE, TOKENS["le"]
         if not tokens and size * length > most:

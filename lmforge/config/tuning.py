@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from lmforge.config.mixture import FileSourceOptions, WeightUnit, mixture_problems
-from lmforge.config.options import Alternatives, Options, choice, option, section
+from lmforge.config.options import Alternatives, Options, option, section, with_default
 from lmforge.config.ranges import COUNT_OR_0, DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.config.sections import (
     ConversationFormat,
@@ -106,10 +106,10 @@ class TunedTrainOptions(TrainOptions):
 class TuningSchedule(ScheduleOptions):
     """The learning rate over the run: linear, after a warm-up of a tenth of the run."""
 
-    name: str = choice("linear", "schedule after warm-up (transformers: lr_scheduler_type)", "schedule")
+    name: str = with_default(ScheduleOptions, "name", "linear")
     warmup_steps: int = option(100, "steps of linear warm-up (default: schedule.warmup_ratio of the run)", **COUNT_OR_0)
     warmup_ratio: float | None = option(0.1, "warm-up as a fraction of the run; none uses schedule.warmup_steps", **FRACTION)
-    min_lr_ratio: float = option(0.0, "final learning rate, as a fraction of the peak", **FRACTION)
+    min_lr_ratio: float = with_default(ScheduleOptions, "min_lr_ratio", 0.0)
 
     @model_validator(mode="before")
     @classmethod
@@ -124,8 +124,8 @@ class TuningOptimizer(OptimizerOptions):
     """AdamW, Muon or SGD."""
 
     lr: float = option(2e-5, "peak learning rate; about ten times as much for adapters", **SCALE)
-    beta2: float = option(0.999, "adamw: decay rate of the second moment", **PROBABILITY)
-    weight_decay: float = option(0.0, "weight decay of matrices; vectors (norms, biases) have none", **SCALE_OR_0)
+    beta2: float = with_default(OptimizerOptions, "beta2", 0.999)
+    weight_decay: float = with_default(OptimizerOptions, "weight_decay", 0.0)
 
 
 class TunedConfig(StageConfig):

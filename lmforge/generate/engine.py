@@ -214,13 +214,12 @@ def generate(
     max_tokens: int,
     sampling: SamplingParams,
     seed: int,
-    num_completions: int = 1,
     stop_strings: Sequence[str] = (),
     prefix_ids: Sequence[int] = (),
     stop_token_ids: frozenset[int] = frozenset(),
     on_text: Callable[[int, str], None] = lambda index, text: None,
 ) -> list[Completion]:
-    """Complete each prompt, a text or token ids, `num_completions` times: all of the first prompt's, then the second's.
+    """Complete each prompt, a text or token ids.
 
     Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or one of `stop_token_ids`,
     before the first of `stop_strings`, or after `max_tokens`. `on_text(index, text)` is called with text as soon as it is
@@ -231,16 +230,15 @@ def generate(
     engine = Engine(
         model,
         vocab_size=tokenizer.vocab_size,
-        max_batch_size=num_completions * len(prompts),
+        max_batch_size=len(prompts),
         max_length=max(map(len, encoded)) + max_tokens,
     )
     indices: dict[int, int] = {}
     for number, prompt_ids in enumerate(encoded):
-        for sample in range(num_completions):
-            own_seed = derive_key(seed, "completion", number, sample)
-            request = GenerationRequest(prompt_ids, max_tokens, sampling, own_seed, stop_token_ids)
-            indices[engine.add_request(request)] = len(indices)
-    continued = [isinstance(prompt, str) and prompt != "" for prompt in prompts for _ in range(num_completions)]
+        own_seed = derive_key(seed, "completion", number, 0)
+        request = GenerationRequest(prompt_ids, max_tokens, sampling, own_seed, stop_token_ids)
+        indices[engine.add_request(request)] = number
+    continued = [isinstance(prompt, str) and prompt != "" for prompt in prompts]
     streamers = [TextStreamer(tokenizer, stop_strings, is_continuation) for is_continuation in continued]
     logprobs: list[list[float]] = [[] for _ in indices]
     while engine.num_unfinished:

@@ -22,7 +22,8 @@ from lmforge.model import build_model as build_module
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.verbs.export import DTYPES, companion_files, export_checkpoint
+from lmforge.parallel.precision import DTYPES
+from lmforge.verbs.export import companion_files, export_checkpoint
 
 
 def build_model(

@@ -249,9 +249,12 @@ def cross_entropy_and_z_loss(
     head: HeadOptions = PLAIN_HEAD,
     with_token_losses: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`cross_entropy_sum` plus the z-loss, and the z-loss alone, which is not differentiable: scalars.
+    """Sums over the tokens with a label: −log p(label) in nats plus the z-loss, and the z-loss alone, not differentiable.
 
-    With `with_token_losses` also the cross-entropy of each token [sequences, length], not differentiable, 0 without a label.
+    Both are scalars in fp32 (fp64 if `hidden` is), 0 where no token has a label. `hidden` [sequences, length, width], `weight`
+    [vocab, width], `labels` int64 [sequences, length], IGNORE_INDEX where a token is not scored; `head` says what else makes
+    logits. With a sharded head (sharded_head.py) every rank gets the full sums. With `with_token_losses` also the
+    cross-entropy of each token [sequences, length], not differentiable, 0 without a label.
 
     The z-loss is `z_loss` · logsumexp(logits)², summed over the tokens with a label; it keeps logits from drifting away
     from normalised log-probabilities (PaLM, arXiv 2204.02311, section 5).
@@ -261,13 +264,3 @@ def cross_entropy_and_z_loss(
     token_losses = sharded.gather_tokens(losses) if with_token_losses else None
     # Without a z-loss it is 0 on every rank, and not worth a collective.
     return sharded.sum_over_tokens(total), sharded.sum_over_tokens(z_total) if z_loss else z_total, token_losses
-
-
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions = PLAIN_HEAD) -> Tensor:
-    """Sum of −log p(label) over the tokens with a label, in nats: a scalar in fp32 (fp64 if `hidden` is), 0 if there is none.
-
-    `hidden` [sequences, length, width], `weight` [vocab, width], `labels` int64 [sequences, length], IGNORE_INDEX where a
-    token is not scored; `head` says what else makes logits. With a sharded head (sharded_head.py) every rank gets the full
-    sum.
-    """
-    return cross_entropy_and_z_loss(hidden, weight, labels, 0.0, head)[0]

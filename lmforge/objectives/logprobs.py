@@ -1,7 +1,7 @@
 """Log-probabilities of single tokens, and their sums over documents: what preference and policy objectives are made of.
 
 The full logits never exist here either, but a backward pass computes those of each chunk again, which costs one more matrix
-product. Next-token prediction therefore uses the cheaper `cross_entropy_sum` (cross_entropy.py).
+product. Next-token prediction therefore uses the cheaper `cross_entropy_and_z_loss` (cross_entropy.py).
 """
 
 from typing import Any

@@ -14,12 +14,19 @@ from torch import nn
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.validate import check_compiled, check_float8_sizes, why_not_compiled
+from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_float8_sizes, why_not_compiled
 
+# By the names that options have for them.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
 # The first compute capability whose tensor cores multiply float8: Ada (8.9), then Hopper (9.0).
 FLOAT8_MIN_CAPABILITY = (8, 9)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that options have for a dtype."""
+    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 def has_native_bf16(device: torch.device) -> bool:
@@ -52,8 +59,7 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
     if capability < FLOAT8_MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UserError(f"train.float8: {needed}, and {name} has {capability[0]}.{capability[1]}; {way}")
-    if dtype != torch.bfloat16:
-        raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
+    check_float8_dtype(dtype_name(dtype))
     if find_spec("torchao") is None:
         raise UserError(f"train.float8: torchao is not installed; {how_to_install('fp8')}, or {way}")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
-from lmforge.errors import UserError
+from lmforge.errors import UserError, nearest_multiples
 from lmforge.model.config import ModelConfig
 
 # The float8 kernels take only sizes that are multiples of this.
@@ -61,6 +61,12 @@ def check_lora(options: ParallelOptions, float8: bool) -> None:
         raise UserError("train.float8: not with LoRA adapters; leave one of the two out")
 
 
+def check_float8_dtype(dtype: str) -> None:
+    """Raise UserError where the compute dtype beside float8 is not "bf16"."""
+    if dtype != "bf16":
+        raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
+
+
 def check_float8_sizes(model_type: str, layers: Mapping[str, tuple[int, int]]) -> None:
     """Raise UserError where the linear layers of blocks, (inputs, outputs) by name, cannot be multiplied in float8."""
     if not layers:
@@ -112,11 +118,9 @@ def check_parallel(options: ParallelOptions, config: ModelConfig, plan: BatchPla
 def _check_context_parallel(sequence_length: int, degree: int) -> None:
     pieces = 2 * degree
     if degree > 1 and sequence_length % pieces:
-        below = sequence_length // pieces * pieces
-        nearest = f"{below} or {below + pieces}" if below else f"{pieces}"
         raise UserError(
             f"parallel.context_parallel_degree = {degree}: sequences of {sequence_length} tokens are cut into {pieces} equal"
-            f" pieces; nearest data.sequence_length: {nearest}"
+            f" pieces; nearest data.sequence_length: {nearest_multiples(sequence_length, pieces)}"
         )
 
 

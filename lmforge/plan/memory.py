@@ -24,8 +24,7 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
     """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4 bytes a tensor.
 
     AdamW has two moments; SGD has a momentum, unless it is 0; Muon has a momentum of each matrix of the blocks, and AdamW's
-    moments of the other parameters. torch's AdamW and SGD keep states in the dtype of the master weights, ours (Muon, and
-    AdamW in bf16) in `optimizer.state_dtype`.
+    moments of the other parameters. `OptimizerOptions.uses_state_dtype` says which dtype they have.
     """
     states: int | None = {
         "adamw": 2 * counts.trained,
@@ -35,8 +34,7 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
     if states is None:
         entry = registry.find("optimizer", optimizer.name)
         states = (entry.facts.get("states_per_parameter", 2) if entry else 2) * counts.trained
-    is_ours = optimizer.name == "muon" or optimizer.state_dtype != "fp32"
-    return states * DTYPE_BYTES[optimizer.state_dtype if is_ours else master_dtype]
+    return states * DTYPE_BYTES[optimizer.state_dtype if optimizer.uses_state_dtype else master_dtype]
 
 
 def checkpoint_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:

@@ -31,7 +31,7 @@ from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.attention_backend import stores_attention_weights
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.parallel.precision import choose_compile, choose_dtype, dtype_name
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
@@ -90,7 +90,7 @@ class MemoryEstimator:
             world_size=dist_ctx.world_size,
             gpus_per_host=dist_ctx.rank_info.local_world_size,
             on_gpu=on_gpu,
-            dtype="bf16" if dtype == torch.bfloat16 else "fp32",
+            dtype=dtype_name(dtype),
             compiled=compiled,
             adapters=adapter_shapes(config, model_config),
             has_reference=has_reference,

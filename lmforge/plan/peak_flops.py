@@ -19,6 +19,7 @@ from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import UserError
+from lmforge.parallel.precision import dtype_name
 from lmforge.plan.hardware import peak_flops
 from lmforge.runs import processor_name
 from lmforge.untrusted import read_json
@@ -44,7 +45,7 @@ def rank_peak_flops(dist_ctx: DistributedContext, dtype: torch.dtype) -> float |
     """
     if dist_ctx.device.type == "cuda":
         name = torch.cuda.get_device_name(dist_ctx.device)
-        return peak_flops(name, "bf16" if dtype == torch.bfloat16 else "fp32")
+        return peak_flops(name, dtype_name(dtype))
     ranks = dist_ctx.rank_info.local_world_size
     threads = min(ranks * torch.get_num_threads(), threads_per_rank(1))
     return dist_ctx.decide_on_rank0(partial(cpu_peak_flops, dtype, threads)) / ranks

@@ -11,7 +11,14 @@ from lmforge.config.verbs.plan import AnyPlanConfig, PlanOptions
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_compiled, check_float8_sizes, check_lora, check_parallel, choose_engine
+from lmforge.parallel.validate import (
+    check_compiled,
+    check_float8_dtype,
+    check_float8_sizes,
+    check_lora,
+    check_parallel,
+    choose_engine,
+)
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
@@ -127,8 +134,8 @@ def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None
     check_dtype(gpu, dtype)
     if config.train.float8 and gpu.peak_flops("fp8") is None:
         raise UserError(f"train.float8: {gpu.name} has no float8 arithmetic; leave it out")
-    if config.train.float8 and dtype != "bf16":
-        raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
+    if config.train.float8:
+        check_float8_dtype(dtype)
     return dtype, config.train.compile == "on" or (config.train.compile == "auto" and not gpu.is_cpu)
 
 

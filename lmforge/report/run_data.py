@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat
 
 from lmforge.config.load import flat_options
+from lmforge.config.mixture import is_remote
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.shards.folder import TokenFolder
@@ -228,7 +229,7 @@ def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
         with suppress(UserError, OSError):
             # Of a folder elsewhere shards would be downloaded for a picture.
-            if "://" not in source.folder:
+            if not is_remote(source.folder):
                 found_source = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
                 entry |= {
                     "documents": found_source.documents,

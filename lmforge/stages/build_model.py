@@ -18,10 +18,9 @@ from lmforge.model.lora import add_lora
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
+from lmforge.parallel.precision import DTYPES
 from lmforge.plan.parameter_counts import get_lora_config
 from lmforge.train.optimizers.optimizer import build_optimizer
-
-MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_model_and_optimizer(
@@ -41,7 +40,7 @@ def build_model_and_optimizer(
 
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """
-    model = build_model(model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
+    model = build_model(model_config, "meta").to(DTYPES[config.train.master_dtype])
     model.dropout = config.model.dropout
     if isinstance(config, TunedConfig):
         model.neftune_noise_alpha = config.model.neftune_noise_alpha

@@ -20,7 +20,7 @@ from lmforge.plugins import describe_plugins
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
-from lmforge.train.metrics import MetricsFile, PredictionCheck
+from lmforge.train.metrics import MetricsFile, PredictionCheck, describe_device
 from lmforge.train.optimizers.optimizer import named_optimizer_state
 from lmforge.train.resume import load_resume_point
 from lmforge.train.trainer import Trainer
@@ -139,7 +139,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     log(f"data       {inputs.data_summary}")
     log(f"batch      {inputs.batch_plan}")
     on_gpu = dist_ctx.device.type == "cuda"
-    device = torch.cuda.get_device_name(dist_ctx.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads a rank"
+    device = describe_device(dist_ctx.device)
     log(f"engine     {trainer.parallel_model.description}, {format_count(dist_ctx.world_size, 'rank')} on {device}")
     if not on_gpu and (others := other_trainings()):
         log(f"shared     other trainings use the cores too, and each is slower: process {', '.join(map(str, others))}")

@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.mixture import is_remote
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.shards.staged_copy import stage_folder
-from lmforge.runs import is_local, parse_location
+from lmforge.runs import parse_location
 from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights
 
 
@@ -29,7 +30,7 @@ def _stage(config: StageConfig, stage_to: Path) -> None:
 def _folders(config: StageConfig) -> list[Path]:
     folders = []
     if isinstance(config, PretrainConfig):
-        folders = [path for source in config.data.all_sources if is_local(path := parse_location(source.folder))]
+        folders = [parse_location(source.folder) for source in config.data.all_sources if not is_remote(source.folder)]
     if config.model.source is not None and loads_pretrained_weights(config):
         pretrained = find_pretrained(config.model.source, "weights")
         folders += [pretrained.folder, *([pretrained.adapters] if pretrained.adapters else [])]

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 
-from lmforge.config.mixture import TokenSourceOptions, phase_samples, tokens_by_length
+from lmforge.config.mixture import TokenSourceOptions, is_remote, phase_samples, tokens_by_length
 from lmforge.config.stage import PretrainConfig, PretrainDataOptions
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, proportions_of
@@ -15,7 +14,7 @@ from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
-from lmforge.runs import is_local, parse_location
+from lmforge.runs import parse_location
 
 
 @dataclass(frozen=True)
@@ -131,15 +130,15 @@ class TokenSources:
 
 def find_missing_folders(config: PretrainConfig) -> list[str]:
     """The recipe's folders on this machine that are not prepared yet. What lies in an object store is not looked at."""
-    folders = [source.folder for source in config.data.all_sources if "://" not in source.folder]
-    return [folder for folder in folders if not (Path(folder) / SHARDS_MANIFEST).exists()]
+    folders = [source.folder for source in config.data.all_sources if not is_remote(source.folder)]
+    return [folder for folder in folders if not (parse_location(folder) / SHARDS_MANIFEST).exists()]
 
 
 def open_source(data: PretrainDataOptions, source: TokenSourceOptions, *, staged: bool = True) -> TokenFolder:
     """A token folder of a recipe: where `staged`, the copy on this host's own disk if there is one. Raises UserError."""
-    path = parse_location(source.folder)
+    is_staged = staged and not is_remote(source.folder)
     return TokenFolder.open(
-        find_staged(data.stage_to, path) if staged and is_local(path) else source.folder,
+        find_staged(data.stage_to, parse_location(source.folder)) if is_staged else source.folder,
         quarantine=source.quarantine,
         cache_folder=data.cache_folder,
         cache_bytes=int(data.cache_gib * 2**30),

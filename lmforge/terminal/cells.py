@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmforge.errors import format_count
+from lmforge.errors import format_count, format_duration
 
 WIDE_COLUMNS = 120
 BAD, DOUBTFUL, QUIET = "bold red", "yellow", "dim"
@@ -112,10 +112,7 @@ def format_short(value: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """12 s, 3m05s, 2h07m, 3d04h"""
-    whole = int(seconds + 0.5)
-    if whole < 100:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m" if whole < 86400 else f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    """5.0 s, 12 s, and from 100 seconds on as `format_duration`."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{int(seconds + 0.5)} s"
+    return format_duration(seconds)

@@ -55,6 +55,11 @@ class MetricsAccumulator:
         return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
 
 
+def describe_device(device: torch.device) -> str:
+    """The name of the GPU, or how many threads of the CPU a rank has."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads a rank"
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process in GiB: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":

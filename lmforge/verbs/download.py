@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lmforge import hub
 from lmforge.config.load import STAGES, parse_config, read_config
+from lmforge.config.mixture import is_remote
 from lmforge.config.options import Options, parse_options, read_recipe, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.verbs.models import DownloadOptions
@@ -90,7 +91,7 @@ def _items_of_recipe(config: StageConfig) -> Iterator[HubItem]:
     if source is not None and hub.is_hub_name(source):
         yield HubItem(str(source), weights=config.model.load_weights)
     if isinstance(config, PretrainConfig):
-        for folder in (each.folder for each in config.data.all_sources if "://" in each.folder):
+        for folder in (each.folder for each in config.data.all_sources if is_remote(each.folder)):
             print(f"{folder}: is read over the network while training; copy it to a folder for hosts without one")
 
 

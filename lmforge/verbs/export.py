@@ -27,8 +27,7 @@ from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from lmforge.parallel.precision import DTYPES
 
 
 def run_export(options: ExportOptions) -> int:

@@ -20,7 +20,7 @@ from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.runs import parse_location
-from lmforge.stages.training_data import TokenSources
+from lmforge.stages.training_data import TokenSources, find_missing_folders
 from tests.conftest import Command, Refusal
 from tests.data.file_server import FaultyServer, file_server
 from tests.data.test_shards import flip_bit
@@ -103,6 +103,15 @@ def test_samples_of_any_address_are_those_of_the_local_folder(
             for step in (0, 1, 100):
                 batch = Batch.from_sequences(expected.sequences(8 * step, 8 * step + 8))
                 assert (loader.batches(step)[0].labels == batch.labels).all()
+
+
+def test_a_file_address_is_a_folder_of_this_machine_that_may_be_missing(path: Path, tmp_path: Path) -> None:
+    expected, recipe = [f"file://{tmp_path}/none"], tmp_path / "r.toml"
+    recipe.write_text(f'[[data.sources]]\nfolder = "file://{path}"\n[[data.sources]]\nfolder = "{expected[0]}"\n')
+    assert find_missing_folders(read_config(recipe)) == expected
+    recipe.write_text(f'[data]\nfolder = "file://{path}"\nsequence_length = 500\n')
+    dataset = TokenSources.open(read_config(recipe)).training(8)
+    assert same((dataset.sequence(number) for number in range(8)), local(path).sequences(0, 8))
 
 
 def test_a_server_that_fails_at_times_changes_no_sample(path: Path, tmp_path: Path, server: FaultyServer) -> None:

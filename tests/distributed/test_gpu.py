@@ -37,8 +37,8 @@ from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
-from lmforge.plan.activations import activation_bytes
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
+from lmforge.plan.prediction.setting import Setting
 from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.bad_steps import BadStepDetector
@@ -47,6 +47,7 @@ from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.conftest import Command
 from tests.distributed.conftest import losses
 from tests.objectives.oracle import whole_logits
+from tests.plan.step_program import predicted_activation_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -262,14 +263,9 @@ def test_activations_on_a_gpu_are_those_of_the_formula(mode: str, gpu_device: to
             total, _ = model.model_with_loss(batch)
         measured = tracker.live_bytes()
         assert total.requires_grad
-    predicted = activation_bytes(
-        ACTIVATION_MODEL,
-        sequences,
-        length,
-        dtype_bytes=2,
-        activation_checkpointing=mode,
-        dense_mask=gpu_device.type == "cpu",
-    )
+    on_gpu, chosen = gpu_device.type != "cpu", ParallelOptions(**options)
+    setting = Setting(ACTIVATION_MODEL, chosen, 1, 1, sequences, 1, length, compiled=False, on_gpu=on_gpu)
+    predicted = predicted_activation_bytes(setting)
     # The kernels of a GPU may keep a second copy of their output, in the layout of the next product; and the log-sum-exps of
     # compiled attention are not seen.
     blocks, heads = ACTIVATION_MODEL.num_hidden_layers if mode == "none" else 0, ACTIVATION_MODEL.num_attention_heads

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lmforge.bench.parity import strategy_cases
-from lmforge.plan.activations import activation_bytes
+from lmforge.plan.prediction.setting import Setting
 from tests.distributed.conftest import SampledTrials, sampled
 from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
+from tests.plan.step_program import predicted_activation_bytes
 
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
 TOLERANCE = 1e-6
@@ -84,8 +85,9 @@ def test_each_rank_holds_the_activations_of_its_own_sequences_whatever_is_sharde
     trials: SampledTrials, world_size: int, name: str
 ) -> None:
     [case] = [case for case in strategy_cases(world_size, False) if case.name == name]
-    mode, size = case.options.activation_checkpointing, 4 // case.accumulation
-    predicted = activation_bytes(SHAPES["llama"], size, 48, dtype_bytes=4, activation_checkpointing=mode)
+    size, kind = 4 // case.accumulation, {"dtype": "fp32", "compiled": False, "on_gpu": False}
+    setting = Setting(SHAPES["llama"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    predicted = predicted_activation_bytes(setting)
     for rank in range(world_size):
         held = trials.read(world_size, f"llama {name}", rank)
         assert held["activations"] == pytest.approx(predicted, rel=0.02), rank

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.cross_entropy import cross_entropy_sum, head_chunks
+from lmforge.objectives.cross_entropy import cross_entropy_and_z_loss, head_chunks
 from lmforge.objectives.logprobs import token_losses
 from lmforge.objectives.sharded_head import Scoring
 from tests.seeds import fresh_seed
@@ -16,6 +16,11 @@ from tests.seeds import fresh_seed
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 TOKENS = [1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 3]
+
+
+def summed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy that training adds up, without a z-loss."""
+    return cross_entropy_and_z_loss(hidden, weight, labels, 0.0)[0]
 
 
 def drawn(tokens: int, dtype: torch.dtype, masked: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +49,7 @@ def test_sum_and_gradients_are_those_of_full_logits(tokens: int, dtype: torch.dt
     hidden, weight, labels = drawn(tokens, dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
-    ours = cross_entropy_sum(hidden, weight, labels)
+    ours = summed(hidden, weight, labels)
     reference = cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
     assert ours.shape == ()
     assert ours.dtype == dtype
@@ -67,14 +72,14 @@ def test_gradients_pass_gradcheck_with_several_sequences_and_ignored_labels() ->
     hidden, weight, labels = drawn(12, torch.float64)
     hidden, labels = hidden.view(3, 4, -1).requires_grad_(), labels.view(3, 4)
     labels[0, 0] = IGNORE_INDEX
-    assert torch.autograd.gradcheck(lambda h, w: cross_entropy_sum(h, w, labels), (hidden, weight.requires_grad_()))
+    assert torch.autograd.gradcheck(lambda h, w: summed(h, w, labels), (hidden, weight.requires_grad_()))
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK_TOKENS + 5])
 def test_without_labels_loss_and_gradients_are_zero(tokens: int) -> None:
     hidden, weight, _ = drawn(tokens, torch.float32)
     nothing = torch.full((tokens,), IGNORE_INDEX)
-    loss = cross_entropy_sum(hidden.requires_grad_(), weight.requires_grad_(), nothing)
+    loss = summed(hidden.requires_grad_(), weight.requires_grad_(), nothing)
     assert loss.item() == 0.0
     for gradient in gradients(loss, hidden, weight):
         assert torch.equal(gradient, torch.zeros_like(gradient))
@@ -83,10 +88,10 @@ def test_without_labels_loss_and_gradients_are_zero(tokens: int) -> None:
 
 def test_losses_of_parts_of_a_batch_add_up() -> None:
     hidden, weight, labels = drawn(100, torch.float64)
-    whole = cross_entropy_sum(hidden, weight, labels)
-    parts = [cross_entropy_sum(hidden[rows], weight, labels[rows]) for rows in (slice(0, 1), slice(1, 60), slice(60, 100))]
+    whole = summed(hidden, weight, labels)
+    parts = [summed(hidden[rows], weight, labels[rows]) for rows in (slice(0, 1), slice(1, 60), slice(60, 100))]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(cross_entropy_sum(hidden.repeat(2, 1), weight, labels.repeat(2)), 2 * whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(summed(hidden.repeat(2, 1), weight, labels.repeat(2)), 2 * whole, rtol=1e-12, atol=0)
 
 
 def test_a_token_without_label_has_no_gradient_and_no_influence() -> None:
@@ -95,9 +100,9 @@ def test_a_token_without_label_has_no_gradient_and_no_influence() -> None:
     disturbed = hidden.clone()
     disturbed[::2] += 100
     hidden.requires_grad_()
-    loss = cross_entropy_sum(hidden, weight, labels)
+    loss = summed(hidden, weight, labels)
     assert torch.equal(gradients(loss, hidden)[0][::2], torch.zeros(25, hidden.shape[1], dtype=torch.float64))
-    assert cross_entropy_sum(disturbed, weight, labels).item() == loss.item()
+    assert summed(disturbed, weight, labels).item() == loss.item()
 
 
 def test_token_losses_add_up_to_the_sum() -> None:
@@ -106,13 +111,13 @@ def test_token_losses_add_up_to_the_sum() -> None:
     reference = cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="none")
     assert losses.shape == (2, CHUNK_TOKENS + 5)
     torch.testing.assert_close(losses.flatten(), reference, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(losses.sum(), cross_entropy_sum(hidden, weight, labels), rtol=1e-12, atol=0)
+    torch.testing.assert_close(losses.sum(), summed(hidden, weight, labels), rtol=1e-12, atol=0)
 
 
 def test_large_logits_stay_finite() -> None:
     hidden, weight, labels = drawn(20, torch.float32, masked=0.0)
     hidden = (hidden * 1e4).requires_grad_()
-    loss = cross_entropy_sum(hidden, weight, labels)
+    loss = summed(hidden, weight, labels)
     assert loss.isfinite()
     assert gradients(loss, hidden)[0].isfinite().all()
 
@@ -122,7 +127,7 @@ def test_under_autocast_logits_are_bf16_and_the_sum_and_the_weight_gradient_are_
     hidden.requires_grad_()
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy_sum(hidden, weight, labels)
+        loss = summed(hidden, weight, labels)
     assert loss.dtype == torch.float32
     ours = gradients(loss, hidden, weight)
     assert [gradient.dtype for gradient in ours] == [torch.float32, torch.float32]
@@ -142,7 +147,7 @@ def test_the_weight_gradient_of_a_bf16_model_adds_up_in_fp32() -> None:
     labels = torch.full((len(hidden),), IGNORE_INDEX)
     labels[:CHUNK_TOKENS] = 0
     labels[CHUNK_TOKENS::CHUNK_TOKENS] = 0
-    loss = cross_entropy_sum(hidden, weight, labels)
+    loss = summed(hidden, weight, labels)
     assert loss.item() == pytest.approx((CHUNK_TOKENS + 40) * math.log(2), rel=1e-6)
     total = (CHUNK_TOKENS + 40) / 2
     torch.testing.assert_close(gradients(loss, weight)[0].float(), torch.tensor([[-total], [total]]), rtol=2**-8, atol=0)
@@ -155,7 +160,7 @@ def test_on_a_gpu_sum_and_gradients_are_those_of_the_cpu(tokens: int) -> None:
     results = []
     for device in ("cpu", "cuda"):
         inputs = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
-        loss = cross_entropy_sum(*inputs, labels.to(device))
+        loss = summed(*inputs, labels.to(device))
         results.append([loss, *gradients(loss, *inputs)])
     for ours, reference in zip(*results, strict=True):
         assert_close(reference.cpu(), ours, 1e-12)

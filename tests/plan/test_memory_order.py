@@ -19,12 +19,9 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.hardware import data_sheets
-from lmforge.plan.prediction.program import StepProgram
-from lmforge.plan.prediction.rates import Rates
 from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import simulate
-from lmforge.plan.prediction.units import Stage
+from tests.plan.step_program import step_program
 
 MIB = 2**20
 # Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk: what torch allocates within
@@ -101,8 +98,7 @@ def compare(sizes: dict[str, int], world_size: int, shape: tuple[int, int], chan
     tracked = tracked_peak(config, world_size, shape, options)
     options = options.model_copy(update={"reduce_every_micro_batch": True})
     setting = Setting(config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False)
-    rates = Rates.of_data_sheets(data_sheets().gpu("cpu"), data_sheets().network("ethernet-100"), 8, "fp32")
-    program = StepProgram(setting, rates, Stage(config.num_hidden_layers))
+    program = step_program(setting)
     simulated = simulate(program.build(1), program.held())
     live = sum(simulated.live_peak.values())
     ratio = live / tracked

@@ -16,7 +16,6 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.interop.transformers_model import TransformersConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_adapters, init_weights
@@ -24,10 +23,12 @@ from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.activations import activation_bytes, block_activation_bytes
+from lmforge.plan.activations import block_activation_bytes
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
+from lmforge.plan.prediction.setting import Setting
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
+from tests.plan.step_program import predicted_activation_bytes
 
 RANKS = DistributedContext(RankInfo(), torch.device("cpu"), None)
 
@@ -38,6 +39,10 @@ def _group() -> Iterator[None]:
     cluster.destroy_distributed()
 
 
+def sharding(mode: str) -> ParallelOptions:
+    return ParallelOptions(engine="fsdp2", activation_checkpointing=mode, activation_checkpointing_every=2)  # type: ignore[arg-type]
+
+
 def sharded(config: ModelConfig, dtype: torch.dtype, mode: str) -> ParallelModel:
     """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the forward pass."""
     return parallelize(
@@ -45,7 +50,7 @@ def sharded(config: ModelConfig, dtype: torch.dtype, mode: str) -> ParallelModel
         NextTokenObjective().loss,
         dist_ctx=RANKS,
         dtype=dtype,
-        options=ParallelOptions(engine="fsdp2", activation_checkpointing=mode, activation_checkpointing_every=2),
+        options=sharding(mode),
         init_weights=partial(init_weights, seed=0),
     )
 
@@ -85,16 +90,16 @@ def test_activations_are_those_of_the_formula(
     has_dropout = draw.random() < 0.5
     model.model.dropout = 0.1 if has_dropout else 0.0
     print(f"dropout {has_dropout}")
+    kind = {"dtype": "fp32" if dtype == torch.float32 else "bf16", "has_dropout": has_dropout}
     for size, length in ((4, 64), (1, 530)):
-        predicted = activation_bytes(
-            config, size, length, dtype_bytes=dtype.itemsize, activation_checkpointing=mode, has_dropout=has_dropout
-        )
-        assert predicted == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
+        setting = Setting(config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind)
+        assert predicted_activation_bytes(setting) == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
 
 
 OPTIMIZERS = [
     {"name": "adamw"},
     {"name": "adamw", "state_dtype": "bf16"},
+    {"name": "adamw", "implementation": "foreach"},
     {"name": "muon"},
     {"name": "muon", "state_dtype": "bf16"},
     {"name": "sgd"},
@@ -147,12 +152,6 @@ def test_no_activation_is_alive_after_the_backward_pass() -> None:
     total.backward()
     del total, metrics
     assert tracker.live_bytes() < 1000
-
-
-def test_a_wrapped_model_has_no_formula() -> None:
-    wrapped = TransformersConfig(100, 32, 2, 4, model_type="gpt_neox")
-    with pytest.raises(ValueError, match="no formula for the activations of gpt_neox"):
-        activation_bytes(wrapped, 1, 64, dtype_bytes=4)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

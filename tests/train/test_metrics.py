@@ -125,7 +125,8 @@ def test_a_file_is_continued_after_whatever_a_killed_process_left(tmp_path: Path
         (185, "3m05s"),
         (3599.6, "1h00m"),
         (7620, "2h07m"),
-        (360_000, "100h00m"),
+        (86_399, "23h59m"),
+        (360_000, "4d04h"),
     ],
 )
 def test_time_is_told_in_two_units_at_most(seconds: float, text: str) -> None:

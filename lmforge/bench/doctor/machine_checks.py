@@ -100,7 +100,7 @@ def _check_torch(device: str) -> Iterator[Finding]:
     try:
         import torch
 
-        from lmforge.parallel.precision import choose_dtype
+        from lmforge.parallel.precision import choose_dtype, dtype_name
     except (ImportError, OSError) as problem:  # OSError: a shared library that cannot be loaded
         reason = " ".join(str(problem).split())
         yield Finding("torch", "fail", f"cannot be imported ({reason})", "make clean install")
@@ -112,8 +112,7 @@ def _check_torch(device: str) -> Iterator[Finding]:
     cores = threads_per_rank(1)
     dtype, reason = choose_dtype("auto", torch.device("cpu"))
     cpu = f"{processor_name() or platform.machine()}, {cores} {'core' if cores == 1 else 'cores'}"
-    name = "bf16" if dtype == torch.bfloat16 else "fp32"
-    yield Finding("cpu", "pass", f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, trains in {name} ({reason})")
+    yield Finding("cpu", "pass", f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, trains in {dtype_name(dtype)} ({reason})")
     yield from _check_gpus(device)
 
 

@@ -85,25 +85,23 @@ def ssh_command(
     return [*program, *(word for each in options for word in ("-o", each)), host, "--", line]
 
 
-def run_on_hosts(
-    hosts: Sequence[str | None], scripts: Sequence[str], ssh_options: Sequence[str], seconds: float = SSH_SECONDS
-) -> list[Answer]:
+def run_on_hosts(hosts: Sequence[str | None], scripts: Sequence[str], ssh_options: Sequence[str]) -> list[Answer]:
     """Run a script of bash on each host, all at once; None is this machine.
 
     The script goes through standard input: its variables may be secrets, which a command line would show to everyone.
     """
     with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as pool:
-        return list(pool.map(lambda host, script: _run_on_host(host, script, ssh_options, seconds), hosts, scripts))
+        return list(pool.map(lambda host, script: _run_on_host(host, script, ssh_options), hosts, scripts))
 
 
-def _run_on_host(host: str | None, script: str, ssh_options: Sequence[str], seconds: float) -> Answer:
+def _run_on_host(host: str | None, script: str, ssh_options: Sequence[str]) -> Answer:
     command = ["bash", "-s"] if host is None else ssh_command(host, "bash -s", program=("ssh", *ssh_options))
     try:
-        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=seconds, errors="replace")
+        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=SSH_SECONDS, errors="replace")
     except FileNotFoundError:
         return Answer(host, 127, "", f"{command[0]} is not installed here")
     except subprocess.TimeoutExpired:
-        return Answer(host, 124, "", f"no answer within {seconds:.0f} s")
+        return Answer(host, 124, "", f"no answer within {SSH_SECONDS:.0f} s")
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     message = lines[-1].removeprefix("ssh: ") if lines else f"status {done.returncode}"
     if host is not None and done.returncode == 255 and "Permission denied" in message:

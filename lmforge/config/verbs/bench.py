@@ -34,6 +34,7 @@ class BenchOptions(Options):
 class BenchConfig(PretrainConfig):
     """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--calibrate]: speed and memory of a step."""
 
+    of_verb: ClassVar[str | None] = "bench"
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         "bench.steps",
         "bench.warmup_steps",

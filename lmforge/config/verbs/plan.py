@@ -76,6 +76,7 @@ ESSENTIAL = (
 class SftPlanConfig(SftConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
 
+    of_verb: ClassVar[str | None] = "plan"
     ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "lora.rank")
     plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
 
@@ -83,6 +84,7 @@ class SftPlanConfig(SftConfig):
 class PlanConfig(PretrainConfig):
     """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
 
+    of_verb: ClassVar[str | None] = "plan"
     FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
     plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")

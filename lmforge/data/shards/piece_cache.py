@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmforge.atomic_files import atomic_write
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write
 from lmforge.errors import UserError
 from lmforge.locks import hold_lock
 
@@ -94,7 +94,7 @@ class PieceCache:
         pieces = []
         for path in self._folder.rglob("*"):
             if path.name.startswith("."):
-                if path.name.endswith(".partial"):
+                if path.name.endswith(PARTIAL_SUFFIX):
                     path.unlink(missing_ok=True)
             elif path.is_file():
                 stat = path.stat()

@@ -21,7 +21,7 @@ from lmforge.checksums import DamagedFile
 from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
 from lmforge.errors import UserError, format_bytes
 from lmforge.locks import hold_lock
-from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_json
+from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_bounded, read_json
 
 MARKER = ".lmforge-staged.json"
 BLOCK_BYTES = 16 * 2**20
@@ -61,7 +61,7 @@ def _copy_path(stage_to: Path, source: Path) -> Path:
     source = source.absolute()
     manifest = source / SHARDS_MANIFEST
     if manifest.is_file():  # of a token folder or a checkpoint: it has the checksum of everything else
-        held: object = xxhash.xxh3_64_hexdigest(manifest.read_bytes())
+        held: object = xxhash.xxh3_64_hexdigest(read_bounded(manifest, MAX_MANIFEST_BYTES))
     else:
         held = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in _list_files(source).items()]
     digest = xxhash.xxh3_64_hexdigest(json.dumps([str(source), held]).encode())

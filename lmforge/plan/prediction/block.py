@@ -170,15 +170,29 @@ def forward_kernels(setting: Setting) -> int:
     return COMPILED_KERNELS if setting.compiled else EAGER_KERNELS
 
 
-def mask_bytes(setting: Setting) -> int:
-    """Of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more."""
-    windows = len(set(setting.model.layer_windows))
-    return 0 if setting.on_gpu else windows * setting.sequence_length * setting.tokens
+def is_checkpointed(setting: Setting, number: int) -> bool:
+    """Whether `activation_checkpointing` applies to block `number`, counted from 1."""
+    options = setting.options
+    every = options.activation_checkpointing_every if options.activation_checkpointing == "selective-blocks" else 1
+    return options.activation_checkpointing != "none" and number % every == 0
+
+
+def mask_bytes(setting: Setting, *, only_kept: bool = False) -> int:
+    """Of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
+
+    Kept are those of compiled blocks and of blocks that are recomputed: others keep copies in the compute dtype.
+    """
+    windows = {
+        window
+        for number, window in enumerate(setting.model.layer_windows, start=1)
+        if not only_kept or setting.compiled or is_checkpointed(setting, number)
+    }
+    return 0 if setting.on_gpu else len(windows) * setting.sequence_length * setting.tokens
 
 
 def embedded_bytes(setting: Setting) -> float:
-    """What is kept before the first block: hidden states, rotary angles, masks of attention and of dropout."""
+    """What is kept before the first block, which counts its input itself: rotary angles, masks of attention and dropout."""
     tokens, width = setting.tokens, setting.model.hidden_size
     angles = FP32_BYTES * setting.model.head_dim * tokens if setting.model.family == "llama" else 0
     dropout = tokens * width if setting.has_dropout else 0
-    return float(tokens * width * setting.dtype_bytes // setting.tensor + angles + dropout + mask_bytes(setting))
+    return float(angles + dropout + mask_bytes(setting, only_kept=True))

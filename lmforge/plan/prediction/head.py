@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lmforge.data.labels import loss_chunk_tokens, stores_exponentials
-from lmforge.plan.activations import FP32_BYTES
+from lmforge.plan.activations import FP32_BYTES, norm_activation_bytes
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.prediction.rates import Rates
 from lmforge.plan.prediction.setting import Setting
@@ -31,8 +31,10 @@ def count_head(setting: Setting, rates: Rates, parameters: int, gradient_bytes: 
     """For a head of so many parameters on this rank, and so many bytes of its gradient (0 where it is frozen)."""
     tokens, width, number_bytes = setting.tokens, setting.model.hidden_size, setting.dtype_bytes
     hidden = float(tokens * width * number_bytes)
-    # A compiled norm keeps its input alone, which a chunked loss counts as its own.
-    norm = hidden * (1 if setting.compiled else 2) + (0 if setting.compiled else FP32_BYTES * tokens * width)
+    # Without the norm's output: that, or in a chunked loss its gradient, counts with the loss. A compiled norm keeps its input.
+    norm = hidden / setting.tensor
+    if not setting.compiled:
+        norm = float(tokens * norm_activation_bytes(setting.model, number_bytes) - hidden)
     # Autocast casts the head.
     cast = parameters * number_bytes if not setting.is_fsdp and number_bytes < DTYPE_BYTES[setting.master_dtype] else 0
     if setting.logit_bytes is not None:
@@ -52,7 +54,7 @@ def count_head(setting: Setting, rates: Rates, parameters: int, gradient_bytes: 
     products = sum(rates.product_seconds(chunk, width, vocabulary, number_bytes, backward=each) for each in (False, True))
     logits = float(tokens * vocabulary)
     return HeadCost(
-        norm_bytes=norm - hidden,
+        norm_bytes=norm,
         loss_bytes=hidden + gradient_bytes,
         forward_transient=transient,
         backward_transient=gradient_bytes,

@@ -47,7 +47,6 @@ class Prediction:
     step_seconds: float
     seconds: dict[str, float]
     exposed_seconds: float
-    hidden_seconds: float
     bubble_seconds: float
     host_seconds: float
     timeline: list[tuple[str, float]]
@@ -93,7 +92,7 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
     network = busy.get(NETWORK, 0.0)
     hidden = max(0.0, network - exposed)
     if rates.is_cpu:  # collectives compute on the cores that the ranks have
-        seconds, exposed, hidden = seconds + hidden, network, 0.0
+        seconds, exposed = seconds + hidden, network
     else:  # they take a part of the device from the kernels beside them
         seconds += hidden * COLLECTIVE_SMS / rates.sms
     bubble = 0.0
@@ -124,7 +123,6 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
         seconds,
         busy,
         exposed,
-        hidden,
         bubble,
         slowest.host_bound,
         simulation.timeline,

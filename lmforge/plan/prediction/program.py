@@ -7,7 +7,15 @@ reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
-from lmforge.plan.prediction.block import BlockCost, block_shapes, count_block, embedded_bytes, forward_kernels, mask_bytes
+from lmforge.plan.prediction.block import (
+    BlockCost,
+    block_shapes,
+    count_block,
+    embedded_bytes,
+    forward_kernels,
+    is_checkpointed,
+    mask_bytes,
+)
 from lmforge.plan.prediction.head import count_head
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.setting import Setting
@@ -34,11 +42,8 @@ class StepProgram:
         self.replica_group = make_group(setting.replicas, tensor * setting.shards, hosts)
         self.reshards = setting.is_fsdp and setting.dims.reshard_after_forward
         self.reduces_once = options.reduce_every_micro_batch is False
-        every = options.activation_checkpointing_every if options.activation_checkpointing == "selective-blocks" else 1
-        checkpoints = options.activation_checkpointing != "none"
-        self.plain = count_block(setting, checkpointed=False)
-        self.saving = count_block(setting, checkpointed=True) if checkpoints else self.plain
-        self.costs = [self.saving if number % every == 0 else self.plain for number in range(1, stage.blocks + 1)]
+        plain, saving = (count_block(setting, checkpointed=each) for each in (False, True))
+        self.costs = [saving if is_checkpointed(setting, number) else plain for number in range(1, stage.blocks + 1)]
         by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
         width, flat = model.hidden_size, options.engine == "fsdp1"
         tables = [(model.vocab_size // by_vocabulary, width)]
@@ -167,9 +172,9 @@ class StepProgram:
     def _host(self, seconds: float) -> float:
         return 0.0 if self.rates.is_cpu else seconds
 
-    def _recent(self, back: int) -> tuple[int, ...]:
-        """The compute operation `back` places before the last."""
-        return (self._compute[-back],) if len(self._compute) >= back else ()
+    def _last_compute(self) -> tuple[int, ...]:
+        """The last compute operation, for `after`."""
+        return tuple(self._compute[-1:])
 
     def _forward(self) -> None:
         setting, tokens, width = self.setting, self.setting.tokens, self.setting.model.hidden_size
@@ -322,7 +327,7 @@ class StepProgram:
             self._reduced_units.add(unit.name)
             if is_last and setting.replicas > 1:
                 seconds = rates.all_reduce_seconds(float(unit.trained * FP32), self.replica_group)
-                self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._recent(1))
+                self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._last_compute())
             return
         if self.reduces_once and not is_last:
             fresh = {"accumulated gradients": float(unit.trained * FP32)} if is_first else {}
@@ -333,7 +338,7 @@ class StepProgram:
             freed |= {"accumulated gradients": float(unit.trained * FP32)}
         buffer = {"reduce buffers": float(unit.padded_trained * setting.reduce_dtype_bytes)} if setting.shards > 1 else {}
         # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
-        waits = self._recent(1) + (() if self._reduction is None else (self._reduction,))
+        waits = self._last_compute() + (() if self._reduction is None else (self._reduction,))
         self._add(f"copy in {unit.name}", after=waits, kind="copies of parameters", free=self._reducing,
                   seconds=unit.trained * (self.number_bytes + setting.reduce_dtype_bytes) / rates.memory)  # fmt: skip
         self._reducing = buffer
@@ -344,7 +349,7 @@ class StepProgram:
         nbytes = float(unit.padded_trained * setting.reduce_dtype_bytes)
         seconds = rates.gather_seconds(nbytes, self.shard_group, "reduce-scatter")
         self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
-                                    after=self._recent(1), allocate=buffer | shard, free=freed,
+                                    after=self._last_compute(), allocate=buffer | shard, free=freed,
                                     host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
         if setting.replicas > 1 and is_last:
             nbytes = unit.padded_trained * setting.reduce_dtype_bytes / setting.shards

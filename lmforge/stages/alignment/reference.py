@@ -31,8 +31,8 @@ from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
+from lmforge.parallel.precision import DTYPES
 from lmforge.parallel.validate import choose_engine
-from lmforge.stages.build_model import MASTER_DTYPES
 from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.train.trainer import Trainer
 
@@ -105,7 +105,7 @@ def build_reference(trainer: Trainer, config: AlignConfig, temperature: float = 
 def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelModel:
     """The model that the policy began as, distributed like the policy and never trained."""
     dist_ctx, options = trainer.ctx.dist_ctx, config.parallel
-    model = build_model(trainer.inputs.model_config, "meta").to(MASTER_DTYPES[config.train.master_dtype])
+    model = build_model(trainer.inputs.model_config, "meta").to(DTYPES[config.train.master_dtype])
     model.requires_grad_(False)
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.

@@ -15,11 +15,11 @@ from lmforge.config.extend import own_options
 from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.precision import DTYPES
 from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
 from lmforge.train.optimizers.sgd import SGD
 
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Optimizers that would take a step whatever their `found_inf` says.
 _host_decides: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
@@ -56,14 +56,14 @@ def build_optimizer(
 
 def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     common, foreach = _common_numbers(options), options.implementation == "foreach"
-    if foreach or options.state_dtype != "fp32":
-        return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], foreach=foreach, **common)
+    if options.uses_state_dtype:
+        return AdamW(groups, state_dtype=DTYPES[options.state_dtype], foreach=foreach, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 
 
 def build_muon(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     momentum = 0.95 if options.momentum is None else options.momentum
-    return Muon(groups, momentum=momentum, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options))
+    return Muon(groups, momentum=momentum, state_dtype=DTYPES[options.state_dtype], **_common_numbers(options))
 
 
 def build_sgd(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:

@@ -22,10 +22,11 @@ from lmforge.cluster.node_group import READ_SECONDS, NodeGroup, NodeMeeting, wri
 from lmforge.cluster.rendezvous import free_port
 from lmforge.cluster.waiting import LAST_PAUSE_SECONDS, wait_until
 from lmforge.config.load import STAGES, parse_config
+from lmforge.config.mixture import is_remote
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.errors import RunFailed, UserError
-from lmforge.runs import is_local, parse_location
+from lmforge.runs import parse_location
 
 # A network file system may show a new file late to other hosts.
 VISIBLE_SECONDS = 30.0
@@ -189,7 +190,7 @@ def describe_inputs(words: Sequence[str]) -> dict[str, str]:
     config: StageConfig = parse_config(STAGES[words[0]], list(words[1:]))
     paths = [config.model.source] if config.model.source is not None else []
     if isinstance(config, PretrainConfig):
-        paths += [path for source in config.data.all_sources if is_local(path := parse_location(source.folder))]
+        paths += [parse_location(source.folder) for source in config.data.all_sources if not is_remote(source.folder)]
     elif isinstance(config, TunedConfig):
         paths += [path for source in config.data.file_sources for path in (*source.files, *source.validation_files)]
     # What this node lacks the stage itself refuses, or it is the name of a model.

@@ -1,6 +1,7 @@
 """What a pretraining recipe is trained on, in lines: its folder, or each source of a mixture and how often it is read."""
 
 from lmforge.config.batch_plan import batch_plan
+from lmforge.config.mixture import is_remote
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.mixture import MixedDataset
 from lmforge.stages.training_data import TokenSources, find_missing_folders
@@ -38,7 +39,7 @@ def find_vocab_size(config: StageConfig) -> int | None:
     """
     if not isinstance(config, PretrainConfig) or find_missing_folders(config):
         return None
-    if any("://" in source.folder for source in config.data.all_sources):
+    if any(is_remote(source.folder) for source in config.data.all_sources):
         return None
     return TokenSources.open(config).tokenizer.vocab_size
 

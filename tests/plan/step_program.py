@@ -1,0 +1,19 @@
+"""The program that a prediction simulates, and what its forward pass keeps, for comparison with what is measured."""
+
+from lmforge.plan.hardware import data_sheets
+from lmforge.plan.prediction.program import StepProgram
+from lmforge.plan.prediction.rates import Rates
+from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.units import Stage
+
+
+def step_program(setting: Setting) -> StepProgram:
+    """Of the whole model; its bytes depend on no speed."""
+    rates = Rates.of_data_sheets(data_sheets().gpu("cpu"), data_sheets().network("ethernet-100"), 8, "fp32")
+    return StepProgram(setting, rates, Stage(setting.model.num_hidden_layers))
+
+
+def predicted_activation_bytes(setting: Setting) -> float:
+    """Bytes of one micro-batch's activations between its forward and its backward pass, with the gradients of the loss."""
+    forward = [each for each in step_program(setting).build(1) if each.name.startswith("forward")]
+    return sum(each.allocate.get(kind, 0) - each.free.get(kind, 0) for each in forward for kind in ("activations", "loss"))
