@@ -87,7 +87,6 @@ def _carry_out(plan: JobPlan) -> int:
         folder=str(plan.folder),
         nodes=plan.nodes,
         processes=plan.options.processes,
-        submitted_at="",
         job_id=job_id,
         sessions=sessions,
         ssh_options=list(hosts.ssh_options) if hosts else [],

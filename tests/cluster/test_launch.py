@@ -50,20 +50,20 @@ def mpiexec_of(kind: str, folder: Path) -> Path:
 def test_a_run_on_this_machine_is_found_stopped_and_continued_by_its_name(desk: Desk) -> None:
     run = desk.launch("--on", "local", *MANY)
     desk.wait_for_step(run, 2)
-    running = r"^recipe +local +running +\d+ of 100000 +runs/recipe/launch/output.log$"
+    running = r"^recipe +local +running +\d+ of 100000 +[0-9.ms ]+ ago +runs/recipe/launch/output.log$"
     desk.wait_for_state(run, running)
     busy = "runs/recipe: its job (local) is running; stop it with lmforge stop recipe, or choose another --run.name"
     assert desk.refusal("launch", "recipe.toml") == busy
     stopped = desk("stop", "recipe")
     assert (stopped.returncode, stopped.stdout) == (0, "recipe: asked to save a checkpoint and end\n"), stopped.stderr
     assert desk.wait_for_end(run) == 128 + 15
-    desk.wait_for_state(run, " stopped ")
+    desk.wait_for_state(run, " interrupted ")
     last = run.checkpoint_steps()[-1]
     assert f"stopped by SIGTERM after step {last}, which is saved" in desk.output(run)
     desk.launch("--on", "local", "--train.steps", str(last + 1))
     assert desk.wait_for_end(run) == 0
     assert f"continuing runs/recipe from step {last}" in desk.output(run)
-    desk.wait_for_state(run, " finished ")
+    desk.wait_for_state(run, " done ")
     assert (run.path / "launch" / "previous" / "job.json").exists()
 
 
@@ -104,7 +104,8 @@ def test_a_sweep_on_this_machine_runs_one_after_the_other(desk: Desk) -> None:
     assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-2, 1e-3, 1e-3]
     assert len({tuple(losses(run).values()) for run in runs}) == 4
     listed = desk("jobs").stdout
-    assert len(re.findall(r"^recipe-\d .* finished +6 of 6 +runs/recipe/launch/output-\d.log$", listed, re.M)) == 4, listed
+    row = r"^recipe-\d .* done +6 of 6 +[0-9.ms ]+ ago +runs/recipe/launch/output-\d.log$"
+    assert len(re.findall(row, listed, re.M)) == 4, listed
 
 
 @pytest.mark.slow
@@ -154,7 +155,7 @@ case $ENDS in $number-*|*" $number-"*) sleep 3 ;; esac
 @pytest.mark.parametrize(
     ("ends", "starts", "state"),
     [
-        ("0-1=SIGKILL 1-0=75", 3, "finished"),
+        ("0-1=SIGKILL 1-0=75", 3, "done"),
         ("0-0=SIGSEGV 1-0=SIGKILL 2-1=75 3-0=SIGKILL", 4, "failed"),
         ("0-1=1", 1, "failed"),
         ("0-0=2", 1, "refused"),
@@ -213,7 +214,7 @@ def test_a_run_of_mpiexec_goes_on_where_it_was_saved_when_a_rank_was_killed_and_
         desk.wait_for_step(long, 2)
         assert desk("stop", "long").returncode == 0
         assert desk.wait_for_end(long) > 128, desk.output(long)
-        desk.wait_for_state(long, " stopped ")
+        desk.wait_for_state(long, " interrupted ")
         assert "which is saved" in desk.output(long)
         assert "started again" not in desk.output(long)
         done = lmforge("pretrain", "recipe.toml", *words, "--run.name", "undisturbed", cwd=tmp_path, ranks=2)
@@ -262,7 +263,7 @@ def test_a_sweep_with_mpiexec_runs_one_after_the_other(tmp_path: Path, tiny_opti
         assert desk("launch", "recipe.toml", *words).returncode == 0
         runs = [desk.run(f"recipe-{number}") for number in range(2)]
         for run in runs:
-            desk.wait_for_state(run, r" finished +6 of 6 ")
+            desk.wait_for_state(run, r" done +6 of 6 ")
     assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3]
     assert losses(runs[0]) != losses(runs[1])
 
@@ -273,14 +274,15 @@ def test_a_run_of_a_sweep_is_stopped_or_passed_over_by_itself(desk: Desk) -> Non
     runs = [desk.run(f"recipe-{number}") for number in range(3)]
     desk.wait_for_step(runs[0], 2)
     assert desk("stop", "recipe-1").returncode == 0
-    desk.wait_for_state(runs[1], " stopped ")
+    desk.wait_for_state(runs[1], " interrupted ")
     desk.wait_for_state(runs[0], " running ")
     assert desk("stop", "recipe-0").returncode == 0
     desk.wait_for_step(runs[2], 2)
-    desk.wait_for_state(runs[0], " stopped ")
+    desk.wait_for_state(runs[0], " interrupted ")
     assert not runs[1].metrics_path.exists()
+    assert " interrupted (before it began) " in desk.state("recipe-1")
     assert desk("stop", "recipe").returncode == 0
-    desk.wait_for_state(runs[2], " stopped ")
+    desk.wait_for_state(runs[2], " interrupted ")
 
 
 @pytest.fixture
@@ -315,7 +317,7 @@ def test_a_job_of_pbs_trains_on_its_nodes(pbs: Desk) -> None:
     ]
     assert pbs.wait_for_end(run) == 0, pbs.output(run)
     assert sorted(losses(run)) == list(range(1, 7))
-    pbs.wait_for_state(run, r"^recipe +pbs +1.server +finished +6 of 6 ")
+    pbs.wait_for_state(run, r"^recipe +pbs +1.server +done +6 of 6 ")
     refused = pbs.refusal("launch", "recipe.toml", "--on", "pbs", "--partition", "nowhere", "--run.name", "other")
     assert refused == "qsub refuses the job: Unknown queue"
 
@@ -344,7 +346,7 @@ def test_a_pipeline_of_pbs_is_listed_with_the_state_of_the_whole_and_not_of_a_st
         assert pbs.wait_for_end(run) == {"good": 0, "bad": 2}[name], pbs.output(run)
     listed = pbs("jobs").stdout
     assert re.search(r"^bad +pbs +2.server +refused ", listed, re.M), listed
-    assert re.search(r"^good +pbs +1.server +finished ", listed, re.M), listed
+    assert re.search(r"^good +pbs +1.server +done ", listed, re.M), listed
 
 
 # --- scripts and refusals ---------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_job_of_slurm_trains_on_both_hosts(cluster: Desk) -> None:
     assert cluster.wait_for_end(run) == 0, cluster.output(run)
     assert sorted(losses(run)) == list(range(1, 7))
     assert "2 ranks on cpu" in cluster.output(run)
-    cluster.wait_for_state(run, rf"^recipe +slurm +{job_id(run)} +finished +6 of 6 ")
+    cluster.wait_for_state(run, rf"^recipe +slurm +{job_id(run)} +done +6 of 6 ")
 
 
 def test_slurm_and_ssh_refuse_in_one_line_and_nothing_is_started(
@@ -143,7 +143,7 @@ def test_a_job_of_slurm_that_is_out_of_time_is_queued_again_and_its_result_is_th
     # What Slurm does before the time limit (--signal=B:USR1@120).
     subprocess.run(["scancel", "--signal=USR1", "--batch", job_id(run)], env={**os.environ, **cluster.variables}, check=True)
     requeue_now(cluster, run)
-    cluster.wait_for_state(run, r" finished ")
+    cluster.wait_for_state(run, r" done ")
     saved = re.search(r"^stopped by SIG\w+ after step (\d+), which is saved", cluster.output(run), re.M)
     assert saved, cluster.output(run)
     assert 12 <= int(saved[1]) < STEPS
@@ -158,7 +158,7 @@ def test_a_time_limit_of_a_minute_is_a_pause(cluster: Desk) -> None:
     cluster.wait(lambda: "which is saved" in cluster.output(run), run, 200)
     cluster.wait_for_state(run, r" pending ")
     assert cluster("stop", "recipe").returncode == 0
-    cluster.wait_for_state(run, r" stopped ")
+    cluster.wait_for_state(run, r" interrupted ")
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_a_node_that_is_set_down_is_waited_for_and_the_result_is_that_of_an_undi
         # It comes back by itself as soon as its daemon says that it is well; Slurm then refuses this.
         subprocess.run([*update, "State=RESUME"], env=environment, capture_output=True)
     requeue_now(cluster, run)
-    cluster.wait(lambda: " finished " in cluster.state("recipe"), run, 250)
+    cluster.wait(lambda: " done " in cluster.state("recipe"), run, 250)
     assert re.search(r"^continuing runs/recipe from step \d+", cluster.output(run), re.M)
     assert_same_result(run, undisturbed)
 
@@ -189,7 +189,7 @@ def test_a_sweep_is_one_array_of_jobs(cluster: Desk) -> None:
     assert cluster("launch", "recipe.toml", "--on", "slurm", "--sweep", "optimizer.lr=1e-2,1e-3,1e-4").returncode == 0
     runs = [cluster.run(f"recipe-{number}") for number in range(3)]
     for run in runs:
-        cluster.wait_for_state(run, r" finished +6 of 6 ")
+        cluster.wait_for_state(run, r" done +6 of 6 ")
     assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3, 1e-4]
     assert {job_id(run) for run in runs} == {job_id(cluster.run("recipe"))}
 
@@ -205,7 +205,7 @@ def test_hosts_are_started_and_stopped_together_by_ssh(cluster: Desk, laboratory
     assert cluster.wait_for_end(run) == 128 + signal.SIGTERM, cluster.output(run)
     last = run.checkpoint_steps()[-1]
     assert f"stopped by SIGTERM after step {last}, which is saved" in cluster.output(run)
-    cluster.wait_for_state(run, r"^recipe +ssh +stopped ")
+    cluster.wait_for_state(run, r"^recipe +ssh +interrupted ")
     for host in laboratory.hosts:
         assert str(run.path) not in laboratory.run(host, "cat /proc/[0-9]*/cmdline").stdout
 
@@ -216,7 +216,7 @@ def test_the_runs_of_a_sweep_are_shared_between_groups_of_hosts(cluster: Desk, b
     assert cluster("launch", "recipe.toml", *by_ssh, "--nodes", "1", *words).returncode == 0
     runs = [cluster.run(f"recipe-{number}") for number in range(3)]
     for run in runs:
-        cluster.wait_for_state(run, r" finished +6 of 6 ")
+        cluster.wait_for_state(run, r" done +6 of 6 ")
     assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3, 1e-4]
     folder = cluster.run("recipe").path / "launch"
     on = [(folder / f"output-{number}.log").read_text().splitlines()[0] for number in range(3)]
@@ -227,7 +227,7 @@ def test_the_runs_of_a_sweep_are_shared_between_groups_of_hosts(cluster: Desk, b
 def test_all_hosts_train_each_run_of_a_sweep_by_ssh(cluster: Desk, by_ssh: list[object]) -> None:
     assert cluster("launch", "recipe.toml", *by_ssh, "--sweep", "train.seed=1,2").returncode == 0
     for number in range(2):
-        cluster.wait_for_state(cluster.run(f"recipe-{number}"), r" finished +6 of 6 ")
+        cluster.wait_for_state(cluster.run(f"recipe-{number}"), r" done +6 of 6 ")
         log = cluster.run("recipe").path / "launch" / f"output-{number}.log"
         assert "2 ranks on cpu" in log.read_text()
 

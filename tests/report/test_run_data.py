@@ -10,6 +10,7 @@ import pytest
 
 import lmforge
 from lmforge.cli import run as command
+from lmforge.report.page import write_run_report
 from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
 from lmforge.runs import Run, checkpoint_checksum
 from lmforge.stages import attempt
@@ -80,6 +81,16 @@ def test_a_run_whose_heartbeats_have_stopped_is_lost_and_one_with_them_runs(firs
     assert read_run(run)["state"] == "running"
     os.utime(path, (1, 1))
     assert read_run(run)["state"] == "lost"
+
+
+def test_the_report_that_a_run_writes_as_it_ends_says_how_though_other_ranks_have_not_ended_yet(
+    first: Run, tmp_path: Path
+) -> None:
+    run = copied(first, tmp_path)
+    beat = json.loads((run.health_folder / "rank-0.json").read_text())
+    (run.health_folder / "rank-1.json").write_text(json.dumps(beat | {"rank": 1, "phase": "save", "world_size": 2}))
+    assert '"state": "done"' in write_run_report(run, "done").read_text()
+    assert '"state": "running"' in write_run_report(run).read_text()
 
 
 def test_a_checkpoint_of_any_number_of_files_is_shown_with_its_size(first: Run, tmp_path: Path) -> None:

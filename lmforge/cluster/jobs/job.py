@@ -1,6 +1,7 @@
 """`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's directory records it."""
 
 import shlex
+import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,12 +18,12 @@ STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """Where a job is, in the words of `lmforge jobs`."""
+    """Where a job is, in the words of `lmforge jobs`; those of `monitor.run_status` where a run has them too."""
 
     PENDING = "pending"
     RUNNING = "running"
-    FINISHED = "finished"
-    STOPPED = "stopped"
+    DONE = "done"
+    INTERRUPTED = "interrupted"
     REFUSED = "refused"
     FAILED = "failed"
     LOST = "lost"
@@ -83,6 +84,7 @@ class Job:
     """What `lmforge launch` has started for one run.
 
     folder       with scripts, log and status
+    submitted_at seconds since the epoch
     job_id       of Slurm or PBS
     number       of this run in a sweep, whose files in the folder end with it
     num_runs     of a sweep as a whole
@@ -94,7 +96,7 @@ class Job:
     folder: str
     nodes: int
     processes: int
-    submitted_at: str
+    submitted_at: float = field(default_factory=time.time)
     job_id: str | None = None
     number: int | None = None
     num_runs: int = 1
@@ -116,8 +118,8 @@ class Job:
         except (OSError, ValueError):
             return JobState.LOST
         if status in INTERRUPTED_STATUSES:
-            return JobState.STOPPED
-        return {0: JobState.FINISHED, 2: JobState.REFUSED}.get(status, JobState.FAILED)
+            return JobState.INTERRUPTED
+        return {0: JobState.DONE, 2: JobState.REFUSED}.get(status, JobState.FAILED)
 
 
 def read_job(run_folder: Path) -> Job | None:

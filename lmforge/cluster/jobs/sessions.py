@@ -195,13 +195,13 @@ def state(job: Job) -> tuple[JobState, str]:
         where = "" if alive == [None] else f"{len(alive)} of {len(answers)} hosts"
         waiting = job.number is not None and not job.log.exists()
         if waiting and _stop_file(job).exists():
-            return JobState.STOPPED, ""
+            return JobState.INTERRUPTED, "before it began"
         finished = job.number is not None and job.status_path.exists()
         if finished:
             return job.state_by_status(), ""
         return (JobState.PENDING if waiting else JobState.RUNNING), "; ".join(filter(None, [where, *notes]))
     if job.number is not None and not job.log.exists() and _stop_file(job).exists():
-        return JobState.STOPPED, ""
+        return JobState.INTERRUPTED, "before it began"
     if unreachable and job.state_by_status() == JobState.LOST:
         return JobState.LOST, "; ".join(unreachable)
     return job.state_by_status(), ""

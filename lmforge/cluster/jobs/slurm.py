@@ -53,7 +53,7 @@ def state(job: Job) -> tuple[JobState, str]:
     ended = found[1] if found else ""
     by_status = job.state_by_status()
     if by_status == JobState.LOST and ended in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"):
-        return (JobState.STOPPED if ended == "CANCELLED" else JobState.FAILED), ended.lower().replace("_", " ")
+        return (JobState.INTERRUPTED if ended == "CANCELLED" else JobState.FAILED), ended.lower().replace("_", " ")
     return by_status, ""
 
 

@@ -31,7 +31,7 @@ class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
 
 
 class JobsOptions(Options):
-    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step and log of each run."""
+    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step, age and log of each run."""
 
     name: str | None = argument(None, "one run only")
     folder: Path = option(Path("runs"), "folder that holds the runs")

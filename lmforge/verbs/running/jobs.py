@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from lmforge.config.verbs.launch import JobsOptions, StopOptions
 from lmforge.errors import UserError
 from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import Run
+from lmforge.terminal.cells import format_age
 
 # Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
 STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "red", JobState.LOST: "red"}
@@ -28,7 +30,7 @@ def run_jobs(options: JobsOptions) -> int:
         return 0
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "launcher", "job", "state", "step", "log"):
+    for title in ("run", "launcher", "job", "state", "step", "launched", "log"):
         table.add_column(title, overflow="fold")
     for path, job in found.items():
         assert job is not None
@@ -38,8 +40,9 @@ def run_jobs(options: JobsOptions) -> int:
             state, detail = JobState.LOST, str(problem)
         number = "" if job.number is None else f"_{job.number}"
         words = f"{state} ({detail})" if detail else str(state)
-        row = (job.name, job.launcher, f"{job.job_id or ''}{number}", words, _progress(path), os.path.relpath(job.log))
-        table.add_row(*row, style=STYLES.get(state))
+        launched = f"{format_age(max(0.0, time.time() - job.submitted_at))} ago"
+        row = (job.name, job.launcher, f"{job.job_id or ''}{number}", words, _progress(path), launched)
+        table.add_row(*row, os.path.relpath(job.log), style=STYLES.get(state))
     console.print(table)
     return 0
 

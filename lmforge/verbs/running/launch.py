@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -240,7 +239,6 @@ def _submit(plan: JobPlan, hosts: Hosts | None, scripts: dict[str, str], base: _
         folder=str(plan.folder),
         nodes=plan.nodes,
         processes=plan.options.processes,
-        submitted_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         job_id=job_id,
         sessions=sessions,
         ssh_options=list(hosts.ssh_options) if hosts else [],
