@@ -112,11 +112,16 @@ def _time_table(prediction: Prediction) -> Table:
     return table
 
 
-def picture(prediction: Prediction) -> str:
-    """Live memory over the operations of the simulated micro-batches, as bars of characters."""
+def live_peaks(prediction: Prediction) -> list[float]:
+    """The most bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in the order of their issue."""
     values = [count for _, count in prediction.timeline]
     edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
-    columns = [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
+    return [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
+
+
+def picture(prediction: Prediction) -> str:
+    """Live memory over the operations of the simulated micro-batches, as bars of characters."""
+    columns = live_peaks(prediction)
     most = max(columns)
     bars = " ▁▂▃▄▅▆▇█"
     lines = []
@@ -186,6 +191,7 @@ def _as_json(
     return {
         "memory_bytes": {name: round(count) for name, count in prediction.memory.items()},
         "peak_at": prediction.peak_at,
+        "timeline_bytes": [round(each) for each in live_peaks(prediction)],
         "live_bytes": round(prediction.live_bytes),
         "reserved_bytes": round(prediction.reserved_bytes),
         "device_bytes": round(prediction.device_bytes),

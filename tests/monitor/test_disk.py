@@ -16,7 +16,7 @@ def test_a_disk_without_room_for_the_next_checkpoint_is_told_of_once_and_again_w
     assert disk.check() == []
     needed[0] = 2**62
     [line] = disk.check()
-    assert "GiB free, and the next checkpoint needs" in line
+    assert "iB free, and the next checkpoint needs 4,294,967,296.00 GiB:" in line
     assert disk.check() == []
     needed[0] = 1
     [line] = disk.check()

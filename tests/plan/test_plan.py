@@ -173,6 +173,7 @@ def test_a_plan_says_memory_speed_and_cost_with_intervals(capfd: pytest.CaptureF
     for words in ("matrix products", "most time: ", "GPU-hours", " kWh", "a GPU-hour", "Young-Daly", "goodput", " to "):
         assert words in text
     planned = plan_json(capfd, RECIPE, "--gpus", 128, "--gpu_type", "a100-80", "--price", 2)
+    assert max(planned["timeline_bytes"]) == planned["live_bytes"]
     low, high = planned["tokens_per_second_per_gpu_interval"]
     assert low < planned["tokens_per_second_per_gpu"] < high
     assert sum(planned["memory_bytes"].values()) == pytest.approx(planned["device_bytes"], rel=1e-6)

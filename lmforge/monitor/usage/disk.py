@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lmforge.cluster.memory import format_memory
+
 CHECK_SECONDS = 10.0
 # Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each rank.
 MIN_INODE_FRACTION = 0.005
-GIB = 2**30
 
 
 class DiskMonitor:
@@ -45,9 +46,9 @@ class DiskMonitor:
         lines = self._on_change(
             "room",
             free < needed,
-            f"{self._folder}: {free / GIB:.2f} GiB free, and the next checkpoint needs {needed / GIB:.2f} GiB:"
+            f"{self._folder}: {format_memory(free)} free, and the next checkpoint needs {format_memory(needed)}:"
             " make room, or saving it will fail",
-            f"{self._folder}: {free / GIB:.2f} GiB free again, enough for the next checkpoint",
+            f"{self._folder}: {format_memory(free)} free again, enough for the next checkpoint",
         )
         # Some file systems do not count inodes, and say 0 of 0.
         few = stats.f_files > 0 and stats.f_favail < MIN_INODE_FRACTION * stats.f_files
