@@ -225,7 +225,7 @@ def test_a_long_compilation_is_reported_as_one_and_a_longer_one_as_a_stall_witho
     torch.compiler.reset()
     monkeypatch.setattr(watchdog, "COMPILE_PATIENCE_FACTOR", patience)
     log, dist_ctx = tmp_path / "rank-0.log", DistributedContext(RankInfo(), torch.device("cpu"), None)
-    watch = watchdog.Watchdog(dist_ctx, tmp_path, log, stall_seconds=0.5)
+    watch = watchdog.Watchdog(dist_ctx, tmp_path, log, stall_seconds=1.5)
     try:
         watch.follow_compilation()
         watch.set_phase("forward", 0)
