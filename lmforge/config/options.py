@@ -89,7 +89,11 @@ def option(default: Any, description: str, **bounds: Any) -> Any:
 
 def with_default(options_class: type[BaseModel], name: str, default: Any) -> Any:
     """An option of `options_class` with another default, and the same meaning and bounds."""
-    return FieldInfo.merge_field_infos(options_class.model_fields[name], default=default)
+    field = options_class.model_fields[name]
+    bounds = {
+        each: getattr(limit, each) for limit in field.metadata for each in ("gt", "ge", "lt", "le") if hasattr(limit, each)
+    }
+    return Field(default, description=field.description, json_schema_extra=field.json_schema_extra, **bounds)
 
 
 def choice(default: Any, description: str, kind: str) -> Any:
