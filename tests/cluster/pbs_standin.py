@@ -21,7 +21,7 @@ def submit(script: Path) -> int:
     if queue == "nowhere":
         print("qsub: Unknown queue", file=sys.stderr)
         return 170
-    number = len(list(FOLDER.glob("*.pid"))) + 1
+    number = os.getpid()  # of no other job here: ranks meet at a port that follows from it
     nodes = FOLDER / f"{number}.nodes"
     nodes.write_text("".join(f"{host}\n" for host in os.environ["STANDIN_HOSTS"].split()))
     variables = {"PBS_JOBID": f"{number}.server", "PBS_NODEFILE": str(nodes), "PBS_ENVIRONMENT": "PBS_BATCH"}
