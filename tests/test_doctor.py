@@ -120,7 +120,7 @@ def test_cached_files_of_a_container_count_as_free_memory(
     monkeypatch.setattr(host_memory, "CGROUP_FOLDER", tmp_path)
     monkeypatch.setattr(machine_checks, "LOW_MEMORY_BYTES", 50 * 2**20)
     finding = examined(capfd)["memory"]
-    assert (finding["status"], finding["description"]) == ("pass", "95.0 MiB free of 100 MiB of this container")
+    assert (finding["status"], finding["description"]) == ("pass", "95 MiB free of 100 MiB of this container")
 
 
 @pytest.mark.needs("a C++ compiler")

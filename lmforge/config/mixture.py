@@ -113,7 +113,7 @@ class PhaseOptions(Options):
 def is_remote(folder: str) -> bool:
     """Whether a folder in options is an address in a store, such as s3://bucket/tokens; file:///tokens is a local path."""
     scheme, separator, _ = folder.partition("://")
-    return bool(separator) and scheme not in ("file", "local")
+    return bool(separator) and scheme.lower() not in ("file", "local")
 
 
 def folder_problems(folder: str, name: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ RankState = Literal["running", "missing", "ended", "gone", "stopped", "silent"]
 # stalled: ranks have reported that nothing moves; degraded: some ranks go on, others do not.
 RunState = Literal["not started", "running", "stalled", "degraded", "done", "interrupted", "failed", "lost"]
 RUN_ENDED = ("done", "interrupted", "failed", "lost")
+RUN_GOES_ON = ("running", "stalled", "degraded")
 
 
 @dataclass(frozen=True)

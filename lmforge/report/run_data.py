@@ -308,7 +308,7 @@ def _from_to(points: list[list[float]]) -> str:
 
 
 STATE_WORDS: dict[RunState, str] = {
-    "not started": "Not started",
+    "not started": "No rank runs",
     "running": "Running",
     "stalled": "No rank makes progress",
     "degraded": "Some ranks cannot go on",

@@ -186,7 +186,7 @@ def test_a_process_whose_name_is_not_text_can_be_looked_up() -> None:
             job_identity(read_rank_info(MPICH), {})
         stat = processes.read_process_stat(os.getpid())
     finally:
-        own_name.write_bytes(before)
+        own_name.write_bytes(before.rstrip(b"\n"))
     assert stat is not None
     assert stat.parent == os.getppid()
 

@@ -178,7 +178,7 @@ def test_a_directory_in_place_of_a_shard_is_an_error_named_after_all_retries(pat
 def test_an_unfinished_folder_says_how_to_finish_it(path: Path) -> None:
     (path / SHARDS_MANIFEST).unlink()
     (path / UNFINISHED).mkdir()
-    with pytest.raises(UserError, match="unfinished: run prepare again"):
+    with pytest.raises(UserError, match="unfinished; run prepare again"):
         TokenFolder.open(path)
 
 

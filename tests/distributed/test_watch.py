@@ -125,7 +125,7 @@ def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is
     recipe: Recipe, tmp_path: Path, engine: str
 ) -> None:
     with going(recipe, tmp_path, "--parallel.engine", engine, FAULT="forward", SLEEP="0.3") as run:
-        run.wait_for(r"^rank 1: forward takes .* \(.* s against .* s a step\); the others wait for it")
+        run.wait_for(r"^rank 1: forward takes .* \(.* s against .* s per step\); the others wait for it")
         reported_at = run.steps()
         while run.steps() < reported_at + 10:
             time.sleep(0.05)

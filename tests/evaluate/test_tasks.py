@@ -232,8 +232,8 @@ def test_only_a_newline_ends_a_line_of_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--tasks", "a.jsonl", "--sequences", "3"], "--sequences: of the loss on documents"),
-        (["--lm_eval", "a", "--data", "b"], "--data: of the loss on documents"),
+        (["--tasks", "a.jsonl", "--sequences", "3"], "--sequences: only with the loss on documents"),
+        (["--lm_eval", "a", "--data", "b"], "--data: only with the loss on documents"),
         (["--limit", "3"], "--limit: only with --tasks or --lm_eval"),
         (["--lm_eval", "a", "--stop", "b"], "--stop: only with --tasks"),
         (["--answers", "a.jsonl"], "--answers: only with --tasks, and not with --lm_eval"),

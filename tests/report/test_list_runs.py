@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.monitor.run_status import read_run_status
+from lmforge.monitor.run_status import RunStatus, read_run_status
 from lmforge.report.run_data import read_run
 from lmforge.run_records import METRICS_TAIL_BYTES
 from lmforge.runs import Run
+from lmforge.verbs.running import list_runs
 from lmforge.verbs.running.list_runs import read_runs
 from tests.report.conftest import add_event, copied
 
@@ -37,6 +38,16 @@ def test_runs_that_run_come_first_and_each_has_its_last_values(folder: Path, fir
     last = first.read_metrics()[-1]
     assert (rows[1].loss, rows[1].validation) == (last["loss"], last["val/loss"])
     assert rows[1].seconds_left is None
+
+
+def test_a_run_that_is_removed_while_runs_are_listed_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove_and_read(run: Run) -> RunStatus:
+        if run.path.name == "second":
+            shutil.rmtree(run.path)
+        return read_run_status(run)
+
+    monkeypatch.setattr(list_runs, "read_run_status", remove_and_read)
+    assert [row.name for row in read_runs(folder)] == ["first"]
 
 
 @pytest.mark.parametrize(

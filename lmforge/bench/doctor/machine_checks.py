@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from lmforge.bench.doctor.finding import Finding
-from lmforge.cluster.host_memory import available_host_memory
+from lmforge.cluster.host_memory import available_host_memory, format_memory
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import format_bytes, how_to_install
 from lmforge.runs import processor_name
@@ -166,7 +166,7 @@ def _check_memory() -> Finding:
     available = available_host_memory(1)
     if available is None:
         return Finding("memory", "pass", "unknown on this system")
-    text = f"{format_bytes(available.free_bytes)} free of {available.limited_by}"
+    text = f"{format_memory(available.free_bytes)} free of {available.limited_by}"
     if available.free_bytes < LOW_MEMORY_BYTES:
         return Finding("memory", "warn", text, "enough for small models only; end other programs")
     return Finding("memory", "pass", text)

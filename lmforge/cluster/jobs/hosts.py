@@ -78,11 +78,12 @@ def ssh_command(
 ) -> list[str]:
     """The command that runs a shell line on a host, and never asks for a password: nobody is there to type it.
 
-    program: ssh with options of the user's own, which count before ours.
+    program: ssh with options of the user's own, which count before our others.
     """
-    options = ["BatchMode=yes", f"ConnectTimeout={max(1, int(connect_seconds))}"]
+    ssh, *own = program
+    options = [f"ConnectTimeout={max(1, int(connect_seconds))}"]
     options += [f"ServerAliveInterval={KEEPALIVE_SECONDS}", "ServerAliveCountMax=3"]
-    return [*program, *(word for each in options for word in ("-o", each)), host, "--", line]
+    return [ssh, "-o", "BatchMode=yes", *own, *(word for each in options for word in ("-o", each)), host, "--", line]
 
 
 def run_on_hosts(hosts: Sequence[str | None], scripts: Sequence[str], ssh_options: Sequence[str]) -> list[Answer]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lmforge.cluster.memory import format_memory
+from lmforge.cluster.host_memory import format_memory
 
 CHECK_SECONDS = 10.0
 # Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each rank.

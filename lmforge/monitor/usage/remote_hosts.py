@@ -58,10 +58,10 @@ def srun_words(job: int, host: str, line: str) -> list[str]:
 def slurm_hosts(job: int) -> list[str]:
     """The hosts of a running Slurm job. Raises UserError."""
     option = "--slurm_job"
-    names = call(["squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N"], option).strip()
+    names = call(["squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N"], f"{option}: squeue").strip()
     if not names:
         raise UserError(f"{option}: job {job} does not run")
-    return call(["scontrol", "show", "hostnames", names], option).split()
+    return call(["scontrol", "show", "hostnames", names], f"{option}: scontrol").split()
 
 
 def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:

@@ -56,7 +56,7 @@ def build_optimizer(
 
 def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     common, foreach = _common_numbers(options), options.implementation == "foreach"
-    if options.uses_state_dtype:
+    if foreach or options.uses_state_dtype:  # also where a plugin calls its optimizer something else
         return AdamW(groups, state_dtype=DTYPES[options.state_dtype], foreach=foreach, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 

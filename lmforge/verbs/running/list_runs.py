@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lmforge.config.verbs.watch import RunsOptions
 from lmforge.errors import UserError, format_duration
-from lmforge.monitor.run_status import RUN_ENDED, read_run_status
+from lmforge.monitor.run_status import RUN_GOES_ON, read_run_status
 from lmforge.report.run_data import last_state
 from lmforge.runs import Run
 from lmforge.terminal.cells import BAD
@@ -72,14 +72,20 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: those that have not ended first, then by when they last wrote, the newest first."""
+    """The runs of a folder: those that go on first, then by when they last wrote, the newest first."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError as problem:
         raise UserError(f"{describe_os_error(problem, folder)}; name the folder that holds the runs") from None
-    rows = [_read_run(run) for name in names if (run := Run(folder / name)).exists()]
-    return sorted(rows, key=lambda row: (row.state in RUN_ENDED, -row.written))
+    rows = []
+    for run in (Run(folder / name) for name in names):
+        try:
+            rows += [_read_run(run)] if run.exists() else []
+        except (UserError, OSError):
+            if run.exists():  # else it was removed while it was read
+                raise
+    return sorted(rows, key=lambda row: (row.state not in RUN_GOES_ON, -row.written))
 
 
 def _read_run(run: Run) -> RunRow:
@@ -103,7 +109,7 @@ def _read_run(run: Run) -> RunRow:
         last.get("val/loss", last.get("val/reward")),
         last.get("tokens_per_second"),
         last.get("mfu"),
-        last.get("seconds_left") if state not in RUN_ENDED else None,
+        last.get("seconds_left") if state in RUN_GOES_ON else None,
         written,
     )
 

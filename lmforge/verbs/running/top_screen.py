@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lmforge.errors import format_count
-from lmforge.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
+from lmforge.monitor.run_status import RUN_ENDED, RUN_GOES_ON, RankStatus, RunStatus
 from lmforge.monitor.usage.remote_hosts import HostAnswer
 from lmforge.terminal.cells import (
     BAD,
@@ -106,7 +106,7 @@ def _render_run(run: RunStatus, columns: int, rows: int | None) -> list[Renderab
             f"  attempt {run.attempt}, {where}: ",
             (run.state.upper() if run.state not in STATE_STYLES else run.state, STATE_STYLES.get(run.state, BAD)),
         ),
-        progress_line(run.step, run.steps, run.metrics.get("seconds_left") if run.state not in RUN_ENDED else None, columns),
+        progress_line(run.step, run.steps, run.metrics.get("seconds_left") if run.state in RUN_GOES_ON else None, columns),
     ]
     parts += _metrics_lines(run, columns)
     if run.state in ("failed", "lost", "degraded"):
