@@ -271,8 +271,8 @@ def test_a_stall_is_reported_with_the_shard_and_the_request_is_repeated(
     path: Path, tmp_path: Path, server: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.3)
-    monkeypatch.setattr("lmforge.data.shards.remote_storage.REQUEST_TIMEOUT_SECONDS", 1.0)
     dataset, expected = opened(server, tmp_path / "cache"), local(path)
+    monkeypatch.setattr("lmforge.data.shards.remote_storage.REQUEST_TIMEOUT_SECONDS", 1.0)
     server.faults, server.stall_seconds = ["stall"], 4.0
     with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
         batch = loader.batches(0)[0]

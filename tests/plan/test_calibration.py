@@ -214,7 +214,8 @@ def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, engine: str, ranks: int, checkpointing: str
 ) -> None:
     words = ["--parallel.activation_checkpointing", checkpointing, "--train.compile", "off", "--train.dtype", "fp32"]
-    words += ["--train.micro_batch_size", "4", "--train.global_batch_size", str(4 * ranks), "--data.sequence_length", "256"]
+    # On a CPU, which of two collectives of FSDP ends first moves the peak by up to 4 MiB: of a smaller batch by over 5 %.
+    words += ["--train.micro_batch_size", "6", "--train.global_batch_size", str(6 * ranks), "--data.sequence_length", "256"]
     words += ["--model.num_hidden_layers", "3", "--parallel.engine", engine]
     timed = ["--launch.processes", str(ranks)] if ranks > 1 else []
     timed += ["--bench.steps", "1", "--bench.warmup_steps", "1", "--data.folder", str(tmp_path / "none")]
