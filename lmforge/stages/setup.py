@@ -33,7 +33,7 @@ def build_trainer(
 
     `estimator` knows the options that depend on memory. Every rank calls it. Raises UserError or RunFailed for a bad fit.
     """
-    config, dist_ctx = ctx.config, ctx.dist_ctx
+    config, faults, dist_ctx = ctx.config, ctx.config.faults, ctx.dist_ctx
     ctx.watch.set_phase("building", point.step)
     dtype, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
@@ -53,8 +53,7 @@ def build_trainer(
     )
     if compiled:
         ctx.watch.follow_compilation()
-    sigmas, window = config.faults.spike_sigmas, config.faults.spike_window_steps
-    detector = BadStepDetector(dist_ctx, spike_sigmas=sigmas, window_steps=window)
+    detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
     if not begins:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(ctx, point, parallel_model, optimizer)

@@ -81,16 +81,7 @@ def _carry_out(plan: JobPlan) -> int:
         atomic_write_text(plan.folder / name, text)
     check(plan, plan.folder / JOB_SCRIPT)
     job_id, sessions = submit(plan, hosts)
-    job = Job(
-        name=plan.name,
-        launcher=plan.options.on,
-        folder=str(plan.folder),
-        nodes=plan.nodes,
-        processes=plan.options.processes,
-        job_id=job_id,
-        sessions=sessions,
-        ssh_options=list(hosts.ssh_options) if hosts else [],
-    )
+    job = Job.of_plan(plan, job_id, sessions, hosts.ssh_options if hosts else ())
     with _ended_with_this_process(job):
         _await_end(job)
     return _report(plan, job)

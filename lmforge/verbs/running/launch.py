@@ -233,17 +233,7 @@ def _submit(plan: JobPlan, hosts: Hosts | None, scripts: dict[str, str], base: _
         for name, text in scripts.items():
             atomic_write_text(plan.folder / name, text)
         job_id, sessions = submit(plan, hosts)
-    job = Job(
-        name=plan.name,
-        launcher=plan.options.on,
-        folder=str(plan.folder),
-        nodes=plan.nodes,
-        processes=plan.options.processes,
-        job_id=job_id,
-        sessions=sessions,
-        ssh_options=list(hosts.ssh_options) if hosts else [],
-        num_runs=len(runs),
-    )
+    job = Job.of_plan(plan, job_id, sessions, hosts.ssh_options if hosts else ())
     write_job(base.run.path, job)
     if plan.is_sweep:
         for number, each in enumerate(runs):

@@ -56,7 +56,7 @@ def host_table(hosts: Sequence[HostAnswer], columns: int, rows: int | None) -> l
     table = note_table(
         columns,
         [
-            ("host", min(HOST_WIDTH, max(map(len, (host.name for host in hosts)), default=0)), False),
+            _host_column(hosts),
             ("CPU", 6, True),
             ("load/cores", 10, True),
             ("memory GiB", 13, True),
@@ -83,6 +83,10 @@ def host_table(hosts: Sequence[HostAnswer], columns: int, rows: int | None) -> l
             style=style,
         )
     return [table, *omitted(len(ordered) - len(shown), "host")]
+
+
+def _host_column(hosts: Sequence[HostAnswer]) -> tuple[str, int, bool]:
+    return "host", min(HOST_WIDTH, max((len(host.name) for host in hosts), default=0)), False
 
 
 def _host_severity(host: HostAnswer) -> tuple[int, float, str]:
@@ -118,7 +122,7 @@ def device_table(
     table = note_table(
         columns,
         [
-            ("host", min(HOST_WIDTH, max(map(len, (host.name for host in hosts)), default=0)), False),
+            _host_column(hosts),
             ("GPU", 3, True),
             *names,
             ("use", 6, True),
