@@ -47,14 +47,17 @@ def undisturbed(tiny_options: list[str], lmforge: Command, tmp_path_factory: pyt
 def requeue_now(desk: Desk, run: Run) -> None:
     """Wait until Slurm has queued the job again, and have it begin at once instead of in two minutes.
 
-    Slurm sets when the job may begin once all that was left of it has ended, after it says that the job is pending.
+    Slurm sets when the job may begin once all that was left of it has ended, after it says that the job is pending. Asked
+    before that, it starts the job beside what is left, and the job fails without a line.
     """
     environment = {**os.environ, **desk.variables}
     desk.wait_for_state(run, r" pending ")
 
     def begins() -> bool:
-        update = ["scontrol", "update", f"JobId={job_id(run)}", "StartTime=now"]
-        subprocess.run(update, env=environment, capture_output=True)  # refused while the job is completing
+        show = ["scontrol", "show", "job", job_id(run)]
+        if "Reason=BeginTime" in subprocess.run(show, env=environment, capture_output=True, text=True).stdout:
+            update = ["scontrol", "update", f"JobId={job_id(run)}", "StartTime=now"]
+            subprocess.run(update, env=environment, capture_output=True)
         return " pending " not in desk.state(run.path.name)
 
     try:
