@@ -80,8 +80,7 @@ def _carry_out(plan: JobPlan) -> int:
     for name, text in plan_scripts(plan, hosts).items():
         atomic_write_text(plan.folder / name, text)
     check(plan, plan.folder / JOB_SCRIPT)
-    job_id, sessions = submit(plan, hosts)
-    job = Job.of_plan(plan, job_id, sessions, hosts.ssh_options if hosts else ())
+    job = submit(plan, hosts)
     with _ended_with_this_process(job):
         _await_end(job)
     return _report(plan, job)

@@ -53,19 +53,19 @@ def requeue_now(desk: Desk, run: Run) -> None:
     environment = {**os.environ, **desk.variables}
     desk.wait_for_state(run, r" pending ")
 
+    def said(*command: str) -> str:
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
     def begins() -> bool:
-        show = ["scontrol", "show", "job", job_id(run)]
-        if "Reason=BeginTime" in subprocess.run(show, env=environment, capture_output=True, text=True).stdout:
-            update = ["scontrol", "update", f"JobId={job_id(run)}", "StartTime=now"]
-            subprocess.run(update, env=environment, capture_output=True)
+        if "Reason=BeginTime" in said("scontrol", "show", "job", job_id(run)):
+            said("scontrol", "update", f"JobId={job_id(run)}", "StartTime=now")
         return " pending " not in desk.state(run.path.name)
 
     try:
         desk.wait(begins, run)
     except AssertionError as problem:
-        shown = [["scontrol", "show", "job", job_id(run)], ["sinfo", "--long", "--Node"]]
-        said = [subprocess.run(command, env=environment, capture_output=True, text=True).stdout for command in shown]
-        raise AssertionError("\n".join([*said, str(problem)])) from None
+        shown = [said("scontrol", "show", "job", job_id(run)), said("sinfo", "--long", "--Node")]
+        raise AssertionError("\n".join([*shown, str(problem)])) from None
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
 from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.launch import INTERRUPTED_STATUSES
@@ -104,21 +102,6 @@ class Job:
     num_runs: int = 1
     sessions: list[Session] = field(default_factory=list)
     ssh_options: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of_plan(cls, plan: JobPlan, job_id: str | None, sessions: list[Session], ssh_options: Sequence[str]) -> Self:
-        """The job of a plan that has been submitted; of a sweep, that of all its runs."""
-        return cls(
-            name=plan.name,
-            launcher=plan.options.on,
-            folder=str(plan.folder),
-            nodes=plan.nodes,
-            processes=plan.options.processes,
-            job_id=job_id,
-            num_runs=len(plan.recipes) or 1,
-            sessions=sessions,
-            ssh_options=list(ssh_options),
-        )
 
     @property
     def status_path(self) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lmforge.cluster.jobs import pbs, scripts, sessions, slurm
-from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState, Session
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState
 
 _MODULES: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs, "local": sessions, "ssh": sessions, "mpi": sessions}
 _SCRIPTS: dict[str, Callable[[JobPlan], str]] = {
@@ -44,15 +44,27 @@ def check(plan: JobPlan, script: Path) -> None:
         slurm.check(plan, script)
 
 
-def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> tuple[str | None, list[Session]]:
-    """Submit the script of the job's folder, or start it. Returns the scheduler's job id, or the processes.
+def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
+    """Submit the script of the job's folder, or start it. Returns the job; of a sweep, that of all its runs.
 
     Raises UserError; nothing runs then.
     """
+    job_id, started = None, []
     if hosts is not None:
-        return None, sessions.submit(plan, hosts)
-    job_id: str = _MODULES[plan.options.on].submit(plan, plan.folder / JOB_SCRIPT)
-    return job_id, []
+        started = sessions.submit(plan, hosts)
+    else:
+        job_id = _MODULES[plan.options.on].submit(plan, plan.folder / JOB_SCRIPT)
+    return Job(
+        name=plan.name,
+        launcher=plan.options.on,
+        folder=str(plan.folder),
+        nodes=plan.nodes,
+        processes=plan.options.processes,
+        job_id=job_id,
+        num_runs=len(plan.recipes),
+        sessions=started,
+        ssh_options=list(hosts.ssh_options) if hosts else [],
+    )
 
 
 def job_state(job: Job) -> tuple[JobState, str]:

@@ -232,12 +232,11 @@ def _submit(plan: JobPlan, hosts: Hosts | None, scripts: dict[str, str], base: _
             save_code(each.launch_folder, plan.directory)
         for name, text in scripts.items():
             atomic_write_text(plan.folder / name, text)
-        job_id, sessions = submit(plan, hosts)
-    job = Job.of_plan(plan, job_id, sessions, hosts.ssh_options if hosts else ())
+        job = submit(plan, hosts)
     write_job(base.run.path, job)
     if plan.is_sweep:
         for number, each in enumerate(runs):
-            own = sessions_of_run(plan, sessions, number)
+            own = sessions_of_run(plan, job.sessions, number)
             write_job(each.run.path, replace(job, name=each.name, number=number, num_runs=1, sessions=own))
     return job
 
