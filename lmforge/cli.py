@@ -40,8 +40,8 @@ DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Of a line of error: a path may be longer than another value.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
-# What no program but only the files that it is given can be at fault for: links in a circle, a folder in the place of a file
-# or the other way round, a name that is too long, a file that may not or cannot be read.
+# Errors of the files that a program is given, never of the program: links in a circle, a folder in the place of a file or the
+# other way round, a name that is too long, a file that may not or cannot be read.
 FILE_ERRNOS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 FILE_ERRNOS |= {errno.ENODEV, errno.ENXIO}  # a device or a socket
 # Rounds of a loop of libgomp, some 50 microseconds in all. Its own default is 300,000.

@@ -138,7 +138,8 @@ def _mutate_a_field(rng: random.Random, value: Any) -> None:
     old = value[key]
     change = rng.randrange(10)
     if change < 5:
-        value[key] = rng.choice([*JSON_VALUES, "@RAW@", "@RAW@"])
+        # Copied: the next mutation may be of a field in it.
+        value[key] = copy.deepcopy(rng.choice([*JSON_VALUES, "@RAW@", "@RAW@"]))
     elif change == 5:
         del value[key]
     elif change == 6 and isinstance(value, dict):
@@ -152,7 +153,7 @@ def _mutate_a_field(rng: random.Random, value: Any) -> None:
     elif isinstance(old, list):
         value[key] = old * 2 if rng.random() < 0.5 else old[:-1]
     else:
-        value[key] = rng.choice(JSON_VALUES)
+        value[key] = copy.deepcopy(rng.choice(JSON_VALUES))
     return None
 
 

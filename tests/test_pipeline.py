@@ -74,7 +74,7 @@ def test_stages_follow_each_other_and_are_not_run_twice(tiny_run: Path, chats: P
     slower = sft | {"arguments": [*sft["arguments"], "--optimizer.lr", "1e-6"]}  # type: ignore[misc]
     nothing = lmforge("run", pipeline(tmp_path, slower, export), cwd=tmp_path)
     assert nothing.returncode == 2
-    assert "was finished with other arguments, and these train nothing; add --run.overwrite" in nothing.stderr
+    assert "with the new ones there is no step left to train; add --run.overwrite" in nothing.stderr
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_stage_that_changes_is_run_again_and_makes_later_ones_stale(
     anew = sft | {"arguments": [*sft["arguments"], "--run.overwrite"]}  # type: ignore[misc]
     stale = lmforge("run", pipeline(tmp_path, anew, more), cwd=tmp_path)
     assert stale.returncode == 2
-    assert "talk-more was trained from what has changed since; delete it, or add --run.overwrite" in stale.stderr
+    assert "talk-more was trained from has changed since; delete this run, or add --run.overwrite" in stale.stderr
 
 
 def test_an_interrupted_pipeline_resumes_its_stage_and_overwrites_its_run_only_once(

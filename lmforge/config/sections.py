@@ -236,7 +236,9 @@ class TrainOptions(Options):
         **SCALE_OR_0,
     )
     device: Device = option("auto", "auto is cuda where there is one")
-    compile: Literal["auto", "on", "off"] = option("auto", "torch.compile each block; auto is on where a compiler is found")
+    compile: Literal["auto", "on", "off"] = option(
+        "auto", "torch.compile each block; auto is on where a compiler is found, on a CPU in runs of 200 steps or more"
+    )
     deterministic: bool = option(
         False,
         "bit-identical results on the same ranks, on GPUs too; slower, and operators without a deterministic form are refused",

@@ -27,11 +27,11 @@ class CallbackPoints:
         """Before the first step of an attempt. `model` is this rank's, as it is trained: sharded, its blocks wrapped."""
 
     def on_step_end(self, run: "RunContext", step: int, metrics: dict[str, Any]) -> None:
-        """After each step. `metrics` has, at log steps, what metrics.jsonl has, and is empty at others: so that nothing waits
-        for the device."""
+        """After each step, unless it ends in a rollback. `metrics` has, at log steps, what metrics.jsonl has, and is empty at
+        others: so that nothing waits for the device."""
 
     def on_validation_end(self, run: "RunContext", step: int, metrics: dict[str, float]) -> None:
-        """After a validation, with its metrics, such as val/loss."""
+        """After a validation, apart from that of `validation.at_start`, with its metrics, such as val/loss."""
 
     def on_checkpoint_saved(self, run: "RunContext", step: int, folder: Path) -> None:
         """Once the checkpoint of `step` is complete on the disk, which can be some steps later."""

@@ -50,7 +50,7 @@ def _download_all(file: Path) -> int:
     for item in items:
         _download(item, None, None)
     if not items:
-        print(f"{file}: names nothing on the hub that is not a folder here")
+        print(f"{file}: nothing to download; all models and datasets that it names are local folders, or it names none")
     return 0
 
 

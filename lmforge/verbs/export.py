@@ -113,7 +113,7 @@ def _layout_hints(options: ImportOptions) -> LayoutHints:
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
     """A tensor in the dtype of the folder. Raises UserError where fp16 overflows."""
     if dtype == "fp16" and not torch.isfinite(value.half()).all():
-        raise UserError(f"{name}: holds numbers that fp16 does not; use --dtype bf16 or fp32")
+        raise UserError(f"{name}: holds values that fp16 cannot represent; use --dtype bf16 or fp32")
     return value.to(DTYPES[dtype]) if dtype else value
 
 

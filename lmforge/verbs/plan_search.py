@@ -52,7 +52,8 @@ def run_search(config: AnyPlanConfig) -> int:
     result = search(base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
     if result.tried == 0:
         raise UserError(
-            f"--search: a global batch of {size} sequences does not divide over {config.plan.gpus} GPUs in any way; change one"
+            f"--search: a global batch of {size} sequences cannot be divided over {config.plan.gpus} GPUs; change"
+            " train.global_batch_size or plan.gpus"
         )
     if config.plan.output == "json":
         print(json.dumps(_as_json(result), indent=1))

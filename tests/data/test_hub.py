@@ -222,7 +222,8 @@ def test_a_recipe_says_what_is_downloaded(hub: Hub, download: Download, refused:
     assert "s3://bucket/tokens: is read over the network while training" in printed
     assert "fetched 0 files, 0 bytes; 5 were there" in printed
     recipe.write_text("")
-    assert download(recipe) == f"{recipe}: names nothing on the hub that is not a folder here\n"
+    nothing = "nothing to download; all models and datasets that it names are local folders, or it names none"
+    assert download(recipe) == f"{recipe}: {nothing}\n"
     assert refused("download", recipe, "folder").startswith("--folder: not with a recipe")
 
 

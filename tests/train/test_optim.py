@@ -392,6 +392,15 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
     assert torch.equal(kept, exact)
 
 
+def test_rounding_of_bf16_states_is_frozen() -> None:
+    # A resumed run goes on with the same bits only while these stay. 1 + 2^-8 lies half way between two numbers of bf16.
+    upper = {0: "0111100011011001", 7: "0110011110100110"}
+    for step, expected in upper.items():
+        numbers = torch.full((16,), 1 + 2**-8)
+        stochastic_round_([numbers], torch.tensor(float(step)))
+        assert "".join("1" if number > 1 else "0" for number in numbers.tolist()) == expected
+
+
 @pytest.mark.parametrize("name", BUILT_IN_NAMES["optimizer"])
 def test_the_host_waits_for_the_device_in_no_step_of_an_optimizer_of_ours(name: str) -> None:
     assert registry.get("optimizer", name).facts["reads_found_inf"]

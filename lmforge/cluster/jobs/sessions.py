@@ -162,7 +162,11 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
     if len(sessions) < len(answers):
         _signal(sessions, hosts.ssh_options, "KILL")
         raise_for_hosts(answers, "what had been started on the others was ended")
-        raise UserError("a host did not say what it has started; what had been started was ended")
+        silent = next(answer.host for answer in answers if answer.host not in {session.host for session in sessions})
+        raise UserError(
+            f"{silent}: did not report the process that it has started; those on the other hosts were ended; look there for one"
+            f" that runs {JOB_SCRIPT}"
+        )
     return sessions
 
 

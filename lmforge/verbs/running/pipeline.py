@@ -83,7 +83,10 @@ def _plan_training(
     model = read_recipe(recipe).get("model", {}) if recipe is not None else {}
     named = "source" in model or any(word.partition("=")[0] == "--model.source" for word in words)
     if previous and not named and "preset" in model:
-        raise UserError(f"{where}: {recipe} names a model.preset, and the stage would start from the one before it")
+        raise UserError(
+            f"{where}: {recipe} sets model.preset, but this stage starts from the run of the stage before it; leave it out,"
+            " or set model.source"
+        )
     source = ["--model.source", str(previous)] if previous and not named else []
     placed = ["--run.folder", str(run.parent), "--run.name", run.name, *source, *words]
     return PlannedStage(name, [stage.verb, *([str(recipe)] if recipe else []), *placed], run, recipe)
@@ -132,13 +135,14 @@ def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | Non
         if status and not interrupted:
             hint = f"`lmforge run {shlex.quote(str(file))}` goes on with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:
-                hint = f"what its run was begun with cannot go on: delete {stage.run} to train it anew"
+                hint = f"its run cannot go on with these arguments; delete {stage.run} to train it from the beginning"
             error = {2: UserError, EXIT_PEER_LOST: PeerLost}.get(status, RunFailed)
             raise error(f"{where} ended with status {status}; {hint}")
         was_finished = record.arguments is not None
         if not status and was_finished and _newest_checkpoint(stage.run) == record.previous_checkpoint is not None:
             raise UserError(
-                f"{where}: was finished with other arguments, and these train nothing; add --run.overwrite to train it anew"
+                f"{where}: this stage was finished with other arguments, and with the new ones there is no step left to train;"
+                " add --run.overwrite to train it again"
             )
         # Interrupted, it may have been at its end already; but a server ends by being interrupted, and is to serve again.
         if not status and not (interrupted and stage.arguments[0] == "serve"):
@@ -220,7 +224,7 @@ class _PipelineState:
         record = self.records.setdefault(stage.name, _StageRecord())
         if record.stale and stage.run is not None and stage.run.exists() and "--run.overwrite" not in stage.arguments:
             raise UserError(
-                f"{where}: {stage.run} was trained from what has changed since; delete it, or add --run.overwrite to its"
+                f"{where}: what {stage.run} was trained from has changed since; delete this run, or add --run.overwrite to its"
                 " arguments"
             )
         starts_with = [stage.recipe_digest, *stage.arguments]
