@@ -82,9 +82,9 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Seconds as 42s, 3m05s, 2h07m or 3d04h."""
-    whole = int(max(0.0, seconds) + 0.5)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m" if whole < 86400 else f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    total = int(max(0.0, seconds) + 0.5)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m" if total < 86400 else f"{total // 86400}d{total % 86400 // 3600:02d}h"

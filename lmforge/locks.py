@@ -110,11 +110,11 @@ def _remove_if_stale(path: Path) -> bool:
     aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}")
     try:
         aside.touch()  # by the clock of the file system, not of this host
-        found = path.stat()
-        if aside.stat().st_mtime - found.st_mtime < STALE_AFTER_SECONDS:
+        before = path.stat()
+        if aside.stat().st_mtime - before.st_mtime < STALE_AFTER_SECONDS:
             return False
         os.rename(path, aside)
-        if (now := aside.stat()).st_mtime != found.st_mtime or now.st_ino != found.st_ino:
+        if (now := aside.stat()).st_mtime != before.st_mtime or now.st_ino != before.st_ino:
             os.link(aside, path)  # another process had removed the stale one, and this was its own
             return False
         return True

@@ -72,8 +72,8 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoint_step(folder: Path) -> int | None:
     """The step whose checkpoint a folder is by its name; None for any other name."""
-    found = re.fullmatch(rf"{STEP_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(rf"{STEP_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})", folder.name)
+    return int(match[1]) if match else None
 
 
 def checkpoint_checksum(fields: dict[str, Any]) -> str:
@@ -95,8 +95,8 @@ def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str
         raise error(describe_os_error(problem, path)) from None
     fields = parse_json(content, dict[str, Any], str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
     if fields.get("format") != CHECKPOINT_FORMAT:
-        found = quoted(fields.get("format"))
-        raise error(f"{folder}: its format is {found}, this version of lmforge reads {CHECKPOINT_FORMAT}")
+        version = quoted(fields.get("format"))
+        raise error(f"{folder}: its format is {version}, this version of lmforge reads {CHECKPOINT_FORMAT}")
     if fields.pop("xxh3", None) != checkpoint_checksum(fields):
         raise error(f"{folder}: {MANIFEST} does not hold what was written (its checksum differs)")
     step = fields.get("step")
@@ -233,13 +233,13 @@ class Run:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a checkpoint folder, oldest first. Raises UserError where the folder or store cannot be read."""
-        place = self.checkpoints_folder
-        with storage_errors(place, "checkpoints cannot be listed", CHECKPOINT_FOLDER_HINT):
-            if not place.is_dir():
+        folder = self.checkpoints_folder
+        with storage_errors(folder, "checkpoints cannot be listed", CHECKPOINT_FOLDER_HINT):
+            if not folder.is_dir():
                 return []
-            steps = {entry: step for entry in place.iterdir() if (step := checkpoint_step(entry)) is not None}
-            whole = is_local(place)  # a store has no rename: without a manifest it is incomplete
-            return sorted(steps[each] for each in steps if each.is_dir() and (whole or (each / MANIFEST).exists()))
+            steps = {entry: step for entry in folder.iterdir() if (step := checkpoint_step(entry)) is not None}
+            always_complete = is_local(folder)  # a store has no rename: without a manifest it is incomplete
+            return sorted(steps[each] for each in steps if each.is_dir() and (always_complete or (each / MANIFEST).exists()))
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints_folder / checkpoint_name(step)
@@ -270,7 +270,7 @@ class Run:
     def attempts(self) -> list[int]:
         """The numbers of the attempts that have logs, oldest first."""
         names = (re.fullmatch(r"attempt-([0-9]{1,9})", entry.name) for entry in self.logs_folder.glob("attempt-*"))
-        return sorted(int(found[1]) for found in names if found)
+        return sorted(int(match[1]) for match in names if match)
 
     def log_path(self, attempt: int, rank: int) -> Path:
         return self.logs_folder / f"attempt-{attempt}" / f"rank-{rank}.log"
@@ -309,10 +309,10 @@ class Run:
                 # A folder may be a link, to a larger disk; a file may not: what is written would go to the file of another.
                 is_right = path.is_dir() if expected == "folder" else path.is_file() and not path.is_symlink()
                 if os.path.lexists(path) and not is_right:
-                    found = (
+                    actual = (
                         "link" if path.is_symlink() else "folder" if path.is_dir() else "file" if path.is_file() else "device"
                     )
-                    raise UserError(f"{path}: a {found}, where the run keeps a {expected}; move it away")
+                    raise UserError(f"{path}: a {actual}, where the run keeps a {expected}; move it away")
 
     def unlock(self) -> None:
         """Release the lock. Of a run that has not begun nothing is left, if `lock` has made its directory."""

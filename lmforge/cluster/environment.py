@@ -259,12 +259,12 @@ def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
         raise _missing(SLURM.local_world_size, SLURM)
     nodes_before = 0
     for run in environ[name].split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", run)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", run)
+        if match is None:
             raise UserError(f"environment: {name}: expected tasks per node such as 2(x3),1, got {quoted(environ[name])}")
-        nodes_before += int(found[2] or 1)
+        nodes_before += int(match[2] or 1)
         if node < nodes_before:
-            return int(found[1])
+            return int(match[1])
     raise UserError(f"environment: SLURM_NODEID = {node}, but {name} = {quoted(environ[name])} has {nodes_before} nodes")
 
 

@@ -136,9 +136,9 @@ def report_missing_ranks(
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
             store.set(f"{prefix}/{rank}", "here")
-            place = store.add(f"{prefix}/count", 1)
+            number = store.add(f"{prefix}/count", 1)
             registered.set()
-            if place > 1:
+            if number > 1:
                 return  # one rank looks: with thousands, all together would keep the store busy
             while not joined.wait(pause):
                 pause = time.monotonic() - began

@@ -369,4 +369,4 @@ def _open_store(group: NodeGroup) -> Any:
 def _children() -> list[int]:
     """The process ids of the ranks that this process has started."""
     lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    return [int(each) for found in lists for each in found]
+    return [int(pid) for pids in lists for pid in pids]

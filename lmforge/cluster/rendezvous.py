@@ -206,8 +206,8 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
     def has_answered() -> bool:
         for host in hosts:
             for port in candidate_ports(identity):
-                if (found := _ask_port(host, port, identity, rank)) is not None:
-                    answers.append((host, found))
+                if (answer := _ask_port(host, port, identity, rank)) is not None:
+                    answers.append((host, answer))
                     return True
         return False
 
@@ -244,8 +244,8 @@ def _ask_port(host: str, port: int, identity: str, rank: int) -> int | None:
             if _read_line(connection) != f"lmforge {identity}":
                 return None
             connection.sendall(f"{rank}\n".encode())
-            found = int(_read_line(connection))
+            answer = int(_read_line(connection))
             connection.sendall(b"received\n")
-            return found
+            return answer
     except (OSError, ValueError):
         return None

@@ -90,13 +90,13 @@ def load_extended(
 
 def _typed_plugins(arguments: Sequence[str]) -> list[str] | None:
     """The values of the last --plugins; None where there is none."""
-    found: list[str] | None = None
+    paths: list[str] | None = None
     for at, word in enumerate(arguments):
         if word == "--plugins":
-            found = list(itertools.takewhile(lambda value: not value.startswith("--"), arguments[at + 1 :]))
+            paths = list(itertools.takewhile(lambda value: not value.startswith("--"), arguments[at + 1 :]))
         elif word.startswith("--plugins="):
-            found = [word.partition("=")[2]]
-    return found
+            paths = [word.partition("=")[2]]
+    return paths
 
 
 def parse_verb(options_class: type[OptionsT], arguments: list[str]) -> OptionsT:

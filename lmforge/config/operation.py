@@ -35,8 +35,8 @@ class LogOptions(Options):
     @property
     def profile_window(self) -> tuple[int, int] | None:
         """The first and the last step to trace; None for none."""
-        found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", self.profile_steps or "")
-        return (int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", self.profile_steps or "")
+        return (int(match[1]), int(match[2])) if match else None
 
     def problems(self) -> Iterator[str]:
         window = self.profile_window
@@ -144,8 +144,8 @@ def parse_time_limit(text: str) -> int | None:
     """Seconds of a time limit as Slurm and PBS write it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS; None for anything else."""
     if re.fullmatch(r"[0-9]{1,6}", text):
         return 60 * int(text) or None
-    found = re.fullmatch(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5]?[0-9]):([0-5]?[0-9])", text)
-    if found is None:
+    match = re.fullmatch(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5]?[0-9]):([0-5]?[0-9])", text)
+    if match is None:
         return None
-    days, hours, minutes, seconds = (int(each or 0) for each in found.groups())
+    days, hours, minutes, seconds = (int(each or 0) for each in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None

@@ -56,9 +56,9 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             raise ValueError(f"a global batch of {size} sequences for {ranks} ranks")
         if self.micro_batch_size < 1:
             raise ValueError(f"micro-batches of {self.micro_batch_size} sequences")
-        share, larger_shares = divmod(size, ranks)
-        self._first = rank * share + min(rank, larger_shares)
-        self._num_sequences = share + (rank < larger_shares)
+        base_size, num_larger = divmod(size, ranks)
+        self._first = rank * base_size + min(rank, num_larger)
+        self._num_sequences = base_size + (rank < num_larger)
         self._local_batch_size = math.ceil(math.ceil(size / ranks) / self.micro_batch_size) * self.micro_batch_size
         self.data_wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1, "loader", use_device_in_thread, (torch.device(self.device),))

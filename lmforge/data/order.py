@@ -144,16 +144,16 @@ def windowed_permutation(
 
     def permute(positions: np.ndarray) -> np.ndarray:
         of_positions, ranks = assign(positions)
-        places = np.empty_like(positions)
+        values = np.empty_like(positions)
         for lane in np.unique(of_positions).tolist():
             in_lane = np.flatnonzero(of_positions == lane)
             windows = np.minimum(ranks[in_lane] // size, num_windows[lane] - 1)
             for number in np.unique(windows).tolist():
                 chosen, first = in_lane[windows == number], number * size
-                places[chosen] = within(lane, number)(ranks[chosen] - first) + first + lane_starts[lane]
-        whole = places < num_chunks * chunk
-        places[whole] = chunk_order(places[whole] // chunk) * chunk + places[whole] % chunk
-        return places
+                values[chosen] = within(lane, number)(ranks[chosen] - first) + first + lane_starts[lane]
+        in_full_chunks = values < num_chunks * chunk
+        values[in_full_chunks] = chunk_order(values[in_full_chunks] // chunk) * chunk + values[in_full_chunks] % chunk
+        return values
 
     return permute
 

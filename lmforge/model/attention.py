@@ -41,8 +41,8 @@ class ContextParallel:
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of each sequence: [sequences, length / ranks]. The length divides by twice the ranks."""
         ranges = self.local_ranges(batch.sequence_length // self.group.size())
-        whole = replace(batch, document_starts=None)  # they are for whole sequences
-        return whole.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
+        full = replace(batch, document_starts=None)  # they are for whole sequences
+        return full.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
         """(index of the first token in the full sequence, number of tokens) of this rank's two pieces."""

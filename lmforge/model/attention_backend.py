@@ -79,14 +79,14 @@ def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *
 @cache
 def flash_implementation(capability_major: int) -> str:
     """Activate flash attention 3 or 4 where its package is installed and made for this GPU: "FA2" is torch's own."""
-    wanted = _FLASH_IMPLEMENTATIONS.get(capability_major)
-    if wanted is None or not hasattr(torch_attention, "activate_flash_attention_impl"):
+    implementation = _FLASH_IMPLEMENTATIONS.get(capability_major)
+    if implementation is None or not hasattr(torch_attention, "activate_flash_attention_impl"):
         return "FA2"
     try:
-        torch_attention.activate_flash_attention_impl(wanted)
+        torch_attention.activate_flash_attention_impl(implementation)
     except (ImportError, RuntimeError, ValueError):  # not installed, without the kernels, or unknown to this torch
         return "FA2"
-    return wanted
+    return implementation
 
 
 def stores_attention_weights(dtype: torch.dtype, num_keys: int, *, on_gpu: bool, compiled: bool) -> bool:

@@ -79,8 +79,8 @@ def _bytes_from_first_mark(path: Path) -> int:
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         content = file.read(TAIL_BYTES)
-    found = [at for mark in MARKS if (at := content.find(mark)) >= 0]
-    return len(content) - max(0, min(found) - CONTEXT_BYTES) if found else 0
+    offsets = [at for mark in MARKS if (at := content.find(mark)) >= 0]
+    return len(content) - max(0, min(offsets) - CONTEXT_BYTES) if offsets else 0
 
 
 def _order(failure: Failure) -> int:

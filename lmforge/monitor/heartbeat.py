@@ -71,8 +71,8 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 def heartbeat_paths(folder: Path) -> dict[int, Path]:
     """The files that there are, by rank."""
-    found = {path: re.fullmatch(r"rank-([0-9]{1,7})\.json", path.name) for path in folder.glob("rank-*.json")}
-    return {int(match[1]): path for path, match in found.items() if match}
+    matches = {path: re.fullmatch(r"rank-([0-9]{1,7})\.json", path.name) for path in folder.glob("rank-*.json")}
+    return {int(match[1]): path for path, match in matches.items() if match}
 
 
 class Heartbeat:

@@ -36,8 +36,8 @@ class LogLine(NamedTuple):
 
 def rank_logs(attempt_folder: Path) -> dict[int, Path]:
     """The logs in the folder of an attempt, by rank, in order."""
-    found = {int(name[1]): path for path in attempt_folder.glob("rank-*.log") if (name := RANK_LOG.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    logs = {int(name[1]): path for path in attempt_folder.glob("rank-*.log") if (name := RANK_LOG.fullmatch(path.name))}
+    return dict(sorted(logs.items()))
 
 
 def printable(line: bytes) -> str:
@@ -108,9 +108,9 @@ class LogFile:
         before = self._time
         parsed = [
             line
-            for whole in lines
-            for begin in range(0, len(whole) or 1, MAX_LINE_BYTES)
-            for line in self._parse(whole[begin : begin + MAX_LINE_BYTES])
+            for complete in lines
+            for begin in range(0, len(complete) or 1, MAX_LINE_BYTES)
+            for line in self._parse(complete[begin : begin + MAX_LINE_BYTES])
         ]
         stamped = [line.time for line in parsed if line.time]
         # Where reading begins between two times, the later one.
@@ -150,8 +150,8 @@ class LogFile:
         """(number of ranks, host) from the first line of the file; (0, "") where it does not say."""
         with open(self.path, "rb") as file:
             first = printable(STAMP.sub(b"", file.readline(MAX_LINE_BYTES), count=1))
-        found = HEADER.fullmatch(first)
-        return (int(found[1]), found[2]) if found else (0, "")
+        match = HEADER.fullmatch(first)
+        return (int(match[1]), match[2]) if match else (0, "")
 
 
 def merged(files: Sequence[LogFile]) -> Iterator[LogLine]:

@@ -40,9 +40,9 @@ def suggest_what_fits(current: Setting, needed_bytes: Callable[[Setting], float]
         [each for each in kind if each != current and _is_allowed(each) and needed(each) < needed(current)]
         for kind in _alternatives(current)
     ]
-    found = [largest_batch(current, current.micro_batch_size - 1), *(first_fitting(kind) for kind in kinds)]
+    suggestions = [largest_batch(current, current.micro_batch_size - 1), *(first_fitting(kind) for kind in kinds)]
     describe = partial(_describe_changes, current)
-    if ways := [describe(each) for each in found if each]:
+    if ways := [describe(each) for each in suggestions if each]:
         return f"by estimate would fit: {', or '.join(ways)}"
     single_changes = [current, *chain(*kinds)]
     settings = [*single_changes, *(each.with_options(activation_checkpointing="full") for each in single_changes)]

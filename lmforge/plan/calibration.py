@@ -93,8 +93,8 @@ class RateTable:
         if above in (0, len(axis)):
             return self._between(sizes, (*chosen, axis[min(above, len(axis) - 1)]))
         low, high = axis[above - 1], axis[above]
-        share = math.log(size / low) / math.log(high / low)
-        return (1 - share) * self._between(sizes, (*chosen, low)) + share * self._between(sizes, (*chosen, high))
+        weight = math.log(size / low) / math.log(high / low)
+        return (1 - weight) * self._between(sizes, (*chosen, low)) + weight * self._between(sizes, (*chosen, high))
 
 
 # Plans print names from a file.

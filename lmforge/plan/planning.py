@@ -96,9 +96,9 @@ def find_machine(config: AnyPlanConfig) -> Machine:
 
 def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path: Path, per_host: int) -> GPU:
     """The device with what was measured of it. Raises UserError for a calibration of another one."""
-    found = hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
-    if found is None or found.name != gpu.name:
-        way = f"; give --gpu_type {found.name}" if found else "; describe it in a file for --hardware, with `matches`"
+    measured = hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
+    if measured is None or measured.name != gpu.name:
+        way = f"; give --gpu_type {measured.name}" if measured else "; describe it in a file for --hardware, with `matches`"
         raise UserError(f"--calibration: {path}: of {cut(calibration.device)}, and the plan is for {gpu.name}{way}")
     if not gpu.is_cpu:
         _check_peaks(gpu, calibration, path)

@@ -46,4 +46,4 @@ def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:
     values = json.dumps(without_non_finite(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     heading = title or ", ".join(run["name"] for run in runs)
     parts = {"TITLE": html.escape(heading), "STYLE": style, "SCRIPT": script.replace("// @CHARTS@\n", charts), "DATA": values}
-    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], html_text)
+    return re.sub(f"@({'|'.join(parts)})@", lambda match: parts[match[1]], html_text)

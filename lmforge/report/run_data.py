@@ -212,33 +212,33 @@ def _completion_tables(run: Run) -> list[dict[str, Any]]:
 
 def _checkpoints(run: Run) -> list[dict[str, Any]]:
     """Those that are there: step, bytes, and what was measured when they were saved."""
-    found = []
+    checkpoints = []
     with suppress(UserError):
         for step in run.checkpoint_steps():
             with suppress(UserError):
                 manifest = read_checkpoint_manifest(run.checkpoint_path(step), _SavedCheckpoint)
                 size = sum(file.bytes for file in manifest.files.values())
-                found.append({"step": step, "bytes": size, "metrics": manifest.metrics})
-    return found
+                checkpoints.append({"step": step, "bytes": size, "metrics": manifest.metrics})
+    return checkpoints
 
 
 def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
     """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1 tokens."""
-    found = []
+    results = []
     for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
         with suppress(UserError, OSError):
             # Of a folder elsewhere shards would be downloaded for a picture.
             if not is_remote(source.folder):
-                found_source = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
+                report = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
                 entry |= {
-                    "documents": found_source.documents,
-                    "tokens": found_source.tokens,
-                    "bytes": found_source.text_bytes,
-                    "lengths": found_source.histogram().tolist(),
+                    "documents": report.documents,
+                    "tokens": report.tokens,
+                    "bytes": report.text_bytes,
+                    "lengths": report.histogram().tolist(),
                 }
-        found.append(entry)
-    return found
+        results.append(entry)
+    return results
 
 
 def _files(config: StageConfig) -> list[dict[str, Any]]:
@@ -247,15 +247,15 @@ def _files(config: StageConfig) -> list[dict[str, Any]]:
 
 def _defaults(options: type[Options], prefix: str = "") -> dict[str, Any]:
     """The default values of the options of a class by section.name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, field in options.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Options):
-            found |= _defaults(kind, f"{prefix}{name}.")
+            values |= _defaults(kind, f"{prefix}{name}.")
         else:
             default = field.get_default(call_default_factory=True)
-            found[f"{prefix}{name}"] = list(default) if isinstance(default, tuple) else default
-    return found
+            values[f"{prefix}{name}"] = list(default) if isinstance(default, tuple) else default
+    return values
 
 
 def _environment(run: Run) -> dict[str, str]:

@@ -171,8 +171,8 @@ def _tables(lines: list[bytes], run_folder: Path) -> Iterator[Table]:
         for event in group:
             name = "val/completions" if event.table.endswith("-validation") else "completions"
             # Those of the first rank, which writes before it announces; none where the folder was cleared.
-            if found := list(_completions(run_folder, event.table, step)):
-                yield Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), found)
+            if rows := list(_completions(run_folder, event.table, step)):
+                yield Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), rows)
 
 
 def _completions(run_folder: Path, table: str, step: int) -> Iterator[tuple[Any, ...]]:

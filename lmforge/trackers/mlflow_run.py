@@ -41,8 +41,8 @@ class MlflowRun:
         self.url = f"{uri.rstrip('/')}/#/runs/{self.run_id}" if uri and uri.startswith("http") else None
 
     def _experiment(self, name: str, files: str | None) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return found.experiment_id if found else self._client.create_experiment(name, artifact_location=files)
+        experiment = self._client.get_experiment_by_name(name)
+        return experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=files)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())

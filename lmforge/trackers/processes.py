@@ -49,11 +49,11 @@ class _Child:
             self.has_ended = not piece
         *lines, rest = self.received.split(b"\n")
         self.received = rest[: MAX_REPORT_BYTES + 1]  # a longer line is refused, whatever follows
-        said: list[tuple[str, str]] = []
+        messages: list[tuple[str, str]] = []
         for line in lines:
             with suppress(UserError):
-                said += parse_json(line, Report, "", max_bytes=MAX_REPORT_BYTES).items()
-        return said
+                messages += parse_json(line, Report, "", max_bytes=MAX_REPORT_BYTES).items()
+        return messages
 
 
 @dataclass

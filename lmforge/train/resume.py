@@ -187,12 +187,12 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
 
 
 def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
-    there, here = asdict(theirs), asdict(ours)
+    their_fields, our_fields = asdict(theirs), asdict(ours)
     # A wrapped model is described by its config.json alone.
-    for fields in (there, here):
+    for fields in (their_fields, our_fields):
         fields |= fields.pop("config_dict", {})
-    names = [name for name in here | there if there.get(name) != here.get(name)]
-    differing = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names[:3]]
+    names = [name for name in our_fields | their_fields if their_fields.get(name) != our_fields.get(name)]
+    differing = [f"{name} {their_fields.get(name)} there, {our_fields.get(name)} here" for name in names[:3]]
     return "; ".join(differing) or f"computed by {theirs.family} there, by {ours.family} here"
 
 

@@ -107,21 +107,21 @@ def _ended_with_this_process(job: Job) -> Iterator[None]:
 def _await_end(job: Job) -> None:
     """Wait for the end of a job, with the lines of its logs on standard error, and what its scheduler says while it waits."""
     shown: dict[Path, int] = {}
-    said, asked = "", 0.0
+    last_detail, last_query = "", 0.0
     deadline = float("inf")
     while True:
         _show_logs(Path(job.folder), shown)
         now = time.monotonic()
         if deadline == float("inf") and job.status_path.exists():
-            deadline, asked = now + ENDING_SECONDS, 0.0
-        if now > asked + STATE_SECONDS:
+            deadline, last_query = now + ENDING_SECONDS, 0.0
+        if now > last_query + STATE_SECONDS:
             state, detail = job_state(job)
-            asked = time.monotonic()
+            last_query = time.monotonic()
             if not state.is_active:
                 _show_logs(Path(job.folder), shown)
                 return
-            if state == JobState.PENDING and detail != said:
-                said = detail
+            if state == JobState.PENDING and detail != last_detail:
+                last_detail = detail
                 name = f"job {job.job_id}" if job.job_id else "the job"
                 print(f"lmforge: {name} is pending ({detail or 'no reason given'})", file=sys.stderr, flush=True)
         if now > deadline:

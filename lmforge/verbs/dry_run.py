@@ -44,8 +44,8 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     lines = [f"batch      {plan}", f"run        {length}"]
     vocab_size = None
     if isinstance(config, PretrainConfig):
-        about_data, vocab_size = describe_data(config)
-        lines += about_data
+        data_lines, vocab_size = describe_data(config)
+        lines += data_lines
     model = resolve_model(config, vocab_size)
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
@@ -65,8 +65,10 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     check_parallel(config.parallel, model, plan)
     lines += _describe_sharding(config, ranks, at_rest)
     if passes is None:
-        whole = flops * total if not phases else sum(flops_per_token(model, length) * tokens for length, tokens in by_length)
-        lines.append(f"compute    {whole:.3g} FLOPs in the whole run")
+        total_flops = (
+            flops * total if not phases else sum(flops_per_token(model, length) * tokens for length, tokens in by_length)
+        )
+        lines.append(f"compute    {total_flops:.3g} FLOPs in the whole run")
     shown = "every option" if everything else "what differs from the defaults; --dry-run all prints every option"
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 

@@ -89,11 +89,11 @@ def judge_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, 
     else:
         yield Finding("device speed", "pass", what, values=values)
     sick = [(rank, gpu) for rank, report in reports.items() for gpu in report.get("gpus", ()) if gpu["problem"]]
-    asked = sum(len(report.get("gpus", ())) for report in reports.values())
+    num_gpus = sum(len(report.get("gpus", ())) for report in reports.values())
     for rank, gpu in sick:
         host = names[rank].rpartition(" on ")[2]
         has_ecc = "ECC" in gpu["problem"]
         todo = "drain the host and reset the GPU" if has_ecc else "check cooling and power of the host"
         yield Finding("gpu health", "fail" if has_ecc else "warn", f"GPU {gpu['gpu']}: {gpu['problem']}", todo, (host,))
-    if asked and not sick:
-        yield Finding("gpu health", "pass", f"{format_count(asked, 'GPU')}: no uncorrected ECC error, none slowed down")
+    if num_gpus and not sick:
+        yield Finding("gpu health", "pass", f"{format_count(num_gpus, 'GPU')}: no uncorrected ECC error, none slowed down")

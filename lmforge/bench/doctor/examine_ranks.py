@@ -84,12 +84,12 @@ class Examination:
         self.reports.leave()
         return int(step["status"])
 
-    def _carry_out(self, phase: str, **about: Any) -> Reports:
+    def _carry_out(self, phase: str, **step: Any) -> Reports:
         """On rank 0: a phase on all ranks. Returns what they report."""
         name, number = f"{phase}-{self._steps}", self._steps
-        about |= {"phase": phase, "time": time.time()}
-        self.reports.publish(f"step-{number}", about)
-        self.reports.post(name, run_bounded(partial(self._phases[phase], about), self.timeout_seconds))
+        step |= {"phase": phase, "time": time.time()}
+        self.reports.publish(f"step-{number}", step)
+        self.reports.post(name, run_bounded(partial(self._phases[phase], step), self.timeout_seconds))
         self._steps += 1
         return self.reports.collect(name)
 
@@ -218,10 +218,10 @@ class Examination:
         folder = checkpoint_folder(self.config)
         if not is_local(folder):
             return
-        apart = tuple(hosts[rank] for rank in leaders if rank and rank not in reports[0].get("sees", ()))
-        if apart:
+        unshared = tuple(hosts[rank] for rank in leaders if rank and rank not in reports[0].get("sees", ()))
+        if unshared:
             todo = "a run is in one folder that all hosts share: give --run.folder on a shared file system"
-            yield Finding("shared folder", "fail", f"{folder} is another folder than on {platform.node()}", todo, apart)
+            yield Finding("shared folder", "fail", f"{folder} is another folder than on {platform.node()}", todo, unshared)
         else:
             yield Finding("shared folder", "pass", f"{folder} is the same for {format_count(len(leaders), 'host')}")
 

@@ -140,25 +140,25 @@ def _check_compiler() -> Finding:
     import ctypes
 
     name, uncompiled = "compiler", "without it training on a CPU is not compiled, and about a tenth slower"
-    found = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))), None)
+    if compiler is None:
         return Finding(name, "warn", f"no C++ compiler; {uncompiled}", "apt-get install g++")
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").exists():
-        return Finding(name, "warn", f"{found}, but no Python.h in {include}; {uncompiled}", "apt-get install python3-dev")
+        return Finding(name, "warn", f"{compiler}, but no Python.h in {include}; {uncompiled}", "apt-get install python3-dev")
     try:
         with tempfile.TemporaryDirectory(prefix="lmforge-") as folder:
             source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
             source.write_text(C_SOURCE)
-            command = [found, "-shared", "-fPIC", "-fopenmp", f"-I{include}", str(source), "-o", str(library)]
+            command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{include}", str(source), "-o", str(library)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
             if done.returncode == 0 and ctypes.CDLL(str(library)).lmforge_probe() == 6:
-                return Finding(name, "pass", f"{found} builds a function with Python's headers and OpenMP")
+                return Finding(name, "pass", f"{compiler} builds a function with Python's headers and OpenMP")
             lines = done.stderr.splitlines() or ["no error message"]
             reason = next((line for line in lines if "error" in line), lines[0])
     except (OSError, subprocess.TimeoutExpired) as problem:
         reason = str(problem)
-    return Finding(name, "warn", f"{found} does not work ({reason[:200]}); {uncompiled}", "reinstall it")
+    return Finding(name, "warn", f"{compiler} does not work ({reason[:200]}); {uncompiled}", "reinstall it")
 
 
 def _check_memory() -> Finding:
@@ -231,8 +231,8 @@ def _check_tools() -> Finding:
     """Programs that lmforge can use."""
     uses = {"git": "the commit is noted in each run", "stockfish": "for the chess recipe"}
     path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/games"
-    found = [f"{name} {'found' if shutil.which(name, path=path) else 'not found'} ({use})" for name, use in uses.items()]
-    return Finding("tools", "pass", ", ".join(found))
+    tools = [f"{name} {'found' if shutil.which(name, path=path) else 'not found'} ({use})" for name, use in uses.items()]
+    return Finding("tools", "pass", ", ".join(tools))
 
 
 def _is_installed(requirement: Requirement) -> bool:

@@ -65,23 +65,23 @@ def time_collectives(world_size: int, device: torch.device, sizes: Sequence[int]
             if results and results[-1][1] * size / results[-1][0] > BUDGET_SECONDS:
                 break
             part = torch.zeros(size // 4 // world_size, device=device)
-            whole = torch.zeros(part.numel() * world_size, device=device)
+            buffer = torch.zeros(part.numel() * world_size, device=device)
             seconds = []
             for _ in range(REPETITIONS + 1):
                 began = time.perf_counter()
                 if name == "all-reduce":
-                    dist.all_reduce(whole)
+                    dist.all_reduce(buffer)
                 elif name == "all-gather":
-                    gather(whole, part)
+                    gather(buffer, part)
                 else:
-                    scatter(part, whole)
+                    scatter(part, buffer)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)
             # The first one connects. All ranks must agree on whether to go on.
             slowest = torch.tensor([statistics.median(seconds[1:])], device=device, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            results.append([float(whole.numel() * 4), slowest.item()])
+            results.append([float(buffer.numel() * 4), slowest.item()])
     return timed
 
 
@@ -159,10 +159,10 @@ def judge_network(reports: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, 
     middle = statistics.median_high(links.values())
     slow = {pair: speed for pair, speed in links.items() if speed < max(SLOW_BELOW * middle, SLOW_BYTES_PER_SECOND)}
     values = {"bytes_per_second": {f"{a} → {b}": round(speed) for (a, b), speed in links.items()}}
-    for (here, there), speed in sorted(slow.items(), key=lambda item: item[1]):
+    for (source, target), speed in sorted(slow.items(), key=lambda item: item[1]):
         text = f"{_rate(speed)} in this direction; the median of {len(links)} is {_rate(middle)}"
         todo = "check cable, switch port and the interface that is used, or leave the host out"
-        yield Finding("link", "warn", text, todo, (f"{here} → {there}",), values)
+        yield Finding("link", "warn", text, todo, (f"{source} → {target}",), values)
     if not slow:
         text = f"{len(links)} between hosts, {_rate(min(links.values()))} to {_rate(max(links.values()))}"
         yield Finding("link", "pass", text, values=values)

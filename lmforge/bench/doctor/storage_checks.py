@@ -145,18 +145,21 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterato
         except UserError as problem:
             yield Finding("checkpoints", "fail", str(problem))
         return
-    place = folder
+    existing = folder
     try:
-        place = existing_folder(folder)
-        free = shutil.disk_usage(place).free
-        written, read = time_disk(place)
+        existing = existing_folder(folder)
+        free = shutil.disk_usage(existing).free
+        written, read = time_disk(existing)
     except OSError as problem:
         yield Finding(
-            "checkpoints", "fail", f"{place}: checkpoints cannot be written ({problem.strerror})", "give another --run.folder"
+            "checkpoints",
+            "fail",
+            f"{existing}: checkpoints cannot be written ({problem.strerror})",
+            "give another --run.folder",
         )
         return
     kept = (config.checkpoint.keep_last + 1 if config else 1) * needed
-    text = f"{folder}: {format_bytes(free)} free, {_kind(place)}, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
+    text = f"{folder}: {format_bytes(free)} free, {_kind(existing)}, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
     values = {"free_bytes": free, "write_bytes_per_second": round(written), "read_bytes_per_second": round(read)}
     if free < kept:
         text += f"; checkpoints take {format_bytes(kept)}"

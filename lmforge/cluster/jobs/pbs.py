@@ -28,10 +28,10 @@ def state(job: Job) -> tuple[JobState, str]:
     status, printed, message = try_call(["qstat", "-f", job_id])
     if status == NOT_INSTALLED or (status != 0 and not ENDED_PATTERN.search(message)):
         raise UserError(f"{job.name}: job {job_id}: {message}")
-    found = re.search(r"job_state = (\w)", printed) if status == 0 else None
-    if found and found[1] in ACTIVE_STATES:
+    match = re.search(r"job_state = (\w)", printed) if status == 0 else None
+    if match and match[1] in ACTIVE_STATES:
         comment = re.search(r"comment = (.*)", printed)
-        return ACTIVE_STATES[found[1]], comment[1].strip() if comment else ""
+        return ACTIVE_STATES[match[1]], comment[1].strip() if comment else ""
     return job.state_by_status(), ""
 
 

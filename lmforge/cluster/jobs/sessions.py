@@ -129,10 +129,10 @@ class _HostFacts:
 
 
 def _facts(answer: Answer) -> _HostFacts:
-    found = CHECKED_PATTERN.search(answer.printed)
-    if found is None:
+    match = CHECKED_PATTERN.search(answer.printed)
+    if match is None:
         raise UserError(f"{answer.host}: launch.python does not run Python there; nothing was started")
-    return parse_json(found[1].encode(), _HostFacts, str(answer.host))
+    return parse_json(match[1].encode(), _HostFacts, str(answer.host))
 
 
 def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
@@ -155,9 +155,9 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
         scripts.append(_start_script(plan, export_lines(variables), str(log)))
     answers = run_on_hosts(hosts.names, scripts, hosts.ssh_options)
     sessions = [
-        Session(answer.host, int(found[1]), found[2])
+        Session(answer.host, int(match[1]), match[2])
         for answer in answers
-        if answer.status == 0 and (found := STARTED_PATTERN.search(answer.printed))
+        if answer.status == 0 and (match := STARTED_PATTERN.search(answer.printed))
     ]
     if len(sessions) < len(answers):
         _signal(sessions, hosts.ssh_options, "KILL")
@@ -243,10 +243,10 @@ def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) 
 def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     """The mpiexec that starts every rank, in the words of whose it is. Raises UserError where there is none."""
     options = plan.options
-    found = shutil.which("mpiexec")
-    if found is None:
+    mpiexec = shutil.which("mpiexec")
+    if mpiexec is None:
         raise UserError("mpiexec is not installed here; load the cluster's module for MPI first")
-    status, version, message = try_call([found, "--version"])
+    status, version, message = try_call([mpiexec, "--version"])
     if status == NO_ANSWER:
         raise UserError(message)
     ranks, per_node = plan.nodes * options.processes, options.processes
@@ -257,14 +257,14 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
         variables = {"MASTER_ADDR": options.address or first, "MASTER_PORT": str(hosts.endpoints[0][1])}
     extra = [word for line in options.directive_options for word in shlex.split(line)]
     if "Open MPI" in version or "OpenRTE" in version:
-        command = [found, "-n", str(ranks), "--map-by", f"ppr:{per_node}:node", "--bind-to", "none"]
+        command = [mpiexec, "-n", str(ranks), "--map-by", f"ppr:{per_node}:node", "--bind-to", "none"]
         command += ["--hostfile", os.path.abspath(options.hosts)] if options.hosts else []
         command += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     elif "HYDRA" in version or "Intel(R) MPI" in version:
-        command = [found, "-n", str(ranks), "-ppn", str(per_node)]
+        command = [mpiexec, "-n", str(ranks), "-ppn", str(per_node)]
         command += ["-f", os.path.abspath(options.hosts)] if options.hosts else []
         command += [word for name, value in variables.items() for word in ("-genv", name, value)]
     else:  # Cray's PALS and others
-        command = [found, "-n", str(ranks), "--ppn", str(per_node)]
+        command = [mpiexec, "-n", str(ranks), "--ppn", str(per_node)]
         command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     return [*command, *extra]

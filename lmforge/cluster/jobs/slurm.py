@@ -49,8 +49,8 @@ def state(job: Job) -> tuple[JobState, str]:
     reason, _, nodes = rest.partition("|")
     if word in ACTIVE_STATES:
         return ACTIVE_STATES[word], nodes if word == "RUNNING" else reason.removeprefix("None")
-    found = re.search(r"JobState=(\w+)", try_call(["scontrol", "show", "job", "--oneliner", job_id])[1])
-    ended = found[1] if found else ""
+    match = re.search(r"JobState=(\w+)", try_call(["scontrol", "show", "job", "--oneliner", job_id])[1])
+    ended = match[1] if match else ""
     by_status = job.state_by_status()
     if by_status == JobState.LOST and ended in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"):
         return (JobState.INTERRUPTED if ended == "CANCELLED" else JobState.FAILED), ended.lower().replace("_", " ")

@@ -21,16 +21,16 @@ def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[Toke
     sections = [(part, at > 0) for layout in layouts for at, part in enumerate(layout) if isinstance(part, list)]
     known = _encode_unique(tokenizer, ((text, inside) for section, inside in sections for text in _prefixes(section)))
     piece_ids: dict[int, list[list[int]]] = {}
-    apart = []
+    pieces_by_section = []
     for section, inside in sections:
         prefixes = [known[text, inside] for text in _prefixes(section)]
         if all(prefixes[-1][: len(prefix)] == prefix for prefix in prefixes):
             bounds = pairwise([0, *map(len, prefixes)])
             piece_ids[id(section)] = [prefixes[-1][start:stop] for start, stop in bounds]
         else:  # a token would go across two pieces
-            apart.append((section, [(text, inside or at > 0) for at, (text, _) in enumerate(section)]))
-    known = _encode_unique(tokenizer, (piece for _, pieces in apart for piece in pieces))
-    piece_ids |= {id(section): [known[piece] for piece in pieces] for section, pieces in apart}
+            pieces_by_section.append((section, [(text, inside or at > 0) for at, (text, _) in enumerate(section)]))
+    known = _encode_unique(tokenizer, (piece for _, pieces in pieces_by_section for piece in pieces))
+    piece_ids |= {id(section): [known[piece] for piece in pieces] for section, pieces in pieces_by_section}
     examples = []
     for layout in layouts:
         tokens: list[int] = []

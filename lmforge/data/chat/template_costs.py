@@ -84,7 +84,7 @@ def percent_format_cost(text: str, *values: Any, **named: Any) -> int:
     """The cost of `text % values`: every field may be as wide as the widest, and as all values."""
     text = str(text)
     pattern = r"\d+" if "(" in text else PERCENT_NUMBERS
-    numbers = [number for found in re.finditer(pattern, text) for number in (found.groups() or (found.group(),))]
+    numbers = [number for match in re.finditer(pattern, text) for number in (match.groups() or (match.group(),))]
     widths = [_width(number) for number in numbers if number]
     if "*" in text:  # a width that is one of the values
         widths += [abs(value) for value in chain.from_iterable(_items(value) for value in values) if isinstance(value, int)]

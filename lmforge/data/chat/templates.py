@@ -202,9 +202,9 @@ class ChatTemplate:
         starts = sorted(start for start, _ in spans)
         furthest = list(accumulate((stop for _, stop in sorted(spans)), max))
 
-        def scores(place: int) -> bool:
-            begun = bisect_right(starts, place)
-            return begun > 0 and place < furthest[begun - 1]
+        def scores(offset: int) -> bool:
+            begun = bisect_right(starts, offset)
+            return begun > 0 and offset < furthest[begun - 1]
 
         def section(start: int, stop: int) -> None:
             cuts = [start, *bounds[bisect_right(bounds, start) : bisect_left(bounds, stop)], stop]

@@ -27,12 +27,12 @@ class EvaluationNgrams:
     @classmethod
     def of(cls, texts: Sequence[str]) -> "EvaluationNgrams":
         """Those of these texts; texts of fewer than MIN_NGRAM_WORDS words have none."""
-        found: dict[int, list[np.ndarray]] = {}
+        hashes: dict[int, list[np.ndarray]] = {}
         for words in map(word_hashes, texts):
             if len(words) >= MIN_NGRAM_WORDS:
                 n = min(NGRAM_WORDS, len(words))
-                found.setdefault(n, []).append(ngram_hashes(words, n))
-        return cls({n: np.unique(np.concatenate(found[n])) for n in sorted(found)})
+                hashes.setdefault(n, []).append(ngram_hashes(words, n))
+        return cls({n: np.unique(np.concatenate(hashes[n])) for n in sorted(hashes)})
 
     @property
     def digest(self) -> str:

@@ -61,11 +61,11 @@ def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) ->
     of_file: dict[str, list[int]] = {}
     for number, file in enumerate(files):
         of_file.setdefault(file, []).append(number)
-    share = sum(sizes) / world_size
+    target_size = sum(sizes) / world_size
     groups = []
     for numbers in of_file.values():
-        whole = sum(sizes[number] for number in numbers) <= share
-        groups += [numbers] if whole else [[number] for number in numbers]
+        is_small = sum(sizes[number] for number in numbers) <= target_size
+        groups += [numbers] if is_small else [[number] for number in numbers]
     loads, units = [0] * world_size, [list[int]() for _ in range(world_size)]
     for numbers in sorted(groups, key=lambda numbers: -sum(sizes[number] for number in numbers)):
         rank = loads.index(min(loads))

@@ -174,8 +174,8 @@ class Preparation:
         """Of these units those that this rank reads."""
         numbers, info = list(numbers), self.ranks.rank_info
         units = [readers[number].unit for number in numbers]
-        shares = divide_units([unit.file for unit in units], [unit.size for unit in units], info.world_size)
-        return [numbers[place] for place in shares[info.rank]]
+        by_rank = divide_units([unit.file for unit in units], [unit.size for unit in units], info.world_size)
+        return [numbers[index] for index in by_rank[info.rank]]
 
     def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
         unfinished, ngrams = self.out / UNFINISHED, self.ngrams

@@ -62,18 +62,18 @@ def sample_texts(
 
     Each of `ranks` gives `readers` of its own; the texts are on rank 0, on others those of their readers.
     """
-    least, share = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
+    least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
-        read = partial(sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(share * 2**64))
+        read = partial(sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(fraction * 2**64))
         with ranks.raise_on_all():
             for _, items in pool.map_unordered(read, readers, on_progress):
                 least.add_all(items)
         others = (ranks.gather(least.items()) or [])[1:]
         least.add_all(chain.from_iterable(others))
         characters = ranks.broadcast(least.characters)
-        if characters >= SAMPLE_CHARACTERS or share == 1.0:
+        if characters >= SAMPLE_CHARACTERS or fraction == 1.0:
             break
-        least, share = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * share)
+        least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * fraction)
     if not characters and ratio:
         return sample_texts(readers, pool, ranks, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
     texts = [text for _, text in least.items()]
@@ -84,19 +84,19 @@ def sample_texts(
 
 def find_characters(readers: Sequence[UnitReader], pool: WorkerPool, ranks: Ranks, *, on_progress: OnProgress) -> set[str]:
     """The characters of all documents of the readers of all ranks, on every rank."""
-    found = set[str]()
+    result = set[str]()
     with ranks.raise_on_all():
         for _, characters in pool.map_unordered(_characters_of_unit, readers, on_progress):
-            found.update(characters)
-    return set().union(*ranks.all_gather(found))
+            result.update(characters)
+    return set().union(*ranks.all_gather(result))
 
 
 def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
-    found, progress = set[str](), ReadProgress()
+    result, progress = set[str](), ReadProgress()
     for text, _ in reader.hashed_texts(progress):
-        found.update(text)
+        result.update(text)
         report(progress.bytes)
-    return found
+    return result
 
 
 def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, below: int) -> list[tuple[int, str]]:

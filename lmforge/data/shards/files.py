@@ -132,8 +132,8 @@ class SizeCheck:
                 file = error.filename or self._storage.path
                 self._problem = f"{file}: {'missing' if isinstance(error, FileNotFoundError) else error.strerror}"
                 return
-            for (name, wanted), size in zip(expected.items(), sizes, strict=True):
-                if size != wanted:
-                    problem = "truncated" if size < wanted else "too long"
-                    self._problem = f"{self._storage.path / name}: {problem}: {size} bytes of {wanted}"
+            for (name, expected_size), size in zip(expected.items(), sizes, strict=True):
+                if size != expected_size:
+                    problem = "truncated" if size < expected_size else "too long"
+                    self._problem = f"{self._storage.path / name}: {problem}: {size} bytes of {expected_size}"
                     return

@@ -55,8 +55,10 @@ def _verify_shard(folder: TokenFolder, entry: ShardEntry) -> DamagedShard | None
         blocks = {*tokens, *_ranges((bounds[k] // block_tokens, -(-bounds[k + 1] // block_tokens)) for k in documents)}
         for file, damaged in ((reader.checksums, checksums), (reader.tokens, tokens), (reader.documents, documents)):
             if damaged:
-                found = ", ".join(each.partition(":")[2] for each in format_entries(entry.name, damaged))
-                problems.append(f"{len(damaged)} of {file.num_blocks} blocks of {file.path.suffix} do not match: {found}")
+                block_ranges = ", ".join(each.partition(":")[2] for each in format_entries(entry.name, damaged))
+                problems.append(
+                    f"{len(damaged)} of {file.num_blocks} blocks of {file.path.suffix} do not match: {block_ranges}"
+                )
     except UserError as problem:
         return DamagedShard(entry.name, str(problem), [entry.name])
     return DamagedShard(entry.name, "; ".join(problems), format_entries(entry.name, sorted(blocks))) if problems else None

@@ -73,12 +73,12 @@ class TokenUnit(ABC):
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
         """The ids of each document as they are stored, checked, and which fraction of the unit has been read with it."""
 
-    def _check(self, ids: np.ndarray, place: str, first: int) -> np.ndarray:
-        """`ids`, which begin with number `first` of `place`. Raises UserError if one is beyond the vocabulary."""
+    def _check(self, ids: np.ndarray, part: str, first: int) -> np.ndarray:
+        """`ids`, which begin with number `first` of `part`. Raises UserError if one is beyond the vocabulary."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
             raise UserError(
-                f"{self.path}: id {first + at:,} of {place} is {int(ids[at]):,}, beyond the vocabulary of {self.vocab_size:,}: "
+                f"{self.path}: id {first + at:,} of {part} is {int(ids[at]):,}, beyond the vocabulary of {self.vocab_size:,}: "
                 "name the tokenizer that made these tokens"
             )
         return ids

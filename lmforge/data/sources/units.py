@@ -219,9 +219,9 @@ class TarUnit(FileUnit):
     text_field: str
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
-        found, key, sample = False, "", dict[str, tuple[str, bytes]]()
+        has_files, key, sample = False, "", dict[str, tuple[str, bytes]]()
         for name, content in self._members(progress):
-            found = True
+            has_files = True
             path = PurePosixPath(name)
             next_key = str(path.with_name(path.name.partition(".")[0]))
             if next_key != key:
@@ -231,7 +231,7 @@ class TarUnit(FileUnit):
                 raise UserError(f"{self.path}: {name}: its sample has another {path.suffix}; give each a name of its own")
             sample[path.suffix] = name, content
         yield from self._document(sample)
-        if not found:
+        if not has_files:
             raise UserError(f"{self.path}: holds no .txt and no .json: a tar of other files is not read")
 
     def _members(self, progress: ReadProgress) -> Iterator[tuple[str, bytes]]:

@@ -98,12 +98,12 @@ class HostSampler:
 
     def _busiest(self) -> list[ProcessUsage]:
         """psutil keeps its Process objects, and in each the times of the last call of `cpu_percent`."""
-        found = []
+        usages = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                found.append((process.cpu_percent(), process))
+                usages.append((process.cpu_percent(), process))
         usages = []
-        busy = [(percent, process) for percent, process in found if percent > 0]
+        busy = [(percent, process) for percent, process in usages if percent > 0]
         for percent, process in sorted(busy, key=lambda each: -each[0])[: self._num_processes]:
             with suppress(psutil.Error):
                 usages.append(ProcessUsage(process.pid, process.name(), percent, process.memory_info().rss))
@@ -139,11 +139,11 @@ class HostPublisher:
 
 def read_published(folder: Path) -> list[HostUsage]:
     """What the hosts of a run have published, by name; a file that cannot be read is left out."""
-    found: dict[str, HostUsage] = {}
+    newest: dict[str, HostUsage] = {}
     for path in folder.glob("host-of-rank-*.json"):
         for _ in range(3):  # it may be read half-written
             with suppress(UserError, OSError):
                 usage = read_json(path, HostUsage)
-                found[usage.host] = max(usage, found.get(usage.host, usage), key=lambda each: each.time)
+                newest[usage.host] = max(usage, newest.get(usage.host, usage), key=lambda each: each.time)
                 break
-    return [found[name] for name in sorted(found)]
+    return [newest[name] for name in sorted(newest)]

@@ -127,16 +127,16 @@ def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
     queries = model.num_attention_heads * model.head_dim // tensor
     keys = model.num_key_value_heads * model.head_dim // tensor
     if setting.compiled:
-        whole = compiled_saved_bytes(model, tokens, number_bytes, tensor)
+        unchecked = compiled_saved_bytes(model, tokens, number_bytes, tensor)
         if setting.stores_weights:
             heads, length = model.num_attention_heads // tensor, setting.sequence_length // setting.context
             scores = score_bytes(length, heads, number_bytes, dense_mask=False, stores_weights=True)
-            whole += setting.micro_batch_size * scores
+            unchecked += setting.micro_batch_size * scores
     else:
-        whole = _eager_saved_bytes(setting, dense_mask=not setting.on_gpu)
+        unchecked = _eager_saved_bytes(setting, dense_mask=not setting.on_gpu)
     if setting.has_dropout:
-        whole += 2 * tokens * width  # a byte a number of a mask
-    saved, input_bytes = whole, tokens * width * number_bytes // tensor
+        unchecked += 2 * tokens * width  # a byte a number of a mask
+    saved, input_bytes = unchecked, tokens * width * number_bytes // tensor
     if checkpointed:
         selects = setting.options.activation_checkpointing == "selective-ops"
         saved = _kept_by_selection(setting) if selects else input_bytes
@@ -159,7 +159,7 @@ def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
         forward_bytes=tokens * forward * number_bytes,
         backward_bytes=tokens * backward * number_bytes,
         saved_bytes=saved,
-        recomputed_bytes=max(0, whole - saved) if checkpointed else 0,
+        recomputed_bytes=max(0, unchecked - saved) if checkpointed else 0,
         input_bytes=input_bytes,
         feed_forward_bytes=tokens * inner * number_bytes,
     )

@@ -135,8 +135,8 @@ def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
     """Of the seconds of operations, those whose constants were measured."""
     kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK)}
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
-    whole = sum(kinds.values())
-    return sum(seconds for kind, seconds in kinds.items() if kind in measured) / whole if whole else 0.0
+    total = sum(kinds.values())
+    return sum(seconds for kind, seconds in kinds.items() if kind in measured) / total if total else 0.0
 
 
 def peak_memory(setting: Setting) -> dict[str, float]:

@@ -194,9 +194,9 @@ class StepProgram:
             for name, seconds, kind in self._forward_parts(cost):
                 self._add(f"forward, {unit.name}{name}", seconds=seconds, kind=kind,
                           host_seconds=self._host(self._launches() if not name else 0.0))  # fmt: skip
-            wide = 3.0 if cost.recomputed_bytes else 1.0
+            feed_forward_copies = 3.0 if cost.recomputed_bytes else 1.0
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
-                      transient={"temporary": wide * cost.feed_forward_bytes},
+                      transient={"temporary": feed_forward_copies * cost.feed_forward_bytes},
                       free=self._free(unit) if self.reshards else {})  # fmt: skip
         if self.stage.has_head:
             self._head_forward()
@@ -290,14 +290,14 @@ class StepProgram:
                 self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=wait,
                           host_seconds=self._host(self._launches() if not name else 0.0))  # fmt: skip
             self._add(f"backward, {unit.name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
-        wide = (3 if setting.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
-        whole = cost.saved_bytes + cost.recomputed_bytes
-        share = min(0.9, wide / whole) if whole else 0.5
+        feed_forward = (3 if setting.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
+        total = cost.saved_bytes + cost.recomputed_bytes
+        part = min(0.9, feed_forward / total) if total else 0.5
         half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
         stream = BACKWARD_STREAM * cost.input_bytes
         products = sum(self._product(rows, each.inputs, each.outputs, backward=True) for each in cost.products)
         products *= 1 if setting.trains_all else 0.5  # else only the gradients of inputs
-        extra = {"recomputed": cost.recomputed_bytes * share, "activations": 0.0 if cost.recomputed_bytes else whole * share}
+        extra = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
         self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=wait, allocate=half,
                   transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, free=extra,
                   host_seconds=self._host(2 * self._launches()))  # fmt: skip

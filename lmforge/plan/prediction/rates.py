@@ -231,8 +231,8 @@ class Rates:
         if (timed.hosts > 1) != (group.hosts > 1) or group.hosts > timed.hosts:
             return None
         points = self.measured.collectives[name].items()
-        share = (group.size - 1) / group.size / ((timed.size - 1) / timed.size)
-        return _on_line([(size[0], seconds) for size, seconds in points], nbytes * share)
+        scale = (group.size - 1) / group.size / ((timed.size - 1) / timed.size)
+        return _on_line([(size[0], seconds) for size, seconds in points], nbytes * scale)
 
     def _group_network(self, group: Group) -> float:
         """Bytes/s of a host for one group: those of the host's other ranks communicate at the same time."""

@@ -91,10 +91,10 @@ def search(
     for each in fitting[:FINALISTS]:
         prediction = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
         if prediction.device_bytes <= budget:
-            found = Candidate(
+            finalist = Candidate(
                 prediction.setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
             )
-            finalists.append(found)
+            finalists.append(finalist)
     finalists.sort(key=lambda each: each.step_seconds)
     return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
 
@@ -166,8 +166,8 @@ def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candida
     for waits in (True, False) if once else (False,):
         setting = setting.with_options(reduce_every_micro_batch=not waits)
         if layers <= more:
-            whole = predict(setting, gpu, rates)
-            result = Candidate(setting, whole.device_bytes, whole.step_seconds, _parts(whole))
+            prediction = predict(setting, gpu, rates)
+            result = Candidate(setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction))
         else:
             low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
             times = (layers - more) / (more - few)

@@ -109,9 +109,9 @@ class Rollouts:
         # Groups stay on one rank. Where their number does not divide, the first ranks have one more, and the others padding,
         # so that all have as many micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
-        share, larger_shares = divmod(self._num_groups, self._world_size)
-        self._first_group = self._rank * share + min(self._rank, larger_shares)
-        self._local_groups = share + (self._rank < larger_shares)
+        base_size, num_larger = divmod(self._num_groups, self._world_size)
+        self._first_group = self._rank * base_size + min(self._rank, num_larger)
+        self._local_groups = base_size + (self._rank < num_larger)
         self._local_batch_size = self._local_groups * options.num_generations
         # The set of this rank: its completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None

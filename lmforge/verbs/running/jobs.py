@@ -22,17 +22,17 @@ STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "
 
 def run_jobs(options: JobsOptions) -> int:
     """Print a row for each run that was launched. Raises UserError where a run was named that was not."""
-    found = _launched(options.folder)
+    jobs = _launched(options.folder)
     if options.name is not None:
-        found = {_find(options.name, options.folder): read_job(options.folder / options.name)}
-    if not found:
+        jobs = {_find(options.name, options.folder): read_job(options.folder / options.name)}
+    if not jobs:
         print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
         return 0
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     table = Table(box=None, pad_edge=False)
     for title in ("run", "launcher", "job", "state", "step", "launched", "log"):
         table.add_column(title, overflow="fold")
-    for path, job in found.items():
+    for path, job in jobs.items():
         assert job is not None
         try:
             state, detail = job_state(job)

@@ -55,13 +55,13 @@ class PipelineNodes:
         marker = FolderMarker(folder)
         try:
             self._set("marker", json.dumps([str(folder), marker.shared_name]))
-            apart = [rank for rank, answer in self._answers("marker").items() if answer != "seen"]
+            others = [rank for rank, answer in self._answers("marker").items() if answer != "seen"]
         finally:
             marker.remove()
-        if apart:
+        if others:
             self.end(UserError.exit_status)
             raise UserError(
-                f"{folder}: not the same folder on {group.names[0]} and {group.describe(apart)}; the stages of a pipeline hand"
+                f"{folder}: not the same folder on {group.names[0]} and {group.describe(others)}; the stages of a pipeline hand"
                 " over files; use folders that all nodes share, or one node"
             )
 

@@ -42,8 +42,8 @@ def run_top(options: TopOptions) -> int:
     """Show what is asked for, once or until it is interrupted. Returns 0. Raises UserError."""
     runs, hosts = _sort_names(options.names)
     slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
-    here = [name for name in hosts if name in ("localhost", platform.node())]
-    samples_here = bool(here) or not (runs or hosts or slurm)
+    local_names = [name for name in hosts if name in ("localhost", platform.node())]
+    samples_this_host = bool(local_names) or not (runs or hosts or slurm)
     once = options.once or not (options.output == "json" or sys.stdout.isatty())  # a page needs a terminal
     interval = None if once else options.interval_seconds
     line = remote_line(options.remote_command, interval)
@@ -51,13 +51,13 @@ def run_top(options: TopOptions) -> int:
     commands = {
         host: ssh_command(host, line, program=ssh, connect_seconds=options.timeout_seconds)
         for host in hosts
-        if host not in here
+        if host not in local_names
     }
     commands |= {host: srun_words(options.slurm_job, host, line) for host in slurm if options.slurm_job is not None}
     for run in runs:
         read_run_status(run)  # a directory that is not a run is refused here
     sources = _Sources(
-        HostSampler(NUM_PROCESSES) if samples_here else None,
+        HostSampler(NUM_PROCESSES) if samples_this_host else None,
         [RemoteHost(host, words, repeats=not once) for host, words in commands.items()],
         runs,
     )

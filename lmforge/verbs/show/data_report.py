@@ -57,8 +57,8 @@ def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str
     rows = [["source", "documents", "tokens", "of all tokens", "of training", "bytes per token"]]
     for each, of_source in zip(sources, used, strict=True):
         ratio = f"{each.text_bytes / each.tokens:.2f}" if each.text_bytes else "unknown"
-        shares = [f"{each.tokens / tokens:.2%}", f"{of_source / all_used:.2%}"]
-        rows.append([each.name, f"{each.documents:,}", f"{each.tokens:,}", *shares, ratio])
+        ratios = [f"{each.tokens / tokens:.2%}", f"{of_source / all_used:.2%}"]
+        rows.append([each.name, f"{each.documents:,}", f"{each.tokens:,}", *ratios, ratio])
     return rows
 
 
